@@ -1,0 +1,1 @@
+"""planc: a compiler for parallel training plans."""

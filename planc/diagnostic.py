@@ -1,0 +1,153 @@
+"""Floor 0: what planc says about a user's mistake, as data.
+
+A stage appends diagnostics to a `Sink` and goes on; how they look is the
+business of `planc.report`. The text behind each code is a page of `docs/diagnostics`, the same that `planc explain` prints.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from planc.source import Span
+
+
+class Severity(StrEnum):
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A place in a source and what it has to do with the finding."""
+
+    span: Span
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnostic:
+    """One finding.
+
+    Args:
+        code: `PLnnn`; its page explains it.
+        severity: an error makes the plan unusable, a warning is a finding that trains right,
+            an info is a fact worth knowing.
+        message: one line that names the values that decided.
+        labels: the places involved, the one to look at first in front; empty for a finding about
+            the invocation or the model.
+        facts: facts that are not in the plan, each with its source, such as
+            `num_key_value_heads = 8  (config.json)`.
+        help: what to do about it.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    labels: tuple[Label, ...] = ()
+    facts: tuple[str, ...] = ()
+    help: str | None = None
+
+
+@dataclass(slots=True)
+class Sink:
+    """Collects the findings of one run, each once."""
+
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+
+    def add(self, diagnostic: Diagnostic) -> None:
+        if diagnostic not in self.diagnostics:
+            self.diagnostics.append(diagnostic)
+
+    def report(
+        self,
+        severity: Severity,
+        code: str,
+        message: str,
+        *where: Span | Label,
+        facts: Iterable[str] = (),
+        help: str | None = None,
+    ) -> None:
+        labels = tuple(w if isinstance(w, Label) else Label(span=w) for w in where)
+        self.add(
+            Diagnostic(
+                code=code,
+                severity=severity,
+                message=message,
+                labels=labels,
+                facts=tuple(facts),
+                help=help,
+            )
+        )
+
+    def error(
+        self,
+        code: str,
+        message: str,
+        *where: Span | Label,
+        facts: Iterable[str] = (),
+        help: str | None = None,
+    ) -> None:
+        self.report(Severity.ERROR, code, message, *where, facts=facts, help=help)
+
+    def warning(
+        self,
+        code: str,
+        message: str,
+        *where: Span | Label,
+        facts: Iterable[str] = (),
+        help: str | None = None,
+    ) -> None:
+        self.report(Severity.WARNING, code, message, *where, facts=facts, help=help)
+
+    def info(
+        self,
+        code: str,
+        message: str,
+        *where: Span | Label,
+        facts: Iterable[str] = (),
+        help: str | None = None,
+    ) -> None:
+        self.report(Severity.INFO, code, message, *where, facts=facts, help=help)
+
+    @property
+    def errors(self) -> int:
+        return sum(d.severity is Severity.ERROR for d in self.diagnostics)
+
+    @property
+    def failed(self) -> bool:
+        return self.errors > 0
+
+    def __iter__(self) -> Iterator[Diagnostic]:
+        return iter(self.diagnostics)
+
+
+class PlanError(Exception):
+    """Raised by the Python API when a plan has errors; carries every diagnostic of the run."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        self.diagnostics = tuple(diagnostics)
+        lines = []
+        for d in self.diagnostics:
+            if d.severity is not Severity.ERROR:
+                continue
+            place = f"{d.labels[0].span.place}: " if d.labels else ""
+            tail = f" ({d.help})" if d.help else ""
+            lines.append(f"{place}{d.severity}[{d.code}]: {d.message}{tail}")
+        super().__init__("\n".join(lines))
+
+
+def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
+    """The known names that look most like a misspelt one, best first."""
+    return tuple(difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6))
+
+
+def one_of(names: Iterable[str], *, last: str = "or") -> str:
+    """`a, b or c`."""
+    items = list(names)
+    if len(items) <= 1:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {last} {items[-1]}"

@@ -1,0 +1,86 @@
+"""Floor 0: source text and the spans that point into it.
+
+Every node of every stage carries a `Span`, so a diagnostic can always show the line that caused it.
+Offsets count code points of the text, columns are 1-based code points; a consumer that counts
+otherwise (an editor counts UTF-16 units) converts from these at its own edge.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A text with the name a user knows it by (a path, `-`, `REV:path`, or `--set`)."""
+
+    name: str
+    text: str
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts = [0]
+        position = self.text.find("\n")
+        while position != -1:
+            starts.append(position + 1)
+            position = self.text.find("\n", position + 1)
+        return starts
+
+    @property
+    def line_count(self) -> int:
+        return len(self._starts)
+
+    def position(self, offset: int) -> tuple[int, int]:
+        """The 1-based line and column of an offset; past the end means the end."""
+        offset = max(0, min(offset, len(self.text)))
+        line = bisect_right(self._starts, offset)
+        return line, offset - self._starts[line - 1] + 1
+
+    def line(self, number: int) -> str:
+        """The text of a 1-based line, without its newline."""
+        start = self._starts[number - 1]
+        end = self._starts[number] - 1 if number < len(self._starts) else len(self.text)
+        return self.text[start:end].rstrip("\r")
+
+    def offset(self, line: int) -> int:
+        """The offset at which a 1-based line starts."""
+        return self._starts[line - 1]
+
+    def span(self, start: int, end: int) -> Span:
+        return Span(source=self, start=start, end=end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The half-open range [start, end) of a source."""
+
+    source: Source
+    start: int
+    end: int
+
+    @property
+    def line(self) -> int:
+        return self.source.position(self.start)[0]
+
+    @property
+    def column(self) -> int:
+        return self.source.position(self.start)[1]
+
+    @property
+    def text(self) -> str:
+        return self.source.text[self.start : self.end]
+
+    @property
+    def place(self) -> str:
+        """`name:line`, the form that lowered plans and diffs quote."""
+        return f"{self.source.name}:{self.line}"
+
+    def to(self, other: Span) -> Span:
+        """The span from the start of this one to the end of the other."""
+        return Span(source=self.source, start=self.start, end=other.end)
+
+
+NOWHERE = Span(source=Source("", ""), start=0, end=0)
+"""For nodes that no one wrote: a default, or a plan that was read back from JSON."""

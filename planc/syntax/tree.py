@@ -1,0 +1,232 @@
+"""The AST: what was written, with spans. Equality ignores position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planc.source import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    origin: Span = field(compare=False, repr=False)
+
+
+# Expressions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Literal(Node):
+    """A number, a string, `true`, `false` or `null`."""
+
+    value: int | float | str | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name(Node):
+    """A dotted name: an option, an axis, `config.field`, a word such as `auto`, a module path."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector(Node):
+    """A set of modules: a path pattern, a class, and what it must contain."""
+
+    path: str
+    cls: str | None = None
+    has: Selector | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class List(Node):
+    items: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unary(Node):
+    op: str
+    operand: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binary(Node):
+    op: str
+    left: Expr
+    right: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Node):
+    """`when CONDITION then A else B`, as a value."""
+
+    condition: Expr
+    then: Expr
+    otherwise: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrow(Node):
+    """`from -> to`, or `-> to`: a change of layout. Only as an argument."""
+
+    source: Expr | None
+    target: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument(Node):
+    name: str | None
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Node):
+    """`name(a, b = c)`; a bare name in an action's place is a call without arguments."""
+
+    name: str
+    arguments: tuple[Argument, ...] = ()
+
+
+Expr = Literal | Name | Selector | List | Unary | Binary | Choice | Arrow | Call
+
+
+# Items inside a section ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(Node):
+    """`SELECTOR : ACTION`; the target of an fsdp rule may be `group(...)` or `root`."""
+
+    target: Selector | Call
+    action: Call
+    optional: bool = False
+    override: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block(Node):
+    """`SELECTOR { ... }`: the rules inside are relative to it."""
+
+    target: Selector
+    items: tuple[Item, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class When(Node):
+    """`when CONDITION { ... } else { ... }`, inside a section or at the top."""
+
+    condition: Expr
+    then: tuple[Item | Statement, ...]
+    otherwise: tuple[Item | Statement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(Node):
+    """`name = value`: a mesh axis, or a setting of a section."""
+
+    name: str
+    name_origin: Span = field(compare=False, repr=False)
+    value: Expr
+    override: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ignore(Node):
+    """`ignore SELECTOR`."""
+
+    target: Selector
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive(Node):
+    """A call that stands alone, such as `precision(param = bf16)`."""
+
+    call: Call
+    override: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement(Node):
+    """`name on axis` inside a section, such as `vocabulary on tp`."""
+
+    name: str
+    axes: tuple[Name, ...]
+
+
+Item = Rule | Block | When | Setting | Ignore | Directive | Placement
+
+
+# Statements ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header(Node):
+    """`plan NAME for FAMILY, ...`; the families are `config.model_type` values or class names."""
+
+    name: str
+    families: tuple[Name, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extend(Node):
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option(Node):
+    name: str
+    name_origin: Span = field(compare=False, repr=False)
+    value: Expr
+    override: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Let(Node):
+    name: str
+    name_origin: Span = field(compare=False, repr=False)
+    value: Expr
+    override: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Require(Node):
+    condition: Expr
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style(Node):
+    """`style NAME = python "package.module:Class"`."""
+
+    name: str
+    name_origin: Span = field(compare=False, repr=False)
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section(Node):
+    """`NAME on AXES, replicate on AXES { ... }`.
+
+    Args:
+        axes: the mesh axes that the section works over, outermost first; `a * b` names two.
+        replicate: the axes of `replicate on`, for fsdp.
+    """
+
+    name: str
+    name_origin: Span = field(compare=False, repr=False)
+    axes: tuple[Name, ...]
+    replicate: tuple[Name, ...]
+    items: tuple[Item, ...]
+    override: bool = False
+
+
+Statement = Header | Extend | Option | Let | Require | Style | Section | When
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File(Node):
+    """A whole `.plan` file."""
+
+    statements: tuple[Statement, ...]
