@@ -72,7 +72,7 @@ def parse(source: Source, sink: Sink) -> tree.File:
         except UnexpectedInput as error:
             span = _place(error, source, text)
             _report(error, span, source, text, sink)
-            text = _blank(text, span, source)
+            text = _blank(text, span, _lacks_brace(error))
         else:
             builder = Builder(source)
             file: tree.File = builder.transform(parsed)
@@ -176,7 +176,16 @@ def _unclosed(source: Source, text: str) -> Span:
     return source.span(start, start + 1)
 
 
-def _blank(text: str, span: Span, source: Source) -> str:
+def _lacks_brace(error: UnexpectedInput) -> bool:
+    """Whether a head ended without its `{`."""
+    return (
+        isinstance(error, UnexpectedToken)
+        and error.token.type == "_NL"
+        and "LBRACE" in (error.accepts or error.expected or ())
+    )
+
+
+def _blank(text: str, span: Span, lacks_brace: bool) -> str:
     """The text, of the same length, without the line that holds the error."""
     first = _opener_line(text, span)
     start = text.rfind("\n", 0, first) + 1
@@ -186,7 +195,7 @@ def _blank(text: str, span: Span, source: Source) -> str:
     if not masked:  # only reachable for an error after the last statement
         return " " * len(text[:-1]) + "\n"
     closes = masked.startswith("}")
-    opens = masked.endswith("{") and not (closes and masked == "}{")
+    opens = lacks_brace or masked.endswith("{")
     inner = " " * len(line)
     if closes:
         inner = "}" + inner[1:]
