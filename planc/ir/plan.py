@@ -1,0 +1,138 @@
+"""The IR: what a plan means for one model on one mesh.
+
+Selectors are expanded to module sets, axes are sized, expressions folded, conditions resolved, and
+every node carries the span that it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from planc.ir.style import Style
+from planc.model.facts import Modules
+from planc.source import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    origin: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis(Meaning):
+    """A mesh axis. `inferred` where its size was `auto`."""
+
+    name: str
+    size: int
+    inferred: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh(Meaning):
+    """The device mesh, axes outermost first."""
+
+    axes: tuple[Axis, ...]
+
+    @property
+    def world_size(self) -> int:
+        return prod(a.size for a in self.axes)
+
+    def axis(self, name: str) -> Axis | None:
+        return next((a for a in self.axes if a.name == name), None)
+
+    def size(self, *names: str) -> int:
+        """The number of ranks along the named axes; an axis that the mesh lacks counts as 1."""
+        return prod(a.size for a in self.axes if a.name in names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRule(Meaning):
+    """A style on a set of modules, over one axis."""
+
+    modules: Modules
+    axis: str
+    style: Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRule(Meaning):
+    """Activations of these modules are computed again in backward; `keep` takes an outer rule back."""
+
+    modules: Modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileRule(Meaning):
+    modules: Modules
+    fullgraph: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision(Meaning):
+    """FSDP's `MixedPrecisionPolicy`: torch dtype names, None for the parameter's own."""
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit(Meaning):
+    """One `fully_shard` call for each module of `members[0]`, or one for all of a group.
+
+    Args:
+        members: one set of modules; more than one only in a group.
+        group: all modules of all members are one unit.
+        reshard: after forward: True, False, or the number of ranks that keep a shard.
+        precision: this unit's own, or None for the section's.
+    """
+
+    members: tuple[Modules, ...]
+    group: bool = False
+    reshard: bool | int = True
+    precision: Precision | None = None
+
+    @property
+    def root(self) -> bool:
+        return self.members[0].path == ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp(Meaning):
+    """The fsdp section.
+
+    Args:
+        shard: the axes over which parameters are split.
+        replicate: the axes over which they are copied (HSDP).
+        precision: what the section's `precision(...)` says.
+        units: in the plan's order; lowering puts inner before outer and the root last.
+    """
+
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+    precision: Precision | None
+    units: tuple[Unit, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Meaning):
+    """A plan, resolved.
+
+    Args:
+        name: the plan's own name.
+        families: the `model_type`s it is written for.
+        options: the value of every option, after `--set`.
+        tensor: what the tensor sections decide; kept at a tp size of 1 too, where lowering drops it.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    options: Mapping[str, object]
+    mesh: Mesh
+    tensor: tuple[TensorRule, ...] = ()
+    checkpoint: tuple[CheckpointRule, ...] = ()
+    compile: tuple[CompileRule, ...] = ()
+    fsdp: Fsdp | None = None

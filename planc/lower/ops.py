@@ -1,0 +1,157 @@
+"""The lowered plan: ordered operations as plain data, one kind per torch call.
+
+This is the artefact: what `apply` runs, what `lower` prints, what `diff` compares and what the
+emitted Python spells out. It names modules by path and holds no torch object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planc.ir.style import Style
+from planc.model.facts import Modules
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """Args:
+    place: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
+    """
+
+    place: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A parameter's shape before and after an operation, on the rank that holds most."""
+
+    name: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configure(Op):
+    """`model.config.<name> = value`, where training needs it; `reason` says why."""
+
+    name: str
+    value: bool
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelize(Op):
+    """`parallelize_module(module, mesh[axis], style)` for each module."""
+
+    modules: Modules
+    axis: str
+    style: Style
+    shapes: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie(Op):
+    """`parallelize_module` makes new parameters, so a tie is made again: parameter = source.
+
+    Both are torch names of parameters, such as `lm_head.weight`.
+    """
+
+    parameter: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Op):
+    """`checkpoint_wrapper` (without reentry) around each module."""
+
+    modules: Modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compile(Op):
+    """`module.compile(fullgraph=...)`."""
+
+    modules: Modules
+    fullgraph: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullyShard(Op):
+    """`fully_shard`: one unit per module of `members[0]`, or one for a group.
+
+    Args:
+        shard: axes over which parameters are split; several are flattened to one dimension.
+        replicate: axes over which they are copied.
+        reshard: `reshard_after_forward`.
+        param, reduce, output: dtype names of the mixed precision policy, None for none.
+        cast_inputs: the policy's `cast_forward_inputs`.
+        nbytes: bytes of parameters that one rank keeps of one such unit, at rest.
+        gathered: bytes of one such unit while it is gathered (in `param` precision).
+    """
+
+    members: tuple[Modules, ...]
+    group: bool = False
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...] = ()
+    reshard: bool | int
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = True
+    nbytes: int = 0
+    gathered: int = 0
+
+
+AnyOp = Configure | Parallelize | Tie | Checkpoint | Compile | FullyShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxis:
+    name: str
+    size: int
+    inferred: bool = False
+    place: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A plan for one model on one mesh, ready to run.
+
+    Args:
+        plan: the plan's name.
+        model: the model's class.
+        family: its `model_type`.
+        layers: the length of its longest list of blocks.
+        axes: the mesh, outermost first.
+        data: the axes over which the data differs; sampler rank and size follow from them.
+        ops: in the order in which `apply` runs them.
+        parameters: bytes of parameters that one rank holds at rest.
+        gathered: the most bytes of parameters that are gathered at once in forward, beyond units that
+            stay gathered.
+    """
+
+    plan: str
+    model: str
+    family: str
+    layers: int
+    axes: tuple[MeshAxis, ...]
+    data: tuple[str, ...]
+    ops: tuple[AnyOp, ...]
+    parameters: int = 0
+    gathered: int = 0
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for axis in self.axes:
+            size *= axis.size
+        return size
+
+    def axis_size(self, *names: str) -> int:
+        size = 1
+        for axis in self.axes:
+            if axis.name in names:
+                size *= axis.size
+        return size

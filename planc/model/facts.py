@@ -1,0 +1,241 @@
+"""Model facts: what planc knows of a model, as plain data.
+
+The module table is a tree in which identical entries of a list are one child with a set of indices,
+so a 126-layer model has as many nodes as a 2-layer one. `Modules` names a set of like modules in
+that tree; its algebra (overlap, difference) is what rules, units and diffs are decided with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from planc.model.indices import Indices
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of one module.
+
+    Args:
+        name: its name in the module, without a path.
+        shape: its global shape.
+        dtype: the name of its torch dtype, such as `float32`.
+        trainable: whether it takes a gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES.get(self.dtype, 4)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module and what is below it.
+
+    Args:
+        cls: the name of its class.
+        kind: `linear`, `embedding`, `conv1d`, `norm`, `list`, `dict` or `other`: what decides which
+            styles it can take.
+        parameters: its own parameters, not those of its children.
+        facts: integers read off the module that matter when it is split, such as `head_dim`.
+        children: in order; identical entries of a list are one child.
+    """
+
+    cls: str
+    kind: str
+    parameters: tuple[Parameter, ...] = ()
+    facts: tuple[tuple[str, int], ...] = ()
+    children: tuple[Child, ...] = ()
+
+    @cached_property
+    def count(self) -> int:
+        """How many elements its parameters have, with those of all modules below."""
+        own = sum(p.numel for p in self.parameters)
+        return own + sum(c.module.count * c.times for c in self.children)
+
+    def fact(self, name: str) -> int | None:
+        return dict(self.facts).get(name)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A named child, or the identical entries of a list (`name` is then empty)."""
+
+    module: Module
+    name: str = ""
+    indices: Indices | None = None
+
+    @property
+    def times(self) -> int:
+        return 1 if self.indices is None else len(self.indices)
+
+    @property
+    def segment(self) -> Segment:
+        return self.name if self.indices is None else self.indices
+
+
+Segment = str | Indices
+
+
+@dataclass(frozen=True)
+class Modules:
+    """A set of like modules: a path in which an entry of a list is a set of indices.
+
+    `model.layers[0:32].mlp` is 32 modules. Two sets with the same `key` differ in their indices
+    alone. Equality is by path; the module is the structure that all of them share.
+    """
+
+    path: tuple[Segment, ...]
+    module: Module = field(compare=False, repr=False)
+
+    @cached_property
+    def key(self) -> tuple[str, ...]:
+        """The path with every set of indices blanked."""
+        return tuple(s if isinstance(s, str) else "[]" for s in self.path)
+
+    def __len__(self) -> int:
+        return prod(len(s) for s in self.path if isinstance(s, Indices))
+
+    def __str__(self) -> str:
+        text = ""
+        for segment in self.path:
+            if isinstance(segment, Indices):
+                text += str(segment)
+            else:
+                text += f".{segment}" if text else segment
+        return text or "root"
+
+    def names(self) -> Iterator[str]:
+        """The torch names (`model.layers.0.mlp`) of all modules of the set, in order."""
+
+        def expand(prefix: str, rest: tuple[Segment, ...]) -> Iterator[str]:
+            if not rest:
+                yield prefix
+                return
+            head, *tail = rest
+            options = [head] if isinstance(head, str) else [str(i) for i in head]
+            for option in options:
+                yield from expand(f"{prefix}.{option}" if prefix else option, tuple(tail))
+
+        return expand("", self.path)
+
+    def overlap(self, other: Modules) -> Modules | None:
+        """The modules that both sets hold."""
+        if self.key != other.key:
+            return None
+        path: list[Segment] = []
+        for mine, theirs in zip(self.path, other.path, strict=True):
+            if isinstance(mine, Indices) and isinstance(theirs, Indices):
+                both = mine & theirs
+                if not both:
+                    return None
+                path.append(both)
+            else:
+                path.append(mine)
+        return Modules(tuple(path), self.module)
+
+    def minus(self, other: Modules) -> tuple[Modules, ...]:
+        """The modules of this set that the other lacks, as disjoint sets."""
+        if self.overlap(other) is None:
+            return (self,)
+        rest: list[Modules] = []
+        inside = list(self.path)
+        for i, (mine, theirs) in enumerate(zip(self.path, other.path, strict=True)):
+            if not (isinstance(mine, Indices) and isinstance(theirs, Indices)):
+                continue
+            outside = mine - theirs
+            if outside:
+                rest.append(Modules((*inside[:i], outside, *inside[i + 1 :]), self.module))
+            inside[i] = mine & theirs
+        return tuple(rest)
+
+    def within(self, other: Modules) -> bool:
+        """Whether some module of this set lies inside (or is) a module of the other."""
+        n = len(other.path)
+        if self.key[:n] != other.key:
+            return False
+        return Modules(self.path[:n], other.module).overlap(other) is not None
+
+    def below(self) -> Iterator[Modules]:
+        """These modules and every module inside them, parents first."""
+        yield self
+        for child in self.module.children:
+            yield from Modules((*self.path, child.segment), child.module).below()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that a plan is checked against.
+
+    Args:
+        name: the class of the model, such as `LlamaForCausalLM`.
+        family: `config.model_type`, or the class name for a model that has no config.
+        config: the resolved configuration: the file's fields over the family's defaults.
+        config_name: what to call the configuration in a message, such as `config.json`.
+        root: the module table.
+        ties: groups of parameters that are one tensor, as torch names them.
+        given: the names of the fields that the user's file states itself.
+    """
+
+    name: str
+    family: str
+    config: Mapping[str, Any]
+    config_name: str
+    root: Module
+    ties: tuple[tuple[str, ...], ...] = ()
+    given: frozenset[str] = frozenset()
+
+    @property
+    def model(self) -> Modules:
+        """The root, as a set of one module."""
+        return Modules((), self.root)
+
+    def source(self, field_name: str) -> str:
+        """Where a configuration value comes from, for a message."""
+        return self.config_name if field_name in self.given else f"default of {self.family}"
+
+
+def parse_path(text: str) -> tuple[Segment, ...]:
+    """The path that `str(Modules)` wrote.
+
+    Raises:
+        ValueError: the text is not such a path.
+    """
+    if text == "root":
+        return ()
+    path: list[Segment] = []
+    for part in text.split("."):
+        match = re.fullmatch(r"(\w+)((?:\[[\d:,]+\])*)", part)
+        if match is None:
+            raise ValueError(f"not a module path: {text}")
+        path.append(match[1])
+        path.extend(Indices.parse(i) for i in re.findall(r"\[[\d:,]+\]", match[2]))
+    return tuple(path)

@@ -1,0 +1,105 @@
+"""Sets of list indices, small whatever the length of the list.
+
+A repeated block of a model is one entry with a set of indices, so nothing downstream grows with
+depth: a set of 1,024 layers is one integer of 1,024 bits, and union, intersection and difference
+are one instruction each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Indices:
+    """A set of non-negative indices, as a bit mask."""
+
+    bits: int
+
+    @staticmethod
+    def of(indices: Iterable[int]) -> Indices:
+        bits = 0
+        for index in indices:
+            bits |= 1 << index
+        return Indices(bits)
+
+    @staticmethod
+    def all(length: int) -> Indices:
+        return Indices((1 << length) - 1)
+
+    def __and__(self, other: Indices) -> Indices:
+        return Indices(self.bits & other.bits)
+
+    def __or__(self, other: Indices) -> Indices:
+        return Indices(self.bits | other.bits)
+
+    def __sub__(self, other: Indices) -> Indices:
+        return Indices(self.bits & ~other.bits)
+
+    def __bool__(self) -> bool:
+        return self.bits != 0
+
+    def __len__(self) -> int:
+        return self.bits.bit_count()
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self.bits >> index & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        bits = self.bits
+        while bits:
+            low = bits & -bits
+            yield low.bit_length() - 1
+            bits ^= low
+
+    @property
+    def first(self) -> int:
+        return (self.bits & -self.bits).bit_length() - 1
+
+    @property
+    def last(self) -> int:
+        return self.bits.bit_length() - 1
+
+    def runs(self) -> tuple[range, ...]:
+        """The set as few ranges, in order: greedy runs of one step."""
+        rest = list(self)
+        runs = []
+        while rest:
+            step = rest[1] - rest[0] if len(rest) > 1 else 1
+            length = 1
+            while length < len(rest) and rest[length] - rest[length - 1] == step:
+                length += 1
+            if length == 2 and step > 1:  # two lonely indices are no pattern
+                length = 1
+            if length == 1:
+                step = 1
+            runs.append(range(rest[0], rest[length - 1] + 1, step))
+            rest = rest[length:]
+        return tuple(runs)
+
+    def __str__(self) -> str:
+        """As a selector writes it: `[0:32]`, `[31]`, `[0:32:2]`, `[0:3,5]`."""
+        return f"[{','.join(_slice(r) for r in self.runs())}]"
+
+    @staticmethod
+    def parse(text: str) -> Indices:
+        """The inverse of `str`, for `[0:32]` and the like; the ends are given, never negative.
+
+        Raises:
+            ValueError: the text is not of that form.
+        """
+        result = Indices(0)
+        for part in text.removeprefix("[").removesuffix("]").split(","):
+            numbers = [int(n) for n in part.split(":")]
+            if any(n < 0 for n in numbers) or len(numbers) > 3:
+                raise ValueError(f"not a set of indices: {text}")
+            span = range(numbers[0], numbers[0] + 1) if len(numbers) == 1 else range(*numbers)
+            result |= Indices.of(span)
+        return result
+
+
+def _slice(run: range) -> str:
+    if len(run) == 1:
+        return str(run.start)
+    return f"{run.start}:{run.stop}" + (f":{run.step}" if run.step > 1 else "")
