@@ -58,7 +58,7 @@ class TensorRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRule(Meaning):
-    """Activations of these modules are computed again in backward; `keep` takes an outer rule back."""
+    """Activations of these modules are computed again in backward."""
 
     modules: Modules
 
@@ -125,7 +125,7 @@ class Plan(Meaning):
         name: the plan's own name.
         families: the `model_type`s it is written for.
         options: the value of every option, after `--set`.
-        tensor: what the tensor sections decide; kept at a tp size of 1 too, where lowering drops it.
+        tensor: what the tensor sections decide; kept at tp = 1 too, where lowering drops it.
     """
 
     name: str

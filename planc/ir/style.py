@@ -50,8 +50,8 @@ class Colwise:
 class Rowwise:
     """A linear split by input features, or an embedding split by its vocabulary.
 
-    torch's `RowwiseParallel`; its defaults are shard(-1) -> replicate (an embedding: replicate ->
-    replicate), local.
+    torch's `RowwiseParallel`; its defaults are shard(-1) -> replicate, local. For an embedding the
+    IR states replicate -> replicate, because the ids that it takes are never split by features.
     """
 
     input: Layout = Shard(-1)
@@ -83,7 +83,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """torch's `PrepareModuleInput`: positional arguments in order (None: left alone), and by name."""
+    """torch's `PrepareModuleInput`: positional arguments in order (None: left alone), and named."""
 
     positional: tuple[Change | None, ...] = ()
     named: tuple[tuple[str, Change], ...] = ()
@@ -108,23 +108,21 @@ def style_name(style: Style) -> str:
 
 def style_arguments(style: Style) -> str:
     """What stands in the style's brackets, defaults left out; empty for a bare style."""
+    local = True
     match style:
         case Colwise() | Rowwise():
             default = type(style)()
-            parts = []
-            if (style.input, style.output) != (default.input, default.output):
-                parts.append(str(Change(style.input, style.output)))
+            usual = (style.input, style.output) == (default.input, default.output)
+            parts = [] if usual else [str(Change(style.input, style.output))]
         case Sequence():
-            default = Sequence()
-            parts = [f"dim = {style.dim}"] if style.dim != default.dim else []
+            local = False
+            parts = [f"dim = {style.dim}"] if style.dim != 1 else []
         case Input():
-            default = Input()
             parts = [str(c) if c else "null" for c in style.positional]
             parts += [f"{name} = {change}" for name, change in style.named]
         case Output():
-            default = Output(positional=())
             parts = [str(c) if c else "null" for c in style.positional]
-    if style.local != default.local:
+    if style.local != local:
         parts.append(f"local = {str(style.local).lower()}")
     return ", ".join(parts)
 

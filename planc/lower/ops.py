@@ -128,8 +128,7 @@ class Lowered:
         data: the axes over which the data differs; sampler rank and size follow from them.
         ops: in the order in which `apply` runs them.
         parameters: bytes of parameters that one rank holds at rest.
-        gathered: the most bytes of parameters that are gathered at once in forward, beyond units that
-            stay gathered.
+        gathered: bytes of the largest unit while it is gathered.
     """
 
     plan: str
