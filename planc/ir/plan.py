@@ -126,6 +126,8 @@ class Plan(Meaning):
         families: the `model_type`s it is written for.
         options: the value of every option, after `--set`.
         tensor: what the tensor sections decide; kept at tp = 1 too, where lowering drops it.
+        broken: sections with a finding of their own, so that nothing is concluded from what they
+            lack.
     """
 
     name: str
@@ -136,3 +138,4 @@ class Plan(Meaning):
     checkpoint: tuple[CheckpointRule, ...] = ()
     compile: tuple[CompileRule, ...] = ()
     fsdp: Fsdp | None = None
+    broken: frozenset[str] = frozenset()

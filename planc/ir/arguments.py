@@ -1,0 +1,117 @@
+"""The arguments of a call, taken one by one, each with a type; what is left over is a finding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from planc.diagnostic import nearest, one_of
+from planc.ir.evaluate import describe, evaluate
+from planc.ir.scope import FAILED, Failed, Scope, Value
+from planc.syntax import tree
+
+
+@dataclass(slots=True)
+class Arguments:
+    """Reads the arguments of one call. `ok` turns false with the first finding (PL012)."""
+
+    call: tree.Call
+    scope: Scope
+    known: tuple[str, ...] = ()
+    ok: bool = True
+    _named: dict[str, tree.Argument] = field(default_factory=dict)
+    positional: list[tree.Argument] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for argument in self.call.arguments:
+            if argument.name is None:
+                self.positional.append(argument)
+            elif argument.name in self._named:
+                self.wrong(argument, f"`{argument.name}` is given twice")
+            else:
+                self._named[argument.name] = argument
+
+    def wrong(self, node: tree.Node, message: str, help: str | None = None) -> None:
+        self.ok = False
+        self.scope.sink.error("PL012", message, node.origin, help=help)
+
+    def take(self, name: str) -> tree.Expr | None:
+        argument = self._named.pop(name, None)
+        return argument.value if argument else None
+
+    def rest(self) -> list[tree.Argument]:
+        """The named arguments that no one took, for a call that takes any."""
+        rest = list(self._named.values())
+        self._named.clear()
+        return rest
+
+    def truth(self, name: str, default: bool) -> bool:
+        expression = self.take(name)
+        if expression is None:
+            return default
+        value = evaluate(expression, self.scope)
+        if isinstance(value, bool):
+            return value
+        self._type(expression, name, "true or false", value)
+        return default
+
+    def integer(self, name: str, default: int) -> int:
+        expression = self.take(name)
+        if expression is None:
+            return default
+        value = evaluate(expression, self.scope)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        self._type(expression, name, "an integer", value)
+        return default
+
+    def word(self, name: str, words: dict[str, Any], default: Any, or_integer: bool = False) -> Any:
+        """One of a few words, given bare, as a text, or by an option that holds it."""
+        expression = self.take(name)
+        if expression is None:
+            return default
+        value = word(expression, self.scope)
+        if isinstance(value, str) and value in words:
+            return words[value]
+        if or_integer and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        wanted = one_of((f"`{w}`" for w in words), last="or")
+        self._type(expression, name, wanted + (" or a positive integer" * or_integer), value)
+        return default
+
+    def _type(self, node: tree.Expr, name: str, wanted: str, value: Value) -> None:
+        self.ok = False
+        if not isinstance(value, Failed):
+            shown = f"`{value}`" if isinstance(value, str) else describe(value)
+            self.wrong(node, f"`{name}` is {wanted}, not {shown}")
+
+    def done(self, *, positional: int = 0) -> bool:
+        """Whether all was right; reports what no one took."""
+        names = one_of((f"`{k}`" for k in self.known), last="and")
+        takes = f"it takes {names}" if self.known else "it takes none"
+        for argument in self.positional[positional:]:
+            self.wrong(argument, f"`{self.call.name}` takes no such argument", takes)
+        for name, argument in self._named.items():
+            close = nearest(name, self.known)
+            told = f"did you mean `{close[0]}`?" if close else takes
+            self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", told)
+        return self.ok
+
+
+def word(expression: tree.Expr, scope: Scope) -> Value:
+    """An expression in whose place a bare word may stand."""
+    if isinstance(expression, tree.Name) and not scope.knows(expression.path):
+        if expression.path.startswith("config."):
+            return scope.value(expression)
+        return expression.path
+    return evaluate(expression, scope)
+
+
+def unknown(call: tree.Call, known: tuple[str, ...], what: str, scope: Scope) -> None:
+    """PL105: an action that the section does not have."""
+    close = nearest(call.name, known)
+    told = f"did you mean `{close[0]}`?" if close else f"there is {one_of(known, last='and')}"
+    scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=told)
+
+
+__all__ = ["FAILED", "Arguments", "unknown", "word"]

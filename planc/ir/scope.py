@@ -1,0 +1,195 @@
+"""Names and what they stand for: options, lets, mesh axes and the model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from planc.diagnostic import Label, Sink, nearest, one_of
+from planc.ir.plan import Mesh
+from planc.model.facts import Facts
+from planc.source import Span
+from planc.syntax import tree
+
+
+class Failed:
+    """What an expression is worth that could not be evaluated; its finding is in the sink."""
+
+    def __repr__(self) -> str:
+        return "FAILED"
+
+
+FAILED: Final = Failed()
+
+Value = int | float | str | bool | None | tuple[Any, ...] | tree.Selector | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """An option or a let: an expression, or the value that `--set` gave."""
+
+    name: str
+    kind: str
+    value: tree.Expr
+    origin: Span
+    given: tree.Literal | None = None
+
+
+@dataclass(slots=True)
+class Scope:
+    """Resolves names for one plan and one model.
+
+    Args:
+        facts: the model; `config.*` is read from it.
+        sink: receives PL100 (unknown name) and PL108 (a let that needs itself).
+        evaluate: the evaluator, given from outside because it needs a scope itself.
+        solve: sizes the mesh the first time that an axis is asked for.
+    """
+
+    facts: Facts
+    sink: Sink
+    evaluate: Callable[[tree.Expr, Scope], Value]
+    solve: Callable[[], Mesh | None]
+    definitions: dict[str, Definition] = field(default_factory=dict)
+    axis_names: tuple[str, ...] = ()
+    _values: dict[str, Value] = field(default_factory=dict)
+    _pending: list[str] = field(default_factory=list)
+
+    def define(self, definition: Definition) -> None:
+        self.definitions[definition.name] = definition
+        self._values.pop(definition.name, None)
+
+    def option(self, name: str) -> Definition | None:
+        found = self.definitions.get(name)
+        return found if found and found.kind == "option" else None
+
+    def knows(self, name: str) -> bool:
+        return name in self.definitions or name in self.axis_names
+
+    def value(self, name: tree.Name) -> Value:
+        """What a dotted name stands for; an unknown one is reported."""
+        head, *rest = name.path.split(".")
+        if head == "config":
+            return self._config(name, rest)
+        if rest:
+            return self._unknown(name)
+        if name.path in self.definitions:
+            return self._defined(name)
+        if name.path in self.axis_names:
+            return self._axis(name)
+        return self._unknown(name)
+
+    def _defined(self, name: tree.Name) -> Value:
+        definition = self.definitions[name.path]
+        if name.path in self._values:
+            return self._values[name.path]
+        if name.path in self._pending:
+            return self._circle(name, definition.origin)
+        self._pending.append(name.path)
+        expression = definition.given or definition.value
+        if definition.kind == "let" and isinstance(expression, tree.Name | tree.Selector):
+            value = self._module_path(expression)
+        else:
+            value = self.evaluate(expression, self)
+        self._pending.pop()
+        self._values[name.path] = value
+        return value
+
+    def _module_path(self, value: tree.Name | tree.Selector) -> Value:
+        """A let's value may be a path of modules: what names nothing else is one."""
+        if isinstance(value, tree.Selector):
+            if value.path.startswith("config."):
+                return self.evaluate(value, self)
+            return value
+        if value.path.startswith("config.") or self.knows(value.path):
+            return self.evaluate(value, self)
+        return tree.Selector(origin=value.origin, path=value.path)
+
+    def _axis(self, name: tree.Name) -> Value:
+        if "mesh" in self._pending:
+            return self._circle(name, name.origin)
+        self._pending.append("mesh")
+        mesh = self.solve()
+        self._pending.pop()
+        axis = mesh.axis(name.path) if mesh else None
+        return axis.size if axis else FAILED
+
+    def _circle(self, name: tree.Name, origin: Span) -> Value:
+        self.sink.error(
+            "PL108",
+            f"the value of `{name.path}` depends on itself",
+            name.origin,
+            Label(span=origin, text="defined here"),
+            help="a mesh size may use options and config fields, not the size of another axis",
+        )
+        return FAILED
+
+    def _config(self, name: tree.Name, path: list[str]) -> Value:
+        value: Any = self.facts.config
+        for i, key in enumerate(path):
+            if isinstance(value, Mapping) and key in value:
+                value = value[key]
+                continue
+            before = ".".join(["config", *path[:i]])
+            known = [str(k) for k in value] if isinstance(value, Mapping) else []
+            close = nearest(key, known)
+            self.sink.error(
+                "PL100",
+                f"`{before}` has no field `{key}`",
+                name.origin,
+                facts=[f"model_type = {self.facts.family}  ({self.facts.config_name})"],
+                help=f"did you mean {one_of(close)}?" if close else None,
+            )
+            return FAILED
+        if not path:
+            self.sink.error(
+                "PL100",
+                "`config` stands for no value itself",
+                name.origin,
+                help="name a field: `config.hidden_size`",
+            )
+            return FAILED
+        return _plain(value)
+
+    def _unknown(self, name: tree.Name) -> Value:
+        known = [*self.definitions, *self.axis_names]
+        close = nearest(name.path, known)
+        if close:
+            told = f"did you mean {one_of(f'`{c}`' for c in close)}?"
+        elif known:
+            told = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
+        else:
+            told = "declare an `option` or a `let`, or put a text in quotes"
+        self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=told)
+        return FAILED
+
+
+def _plain(value: Any) -> Value:
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    if isinstance(value, Mapping):
+        return tuple(value)
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+
+def mentioned(node: object) -> Iterator[str]:
+    """Every name and every `$let` that a piece of the AST mentions, taken or not."""
+    match node:
+        case tree.Name():
+            yield node.path
+        case tree.Selector():
+            if node.path.startswith("$"):
+                yield node.path[1:].partition(".")[0].partition("[")[0]
+            if node.has:
+                yield from mentioned(node.has)
+            return
+        case tuple():
+            for item in node:
+                yield from mentioned(item)
+            return
+    if isinstance(node, tree.Node):
+        for name in node.__dataclass_fields__:
+            child = getattr(node, name)
+            if isinstance(child, tree.Node | tuple):
+                yield from mentioned(child)

@@ -1,0 +1,193 @@
+"""PLAN, as a user names it -> the files that it is made of, bases first.
+
+Reading runs no code of a plan. What a plan extends is read with it: relative to its own folder, at
+its own git revision, else from the plans that ship with planc.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from planc.diagnostic import Sink, nearest, one_of
+from planc.share import PLANS
+from planc.source import Source, Span
+from planc.syntax import tree
+from planc.syntax.parse import MAX_CHARACTERS, parse
+
+_MAX_FILES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a plan's text is.
+
+    Args:
+        name: what the user calls it, for messages.
+        path: the file, or None for standard input.
+        revision: the git revision that it is read at, or None for the file as it stands.
+    """
+
+    name: str
+    path: Path | None
+    revision: str | None = None
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Reads one plan and what it extends, each file once, in an order in which bases come first."""
+
+    sink: Sink
+    files: list[tree.File] = field(default_factory=list)
+    done: set[tuple[str, str | None]] = field(default_factory=set)
+    open: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def add(self, place: Place, origin: Span | None) -> None:
+        key = (str(place.path.resolve()) if place.path else "-", place.revision)
+        if key in self.open:
+            where = [origin] if origin else []
+            self.sink.error(
+                "PL008",
+                f"{place.name} extends itself",
+                *where,
+                help="take one `extend` of the circle out",
+            )
+            return
+        if key in self.done:
+            return
+        if len(self.done) + len(self.open) >= _MAX_FILES:
+            self.sink.error("PL008", f"more than {_MAX_FILES} files extend each other")
+            return
+        text = _text(place, origin, self.sink)
+        if text is None:
+            return
+        self.open.append(key)
+        file = parse(Source(place.name, text), self.sink)
+        for statement in file.statements:
+            if isinstance(statement, tree.Extend):
+                base = _base(place, statement.path)
+                self.add(base, statement.origin)
+        self.open.pop()
+        self.done.add(key)
+        self.files.append(file)
+
+
+def read(plan: str, sink: Sink) -> tuple[tree.File, ...]:
+    """The files of a plan, what is extended before what extends it.
+
+    Args:
+        plan: a path, `-` for standard input, the name of a shipped plan, or `REV:path` in git.
+        sink: receives PL006 (can't be read), PL008 (extends itself) and the parser's findings.
+    """
+    chain = _Chain(sink)
+    place = locate(plan)
+    if place is None:
+        names = shipped()
+        close = nearest(plan, names)
+        told = (
+            f"did you mean {one_of(close)}?"
+            if close
+            else f"planc ships {one_of(names, last='and')}"
+        )
+        sink.error("PL006", f"there is no plan {plan!r}: no such file, and none ships", help=told)
+        return ()
+    chain.add(place, None)
+    return tuple(chain.files)
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the plans that ship with planc."""
+    return tuple(sorted(p.stem for p in PLANS.glob("*.plan")))
+
+
+def locate(plan: str) -> Place | None:
+    """Where a plan is, or None where nothing of that name is."""
+    if plan == "-":
+        return Place(name="<stdin>", path=None)
+    path = Path(plan)
+    known = PLANS / f"{plan}.plan"
+    bare = "/" not in plan and "\\" not in plan and not plan.endswith(".plan")
+    try:
+        if path.is_file() or (path.exists() and not (bare and known.is_file())):
+            return Place(name=plan, path=path)
+        if bare and known.is_file():
+            return Place(name=f"plans/{plan}.plan", path=known)
+    except (OSError, ValueError):  # a name too long, or with a NUL in it
+        return None
+    revision, colon, inside = plan.rpartition(":")
+    if colon and revision and inside:
+        return Place(name=plan, path=Path(inside), revision=revision)
+    return None
+
+
+def _base(place: Place, name: str) -> Place:
+    """What `extend "name"` in a plan means."""
+    folder = place.path.parent if place.path else Path()
+    path = folder / name
+    if place.revision is not None:
+        return Place(name=f"{place.revision}:{path}", path=path, revision=place.revision)
+    if not path.exists():
+        known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
+        if "/" not in name and known.is_file():
+            return Place(name=f"plans/{known.name}", path=known)
+    prefix = place.name.removesuffix(place.path.name) if place.path else ""
+    return Place(name=f"{prefix}{name}", path=path)
+
+
+def _text(place: Place, origin: Span | None, sink: Sink) -> str | None:
+    """The text, or None after a diagnostic."""
+    where = [origin] if origin else []
+    try:
+        data = _bytes(place)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        sink.error("PL006", f"cannot read {place.name}: {reason.lower()}", *where)
+        return None
+    except ValueError as error:
+        sink.error("PL006", f"cannot read {place.name}: {error}", *where)
+        return None
+    return data.decode("utf-8-sig", errors="replace")
+
+
+def _bytes(place: Place) -> bytes:
+    """The first bytes of a plan, one more than the parser takes, so that a giant stays cheap.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it is not a file, or git does not have it.
+    """
+    limit = 4 * MAX_CHARACTERS + 4
+    if place.path is None:
+        return sys.stdin.buffer.read(limit)
+    if place.revision is not None:
+        return _at_revision(place.revision, place.path)[:limit]
+    if place.path.is_dir():
+        raise ValueError("it is a folder")
+    if place.path.exists() and not place.path.is_file():
+        raise ValueError("it is not a regular file")
+    with place.path.open("rb") as stream:
+        return stream.read(limit)
+
+
+def _at_revision(revision: str, path: Path) -> bytes:
+    """A file as git has it at a revision; a relative path is relative to the current folder."""
+    if revision.startswith("-"):
+        raise ValueError(f"{revision!r} is not a git revision")
+    inside = path.as_posix() if path.is_absolute() else f"./{path.as_posix()}"
+    try:
+        done = subprocess.run(
+            ["git", "show", f"{revision}:{inside}"],
+            capture_output=True,
+            check=False,
+            timeout=30,
+        )
+    except FileNotFoundError:
+        raise ValueError("there is no such file, and git is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise ValueError("git does not answer") from None
+    if done.returncode != 0:
+        lines = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
+        raise ValueError(lines[0].removeprefix("fatal: ") if lines else "git does not have it")
+    return done.stdout
