@@ -167,10 +167,10 @@ def _rule(rule: tree.Rule, placed: Placed, state: _Section) -> None:
         late = next(a for a in rule.action.arguments if a.name in _LATER)
         scope.sink.error("PL010", f"`unit({late.name} = ...)` is not supported yet", late.origin)
         return
-    arguments = Arguments(rule.action, scope, ("reshard", *_PRECISION))
+    arguments = Arguments(rule.action, scope, ("reshard", "precision(...)"))
     reshard = arguments.word("reshard", _RESHARD, True, or_integer=True)
-    precision = _precision(arguments, rule.action.origin)
-    if not arguments.done():
+    precision = _unit_precision(arguments)
+    if not arguments.done(positional=int(precision is not None)):
         return
     if isinstance(rule.target, tree.Call):
         _group(rule, rule.target, placed, _Terms(reshard, precision), state)
@@ -189,6 +189,17 @@ def _rule(rule: tree.Rule, placed: Placed, state: _Section) -> None:
                 rule,
                 state,
             )
+
+
+def _unit_precision(arguments: Arguments) -> Precision | None:
+    """`unit(precision(param = fp32))`: a unit's own precision."""
+    call = arguments.positional[0].value if arguments.positional else None
+    if not isinstance(call, tree.Call) or call.name != "precision":
+        return None
+    inner = Arguments(call, arguments.scope, _PRECISION)
+    precision = _precision(inner, call.origin)
+    arguments.ok &= inner.done()
+    return precision
 
 
 def _lists(modules: Modules) -> list[int]:

@@ -88,7 +88,7 @@ class Scope:
             return self._circle(name, definition.origin)
         self._pending.append(name.path)
         expression = definition.given or definition.value
-        if definition.kind == "let" and isinstance(expression, tree.Name | tree.Selector):
+        if definition.kind == "let":
             value = self._module_path(expression)
         else:
             value = self.evaluate(expression, self)
@@ -96,8 +96,14 @@ class Scope:
         self._values[name.path] = value
         return value
 
-    def _module_path(self, value: tree.Name | tree.Selector) -> Value:
+    def _module_path(self, value: tree.Expr) -> Value:
         """A let's value may be a path of modules: what names nothing else is one."""
+        if isinstance(value, tree.Choice):
+            condition = self.evaluate(value.condition, self)
+            if isinstance(condition, bool):
+                return self._module_path(value.then if condition else value.otherwise)
+        if not isinstance(value, tree.Name | tree.Selector):
+            return self.evaluate(value, self)
         if isinstance(value, tree.Selector):
             if value.path.startswith("config."):
                 return self.evaluate(value, self)

@@ -228,13 +228,15 @@ def checkpoint(program: Program) -> Iterator[CheckpointRule]:
                     rule.action.origin,
                     help="`full` recomputes the whole module",
                 )
-            elif rule.action.name != "full":
-                unknown(rule.action, ("full",), "way to checkpoint", program.scope)
+            elif rule.action.name not in ("full", "none"):
+                unknown(rule.action, ("full", "none"), "way to checkpoint", program.scope)
             elif Arguments(rule.action, program.scope).done():
                 found = modules_of(rule, placed, program.scope)
-                claims.add(found, "checkpoint", True, rule.origin, override=rule.override)
+                full = rule.action.name == "full"
+                claims.add(found, "checkpoint", full, rule.origin, override=rule.override)
     for claim in claims.claims:
-        yield CheckpointRule(modules=claim.modules, origin=claim.origin)
+        if claim.value:
+            yield CheckpointRule(modules=claim.modules, origin=claim.origin)
 
 
 def compile_rules(program: Program) -> Iterator[CompileRule]:

@@ -1,0 +1,5 @@
+"""Floor 4: IR -> ordered torch calls, as data."""
+
+from planc.lower.lower import lower
+
+__all__ = ["lower"]

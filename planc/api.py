@@ -1,0 +1,127 @@
+"""The Python API: what `import planc` offers.
+
+Each function takes what the command of its name takes, and raises one `PlanError` that carries
+every diagnostic of the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from planc.diagnostic import Diagnostic, PlanError, Sink
+from planc.driver import compile_plan
+from planc.lower.document import digest
+from planc.lower.ops import Lowered
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planc.emit.delta import Delta
+    from planc.model.facts import Facts
+    from planc.runtime.handle import Run
+
+
+def check(
+    model: str | nn.Module,
+    plan: str,
+    *,
+    world_size: int | None = None,
+    overrides: Iterable[str] = (),
+    allow_code: bool = False,
+) -> tuple[Diagnostic, ...]:
+    """Every finding about a plan for a model; empty when there is nothing to say.
+
+    Args:
+        model: a folder with `config.json`, a JSON file, a cached hub name, a shipped model's name,
+            or a module (on any device, meta too).
+        plan: a path, the name of a shipped plan, or `REV:path`.
+        world_size: the number of ranks.
+        overrides: `name=value` for mesh axes and options.
+        allow_code: whether code that `model` names may be run to build it.
+    """
+    sink = Sink()
+    compile_plan(
+        _facts(model), plan, sink, world_size=world_size, settings=overrides, allow_code=allow_code
+    )
+    return tuple(sink)
+
+
+def lower(
+    model: str | nn.Module,
+    plan: str,
+    *,
+    world_size: int | None = None,
+    overrides: Iterable[str] = (),
+    allow_code: bool = False,
+) -> Lowered:
+    """The lowered plan: what `apply` runs. Arguments as for `check`.
+
+    Raises:
+        PlanError: the plan has errors.
+    """
+    sink = Sink()
+    compiled = compile_plan(
+        _facts(model), plan, sink, world_size=world_size, settings=overrides, allow_code=allow_code
+    )
+    if compiled.lowered is None:
+        raise PlanError(sink)
+    return compiled.lowered
+
+
+def diff(old: Lowered, new: Lowered) -> Delta:
+    """What changes from one lowered plan to another; `.same` says whether anything does."""
+    from planc.emit.delta import compare
+
+    return compare(old, new)
+
+
+def apply(
+    model: nn.Module,
+    plan: str | Lowered,
+    *,
+    overrides: Iterable[str] = (),
+    world_size: int | None = None,
+    device_type: str | None = None,
+) -> Run:
+    """Spreads a model over the ranks of this run, in place, as a plan says.
+
+    Args:
+        model: a module whose parameters are on meta, CPU or CUDA, and not parallel yet.
+        plan: a path, the name of a shipped plan, a lowered JSON file, or a lowered plan.
+        overrides: `name=value` for mesh axes and options.
+        world_size: the number of ranks; by default that of the process group, else that of
+            torchrun's environment, else 1.
+        device_type: `cpu` or `cuda`; by default where the model is.
+
+    Returns:
+        The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`.
+
+    Raises:
+        PlanError: the plan has errors, the ranks disagree, or torch refused an operation.
+    """
+    from planc.runtime import apply_lowered
+
+    if isinstance(plan, str):
+        size = world_size or _ranks()
+        lowered = lower(model, plan, world_size=size, overrides=overrides)
+    else:
+        lowered = plan
+    return apply_lowered(model, lowered, digest=digest(lowered), device_type=device_type)
+
+
+def _ranks() -> int:
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_world_size())
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _facts(model: Any) -> str | Facts:
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    from planc.model.table import facts_of
+
+    return facts_of(model, config=getattr(model, "config", None), config_name="model.config")

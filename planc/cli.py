@@ -1,0 +1,241 @@
+"""Floor 6: arguments and exit codes; no logic."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import planc
+from planc.diagnostic import Sink
+from planc.driver import UNREADABLE, Compiled, compile_plan
+from planc.lower.document import dumps
+from planc.report import FORMATS, render, wants_colour
+
+CLEAN, FINDINGS, FAILED = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `planc`. Returns the exit code: 0 clean, 1 findings, 2 could not run."""
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `planc lower ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLEAN
+    except Exception as error:
+        if os.environ.get("PLANC_TRACEBACK"):
+            raise
+        sink = Sink()
+        sink.error(
+            "PL900",
+            f"planc itself failed: {type(error).__name__}: {error}",
+            help="this is a bug in planc; run again with PLANC_TRACEBACK=1 and report it",
+        )
+        _show(sink, "full", sys.stderr)
+        return FAILED
+
+
+def _check(options: argparse.Namespace) -> int:
+    sink = Sink()
+    compiled = _compile(options, sink)
+    _show(sink, options.format, sys.stdout)
+    if options.format == "full" and compiled.lowered and compiled.plan:
+        mesh = " | ".join(f"{a.name} {a.size}" for a in compiled.plan.mesh.axes)
+        print(f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to ", end="")
+        print(f"{compiled.digest[:12]}. Checked: structure. Not checked: layout flow, numerics.")
+    return _code(sink, strict=options.strict)
+
+
+def _lower(options: argparse.Namespace) -> int:
+    sink = Sink()
+    compiled = _compile(options, sink)
+    _show(sink, "full", sys.stderr, quiet=True)
+    if compiled.lowered is None:
+        return _code(sink)
+    if options.format == "json":
+        text = dumps(compiled.lowered)
+    elif options.format == "python":
+        from planc.emit import script
+
+        text = script.render(compiled.lowered, digest=compiled.digest)
+    else:
+        from planc.emit import text as plain
+
+        text = plain.render(compiled.lowered, digest=compiled.digest)
+    return _write(text, options.output)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from planc.emit import delta, diff
+
+    sink = Sink()
+    sides = []
+    for side, plan in (("old", options.old), ("new", options.new or options.old)):
+        own = vars(options)
+        compiled = compile_plan(
+            own[f"{side}_model"] or options.model,
+            plan,
+            sink,
+            world_size=own[f"{side}_world_size"] or options.world_size,
+            settings=[*options.set, *own[f"{side}_set"]],
+            allow_code=options.allow_code,
+        )
+        sides.append(compiled.lowered)
+    _show(sink, "full", sys.stderr, quiet=True)
+    old, new = sides
+    if old is None or new is None:
+        return FAILED
+    change = delta.compare(old, new)
+    if options.format == "json":
+        print(json.dumps(diff.document(change), indent=2))
+    else:
+        print(diff.render(change), end="")
+    return CLEAN if change.same else FINDINGS
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from planc.report import explain
+
+    text = explain.explain(options.code.upper())
+    if text is None:
+        known = explain.codes()
+        print(f"there is no code {options.code}; known are {', '.join(known)}", file=sys.stderr)
+        return FAILED
+    print(explain.terminal(text, wants_colour(sys.stdout, os.environ)), end="")
+    return CLEAN
+
+
+def _compile(options: argparse.Namespace, sink: Sink) -> Compiled:
+    return compile_plan(
+        options.model,
+        options.plan,
+        sink,
+        world_size=options.world_size,
+        settings=options.set,
+        allow_code=options.allow_code,
+    )
+
+
+def _show(sink: Sink, format: str, stream: object, *, quiet: bool = False) -> None:
+    """Prints the findings; `quiet` leaves infos, and an empty summary, out."""
+    found = [d for d in sink if not (quiet and d.severity == "info")]
+    if quiet and not found:
+        return
+    colour = wants_colour(stream, os.environ)
+    text = render(found, format, colour=colour, width=_width())
+    print(text, end="" if text.endswith("\n") or not text else "\n", file=stream)  # type: ignore[call-overload]
+
+
+def _width() -> int:
+    return max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+
+def _code(sink: Sink, *, strict: bool = False) -> int:
+    if any(d.code.startswith(UNREADABLE) for d in sink if d.severity == "error"):
+        return FAILED
+    warned = strict and any(d.severity == "warning" for d in sink)
+    return FINDINGS if sink.failed or warned else CLEAN
+
+
+def _write(text: str, output: str | None) -> int:
+    """To standard output, or to a file that is whole or not there at all."""
+    if output is None or output == "-":
+        sys.stdout.write(text)
+        return CLEAN
+    path = Path(output)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as stream:
+            stream.write(text)
+        Path(stream.name).replace(path)
+    except OSError as error:
+        print(f"cannot write {output}: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        return FAILED
+    return CLEAN
+
+
+def _size(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a number of ranks is a positive integer, not {text!r}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="planc", description="A compiler for parallel training plans."
+    )
+    parser.add_argument("--version", action="version", version=f"planc {_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="say what is wrong with a plan for a model")
+    _target(check)
+    check.add_argument("--format", choices=FORMATS, default="full")
+    check.add_argument("--strict", action="store_true", help="a warning is a finding too")
+    check.set_defaults(run=_check)
+    lower = commands.add_parser("lower", help="print the torch calls that a plan stands for")
+    _target(lower)
+    lower.add_argument("--format", choices=("text", "json", "python"), default="text")
+    lower.add_argument("-o", "--output", metavar="FILE", help="write there instead")
+    lower.set_defaults(run=_lower)
+    diff = commands.add_parser("diff", help="compare two lowered plans")
+    diff.add_argument("model", metavar="MODEL")
+    diff.add_argument("old", metavar="OLD", help="a plan, as for check, or a lowered JSON file")
+    diff.add_argument("new", metavar="NEW", nargs="?", help="the same plan when left out")
+    _common(diff)
+    for side in ("old", "new"):
+        diff.add_argument(f"--{side}-model", metavar="MODEL")
+        diff.add_argument(f"--{side}-world-size", metavar="N", type=_size)
+        diff.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
+    diff.add_argument("--format", choices=("text", "json"), default="text")
+    diff.set_defaults(run=_diff)
+    explain = commands.add_parser("explain", help="say what a diagnostic means")
+    explain.add_argument("code", metavar="CODE", help="such as PL101")
+    explain.set_defaults(run=_explain)
+    return parser
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with config.json, a .json file, a cached hub name, or package.module:name",
+    )
+    parser.add_argument(
+        "plan",
+        metavar="PLAN",
+        help="a .plan file, `-`, a shipped plan's name, REV:path in git, or a lowered JSON file",
+    )
+    _common(parser)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-size", metavar="N", type=_size, help="the number of ranks")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a mesh axis or an option; may be repeated",
+    )
+    parser.add_argument(
+        "--allow-code", action="store_true", help="may run Python code that MODEL names"
+    )
+
+
+def _version() -> str:
+    return planc.__version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

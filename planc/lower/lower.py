@@ -1,0 +1,179 @@
+"""IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
+
+mesh, configure, tensor, ties, checkpoint, compile, FSDP (inner before outer, the root last).
+
+Tensor parallelism comes first because FSDP shards what it leaves; a checkpoint wrapper goes inside
+compile and FSDP so that recomputing happens while the unit's parameters are gathered; compile goes
+inside FSDP because FSDP's hooks are graph breaks. (The order of torchtitan's `parallelize_llama`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
+from planc.ir.style import Input, Output, weight_shard
+from planc.lower.memory import Holdings
+from planc.lower.ops import (
+    AnyOp,
+    Checkpoint,
+    Compile,
+    Configure,
+    FullyShard,
+    Lowered,
+    MeshAxis,
+    Parallelize,
+    Shape,
+    Tie,
+)
+from planc.model.facts import Facts, Module
+
+
+def lower(plan: Plan, facts: Facts) -> Lowered:
+    """The ordered operations of a plan.
+
+    Args:
+        plan: resolved and free of errors.
+        facts: the model that it was resolved for.
+
+    Returns:
+        The lowered plan. Tensor-parallel rules over an axis of one rank are left out.
+    """
+    tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
+    holdings = Holdings(facts, plan, tensor)
+    units = list(_units(plan.fsdp, holdings)) if plan.fsdp else []
+    ops: list[AnyOp] = [
+        *_configure(facts),
+        *(_parallelize(rule, plan) for rule in _ordered(tensor)),
+        *_ties(facts, tensor),
+        *(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
+        *(
+            Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
+            for r in plan.compile
+        ),
+        *units,
+    ]
+    return Lowered(
+        plan=plan.name,
+        model=facts.name,
+        family=facts.family,
+        layers=_layers(facts.root),
+        axes=tuple(
+            MeshAxis(name=a.name, size=a.size, inferred=a.inferred, place=a.origin.place)
+            for a in plan.mesh.axes
+        ),
+        data=_data(plan),
+        ops=tuple(ops),
+        parameters=holdings.at_rest(),
+        gathered=max((u.gathered for u in units), default=0),
+    )
+
+
+def _layers(root: Module) -> int:
+    """The length of the longest list of modules, the blocks of a transformer."""
+    lists = [sum(c.times for c in root.children if c.indices)]
+    lists += [_layers(child.module) for child in root.children]
+    return max(lists)
+
+
+def _data(plan: Plan) -> tuple[str, ...]:
+    """The axes along which ranks read different data: those that average gradients.
+
+    Context parallelism also shards parameters over its axis, but its ranks share a sample.
+    """
+    if plan.fsdp is None:
+        return ()
+    names = {*plan.fsdp.shard, *plan.fsdp.replicate} - {"cp"}
+    return tuple(a.name for a in plan.mesh.axes if a.name in names)
+
+
+def _configure(facts: Facts) -> Iterator[Configure]:
+    """A key/value cache is for generation; in training it costs memory and breaks checkpointing."""
+    if facts.config.get("use_cache") is True:
+        yield Configure(name="use_cache", value=False, reason="training keeps no key/value cache")
+
+
+def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
+    """Styles on weights first, inner before outer as written; what only moves activations last.
+
+    `parallelize_module` installs hooks; those of a container must not depend on its children's.
+    """
+    return sorted(rules, key=lambda r: isinstance(r.style, Input | Output))
+
+
+def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:
+    ranks = plan.mesh.size(rule.axis)
+    module = rule.modules.module
+    shapes = []
+    for parameter in module.parameters:
+        dim = weight_shard(rule.style, module.kind, parameter.name, len(parameter.shape))
+        if dim is None:
+            continue
+        local = list(parameter.shape)
+        local[dim] = -(-local[dim] // ranks)
+        shapes.append(Shape(name=parameter.name, shape=parameter.shape, local=tuple(local)))
+    return Parallelize(
+        modules=rule.modules,
+        axis=rule.axis,
+        style=rule.style,
+        shapes=tuple(shapes),
+        place=rule.origin.place,
+    )
+
+
+def _ties(facts: Facts, tensor: list[TensorRule]) -> Iterator[Tie]:
+    """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again."""
+    for source, *others in facts.ties:
+        for other in others:
+            if any(_makes(rule, name) for rule in tensor for name in (source, other)):
+                yield Tie(parameter=other, source=source)
+
+
+def _makes(rule: TensorRule, parameter: str) -> bool:
+    """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
+    if isinstance(rule.style, Input | Output):
+        return False
+    *parts, _ = parameter.split(".")
+    return len(parts) == len(rule.modules.path) and all(
+        part == s if isinstance(s, str) else part.isdecimal() and int(part) in s
+        for part, s in zip(parts, rule.modules.path, strict=True)
+    )
+
+
+def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
+    for unit in _inner_first(section.units):
+        precision = unit.precision or section.precision
+        nbytes, gathered = holdings.of_unit(unit, precision)
+        yield FullyShard(
+            members=unit.members,
+            group=unit.group,
+            shard=section.shard,
+            replicate=section.replicate,
+            reshard=unit.reshard,
+            param=precision.param if precision else None,
+            reduce=precision.reduce if precision else None,
+            output=precision.output if precision else None,
+            cast_inputs=precision.cast_inputs if precision else True,
+            nbytes=nbytes,
+            gathered=gathered,
+            place=unit.origin.place,
+        )
+
+
+def _inner_first(units: Iterable[Unit]) -> list[Unit]:
+    """The plan's order, but a unit never before one inside it; the root comes last by that."""
+    rest = list(units)
+    ordered: list[Unit] = []
+    while rest:
+        ready = next(
+            (u for u in rest if not any(_holds(u, o) for o in rest if o is not u)), rest[0]
+        )
+        ordered.append(ready)
+        rest.remove(ready)
+    return ordered
+
+
+def _holds(outer: Unit, inner: Unit) -> bool:
+    return any(
+        len(i.path) > len(o.path) and i.within(o) for o in outer.members for i in inner.members
+    )
