@@ -14,10 +14,14 @@ from functools import cached_property
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A text with the name a user knows it by (a path, `-`, `REV:path`, or `--set`)."""
+    """A text with the name a user knows it by: a path, `<stdin>`, `REV:path`, or `--set tp=8`.
+
+    An `argument` is one of the command line, so it has no lines to speak of.
+    """
 
     name: str
     text: str
+    argument: bool = False
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -75,6 +79,8 @@ class Span:
     @property
     def place(self) -> str:
         """`name:line`, the form that lowered plans and diffs quote."""
+        if self.source.argument:
+            return self.source.name
         return f"{self.source.name}:{self.line}"
 
     def to(self, other: Span) -> Span:

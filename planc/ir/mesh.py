@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 
 from planc.diagnostic import Label, nearest, one_of
@@ -12,6 +13,32 @@ from planc.ir.program import Program
 from planc.ir.scope import Failed
 from planc.source import Span
 from planc.syntax import tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The axes with the sizes that are written, 0 for `auto`."""
+
+    pairs: tuple[tuple[tree.Setting, int], ...]
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        return {setting.name: size for setting, size in self.pairs}
+
+    @property
+    def product(self) -> int:
+        return prod(size for _, size in self.pairs if size)
+
+    @property
+    def text(self) -> str:
+        return " * ".join(f"{setting.name} {size}" for setting, size in self.pairs if size)
+
+    def labels(self, program: Program) -> list[Label]:
+        return [
+            Label(span=_where(setting, program), text=f"{setting.name} is {size}")
+            for setting, size in self.pairs
+            if size > 1
+        ]
 
 
 def solve(program: Program) -> Mesh | None:
@@ -30,11 +57,11 @@ def _solve(program: Program) -> Mesh | None:
     settings = _settings(program)
     if settings is None:
         return None
-    sized = [(s, _size(s, program)) for s in settings]
-    if any(size is None for _, size in sized):
+    written = [(s, _size(s, program)) for s in settings]
+    sizes = _Sizes(tuple((s, size) for s, size in written if size is not None))
+    if len(sizes.pairs) < len(written):
         return None
-    autos = [s for s, size in sized if size == 0]
-    product = prod(size for _, size in sized if size)
+    autos = [s for s, size in sizes.pairs if size == 0]
     if len(autos) > 1:
         program.sink.error(
             "PL302",
@@ -43,13 +70,12 @@ def _solve(program: Program) -> Mesh | None:
             help="one axis takes what the others leave; give the other a size",
         )
         return None
-    left = _left(autos, product, sized, program)
+    left = _left(autos, sizes, program)
     if left is None:
         return None
     axes = tuple(
         Axis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
-        for s, size in sized
-        if size is not None
+        for s, size in sizes.pairs
     )
     return Mesh(axes=axes, origin=next(iter(program.named("mesh"))).origin)
 
@@ -146,40 +172,16 @@ def _where(setting: tree.Setting, program: Program) -> Span:
     return given.origin.source.span(0, given.origin.end) if given else setting.origin
 
 
-def _left(
-    autos: list[tree.Setting],
-    product: int,
-    sized: list[tuple[tree.Setting, int | None]],
-    program: Program,
-) -> int | None:
+def _left(autos: list[tree.Setting], sizes: _Sizes, program: Program) -> int | None:
     """What `auto` comes to (1 where there is none), or None after a finding."""
-    world = program.world_size
-    factors = " * ".join(f"{s.name} {size}" for s, size in sized if size)
-    labels = [
-        Label(span=_where(s, program), text=f"{s.name} is {size}")
-        for s, size in sized
-        if size and size > 1
-    ]
     if not autos:
-        if world is None or world == product:
-            return 1
-        sizes = [s.name for s, _ in sized]
-        told = "make one axis `auto`"
-        if "dp_shard" in sizes and product and world % (product // _known(sized, "dp_shard")) == 0:
-            fits = world // (product // _known(sized, "dp_shard"))
-            told = f"dp_shard = {fits} would fit, or `auto`"
-        program.sink.error(
-            "PL301",
-            f"the mesh has {product:,} ranks, the world {world:,}: {factors} = {product:,}",
-            *(labels or [Label(span=next(iter(program.named("mesh"))).name_origin)]),
-            help=told,
-        )
-        return None
+        return _fixed(sizes, program)
+    auto, world, product = autos[0], program.world_size, sizes.product
     if world is None:
         program.sink.info(
             "PL307",
-            f"`{autos[0].name} = auto` counts as 1, because no world size is given",
-            autos[0].value.origin,
+            f"`{auto.name} = auto` counts as 1, because no world size is given",
+            auto.value.origin,
             help="give `--world-size N`",
         )
         return 1
@@ -187,14 +189,29 @@ def _left(
         program.sink.error(
             "PL303",
             f"{world:,} ranks do not divide by {product:,}: nothing is left for "
-            f"`{autos[0].name} = auto` ({factors})",
-            Label(span=autos[0].value.origin, text="auto"),
-            *labels,
+            f"`{auto.name} = auto` ({sizes.text})",
+            Label(span=auto.value.origin, text="auto"),
+            *sizes.labels(program),
             help=f"the world size must be a multiple of {product:,}",
         )
         return None
     return world // product
 
 
-def _known(sized: list[tuple[tree.Setting, int | None]], name: str) -> int:
-    return next((size for s, size in sized if s.name == name and size), 1)
+def _fixed(sizes: _Sizes, program: Program) -> int | None:
+    """Every axis has a size, so their product is the world size, or it is a finding."""
+    world, product = program.world_size, sizes.product
+    if world is None or world == product:
+        return 1
+    told = "make one axis `auto`"
+    shard = sizes.by_name.get("dp_shard", 0)
+    if shard and world % (product // shard) == 0:
+        told = f"dp_shard = {world // (product // shard)} would fit, or `auto`"
+    section = next(iter(program.named("mesh")))
+    program.sink.error(
+        "PL301",
+        f"the mesh has {product:,} ranks, the world {world:,}: {sizes.text} = {product:,}",
+        *(sizes.labels(program) or [Label(span=section.name_origin)]),
+        help=told,
+    )
+    return None

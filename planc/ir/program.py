@@ -71,7 +71,7 @@ def gather(
 
 def _setting(text: str, sink: Sink) -> tuple[str, tree.Literal]:
     """`tp=8` as a name and a literal; what is no number, truth or null is a text."""
-    source = Source("--set", text)
+    source = Source(f"--set {text}", text, argument=True)
     name, equal, value = (part.strip() for part in text.partition("="))
     origin = source.span(0, len(text))
     nothing = tree.Literal(origin=origin, value=None)

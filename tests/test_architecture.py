@@ -1,0 +1,121 @@
+"""The house rules that a machine can hold: floors, imports, sizes."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "planc"
+FLOORS = {
+    "source": 0,
+    "diagnostic": 0,
+    "share": 0,
+    "syntax": 1,
+    "model": 1,
+    "ir": 2,
+    "checks": 3,
+    "lower": 4,
+    "emit": 5,
+    "report": 5,
+    "runtime": 5,
+    "driver": 6,
+    "api": 7,
+    "cli": 7,
+    "__init__": 8,
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def home(path):
+    """The name of the floor's package or module that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """(line, name of the floor imported, whether only for type checking)."""
+    tree = ast.parse(path.read_text())
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            names = [node.module]
+            if node.module == "planc":
+                names = [f"planc.{a.name}" for a in node.names]
+        for name in names:
+            if name.startswith("planc."):
+                yield node.lineno, name.split(".")[1], id(node) in typing
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_floors(path):
+    own = home(path)
+    for line, other, typing in imports(path):
+        if other in (own, "source") or typing:
+            continue
+        assert FLOORS[other] < FLOORS[own], (
+            f"{path.relative_to(PACKAGE)}:{line}: {own} (floor {FLOORS[own]}) imports "
+            f"{other} (floor {FLOORS[other]})"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_sizes(path):
+    text = path.read_text()
+    assert text.count("\n") < 400, "split the file"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body
+            documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+            start = body[1].lineno if documented and len(body) > 1 else body[0].lineno
+            length = (node.end_lineno or 0) - start + 1
+            assert length <= 40, f"{node.name} has {length} lines"
+
+
+def test_driver_is_one_page():
+    assert (PACKAGE / "driver.py").read_text().count("\n") <= 100
+
+
+@pytest.mark.parametrize("name", sorted(set(FLOORS) - {"__init__"}))
+def test_names_do_not_shadow_the_standard_library(name):
+    assert name not in sys.stdlib_module_names
+
+
+def test_compiling_imports_no_torch():
+    """Everything but the model on a cold cache and the runtime works without torch."""
+    modules = (
+        "syntax ir checks lower.document emit.text emit.script emit.delta emit.diff report cli"
+    )
+    imported = "; ".join(f"import planc.{m}" for m in modules.split())
+    code = (
+        f"import sys; {imported}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_the_runtime_calls_torch_distributed():
+    for path in FILES:
+        if home(path) in ("runtime", "emit"):  # emit writes the calls, as text
+            continue
+        text = path.read_text()
+        for call in ("parallelize_module(", "fully_shard(", "checkpoint_wrapper("):
+            assert f" {call}" not in text, f"{path} calls {call}"
+
+
+def test_only_model_imports_transformers():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(n.split(".")[0] == "transformers" for n in names):
+                assert home(path) == "model", path
