@@ -1,16 +1,22 @@
 # Every target sets up what it needs: a virtual environment of its own, from pinned constraints.
 PYTHON ?= python3
 VENV   ?= .venv
-BIN    := $(VENV)/bin
+BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test lint clean
+.PHONY: help demo test lint bench pages clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four processes
+	PATH="$(BIN):$$PATH" bash docs/demo/demo.sh
 
 test: $(VENV)/.ready  ## the whole test suite
 	$(BIN)/python -m pytest
@@ -19,6 +25,13 @@ lint: $(VENV)/.ready  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(VENV)/.ready  ## one table of medians and ratios
+	$(BIN)/python tests/bench/run.py
+
+pages: $(VENV)/.ready  ## write the index of the diagnostics and the outputs in the docs anew
+	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md
+	$(BIN)/python -m pytest tests/test_docs.py --update
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

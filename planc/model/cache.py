@@ -1,0 +1,131 @@
+"""The cache of model facts: built once with transformers, read back without.
+
+An entry is a JSON file named by the digest of all that it depends on, and it carries the digest of
+its own content. What is truncated, foreign, stale or damaged is simply not there; a folder that
+can't be written is no cache. Writing is a rename, so two processes never see half an entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from planc.model.facts import Child, Facts, Module, Parameter
+from planc.model.indices import Indices
+
+_FORMAT = 1
+
+
+def folder() -> Path:
+    """Where entries live: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
+    own = os.environ.get("PLANC_CACHE_DIR")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "planc"
+
+
+def key_of(config: dict[str, Any]) -> str:
+    """The name of a configuration's entry: its content and the versions that read it."""
+    parts = [
+        f"facts {_FORMAT}",
+        f"python {sys.version_info[0]}.{sys.version_info[1]}",
+        *(f"{name} {_version(name)}" for name in ("torch", "transformers")),
+        json.dumps(config, sort_keys=True),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:
+    """The facts of an entry, or None where there is no sound one."""
+    try:
+        digest, _, body = (folder() / f"{key}.json").read_text(encoding="utf-8").partition("\n")
+        if hashlib.sha256(f"{key}{body}".encode()).hexdigest() != digest:
+            return None
+        return _decode(json.loads(body), config_name, given)
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None  # whatever is wrong with it, the facts are built anew
+
+
+def write(key: str, facts: Facts) -> None:
+    """Stores facts under a key; does nothing where the folder can't be written."""
+    with contextlib.suppress(OSError, RuntimeError):
+        home = folder()
+        home.mkdir(parents=True, exist_ok=True)
+        body = json.dumps(_encode(facts), separators=(",", ":"))
+        digest = hashlib.sha256(f"{key}{body}".encode()).hexdigest()
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=home, prefix=".new-", delete=False
+        ) as stream:
+            stream.write(f"{digest}\n{body}")
+        try:
+            Path(stream.name).replace(home / f"{key}.json")
+        except OSError:
+            Path(stream.name).unlink(missing_ok=True)
+
+
+def _encode(facts: Facts) -> dict[str, Any]:
+    """Facts as plain data; each distinct module once, children before parents."""
+    modules: list[Any] = []
+    known: dict[int, int] = {}
+
+    def add(module: Module) -> int:
+        if id(module) not in known:
+            children = [
+                [add(c.module), c.name, None if c.indices is None else hex(c.indices.bits)]
+                for c in module.children
+            ]
+            own = [[p.name, p.shape, p.dtype, p.trainable] for p in module.parameters]
+            modules.append([module.cls, module.kind, own, module.facts, children])
+            known[id(module)] = len(modules) - 1
+        return known[id(module)]
+
+    root = add(facts.root)
+    return {
+        "name": facts.name,
+        "family": facts.family,
+        "config": facts.config,
+        "ties": facts.ties,
+        "modules": modules,
+        "root": root,
+    }
+
+
+def _decode(data: dict[str, Any], config_name: str, given: frozenset[str]) -> Facts:
+    modules: list[Module] = []
+    for cls, kind, own, facts, children in data["modules"]:
+        modules.append(
+            Module(
+                cls=cls,
+                kind=kind,
+                parameters=tuple(Parameter(n, tuple(s), d, t) for n, s, d, t in own),
+                facts=tuple((n, v) for n, v in facts),
+                children=tuple(
+                    Child(modules[i], name, None if bits is None else Indices(int(bits, 16)))
+                    for i, name, bits in children
+                ),
+            )
+        )
+    return Facts(
+        name=data["name"],
+        family=data["family"],
+        config=data["config"],
+        config_name=config_name,
+        root=modules[data["root"]],
+        ties=tuple(tuple(group) for group in data["ties"]),
+        given=given,
+    )

@@ -1,0 +1,180 @@
+"""Where a model's configuration is, and whether it is one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planc.diagnostic import Sink
+from planc.share import GRAMMARS, PLANS
+
+_MAX_BYTES = 5_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A configuration as it stands in its file.
+
+    Args:
+        name: what messages call it.
+        values: the fields.
+    """
+
+    name: str
+    values: dict[str, Any]
+
+    def valid(self, sink: Sink) -> bool:
+        """Whether the schema holds; each field that breaks it is a finding (PL603)."""
+
+        schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
+        validator = _strict()(schema)
+        problems = sorted(validator.iter_errors(self.values), key=lambda e: list(map(str, e.path)))
+        for problem in problems:
+            where = ".".join(str(p) for p in problem.absolute_path)
+            if problem.validator == "required":
+                field = re.findall(r"'(\w+)'", problem.message)[0]
+                sink.error(
+                    "PL603",
+                    f"{self.name} lacks `{field}`",
+                    help='add it: `"model_type": "llama"`, for example',
+                )
+                continue
+            wanted = _wanted(dict(problem.schema))
+            shown = _shown(problem.instance)
+            message = f"`{where}` is {shown} in {self.name}; it must be {wanted}"
+            sink.error("PL603", message)
+        return not problems
+
+
+def _strict() -> Any:
+    """JSON Schema takes 1.0 for an integer; a configuration that says so is a slip."""
+    import jsonschema
+
+    def integer(_: Any, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    draft = jsonschema.Draft202012Validator
+    return jsonschema.validators.extend(
+        draft, type_checker=draft.TYPE_CHECKER.redefine("integer", integer)
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _wanted(schema: dict[str, Any]) -> str:
+    """What a piece of the schema asks for, in words."""
+    return " or ".join(dict.fromkeys(_words(schema)))
+
+
+def _words(schema: dict[str, Any]) -> Iterator[str]:
+    names = {
+        "integer": "an integer",
+        "number": "a number",
+        "string": "a text",
+        "boolean": "true or false",
+        "array": "a list",
+        "object": "an object",
+        "null": "null",
+    }
+    if "$ref" in schema:
+        size = "a positive integer"
+        yield from {"size": [size], "perhaps": [size, "null"]}.get(
+            schema["$ref"].rpartition("/")[2], [size, "a list of them"]
+        )
+        return
+    for option in schema.get("anyOf", ()):
+        yield from _words(option)
+    if "minimum" in schema and schema.get("type") == "integer":
+        yield (
+            f"an integer from {schema['minimum']:,} to {schema.get('maximum', 'any'):,}"
+            if ("maximum" in schema)
+            else f"an integer from {schema['minimum']}"
+        )
+        return
+    kinds = schema.get("type", [])
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        yield "a positive number" if "exclusiveMinimum" in schema else names[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A configuration file and what to call it."""
+
+    name: str
+    path: Path
+
+
+def locate(model: str) -> Place | None:
+    """The configuration file that a name means, or None where nothing of that name is."""
+    path = Path(model)
+    known = PLANS / "models" / f"{model}.json"
+    try:
+        if path.is_dir():
+            return Place(name=f"{model.rstrip('/')}/config.json", path=path / "config.json")
+        if path.exists():
+            return Place(name=model, path=path)
+        if re.fullmatch(r"[\w.-]+", model) and known.is_file():
+            return Place(name=f"plans/models/{model}.json", path=known)
+    except (OSError, ValueError):  # a name too long, or with a NUL in it
+        return None
+    return _in_hub_cache(model)
+
+
+def _in_hub_cache(model: str) -> Place | None:
+    """The configuration of a hub model that was downloaded earlier; nothing is fetched."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json")
+    except Exception:  # a name that the hub would not take
+        return None
+    if not isinstance(found, str):
+        return None
+    return Place(name=f"{model}/config.json", path=Path(found))
+
+
+def read(place: Place, sink: Sink) -> Config | None:
+    """The fields of a configuration file, or None after a finding (PL601, PL602)."""
+    try:
+        if not place.path.exists():
+            raise FileNotFoundError(2, "no such file")
+        if not place.path.is_file():
+            raise OSError(0, "it is not a regular file")
+        with place.path.open("rb") as stream:
+            data = stream.read(_MAX_BYTES + 1)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        sink.error(
+            "PL601",
+            f"cannot read {place.name}: {reason}",
+            help="a model's folder holds its config.json" if "no such" in reason else None,
+        )
+        return None
+    if len(data) > _MAX_BYTES:
+        sink.error("PL602", f"{place.name} is larger than {_MAX_BYTES:,} bytes: no configuration")
+        return None
+    try:
+        values = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        sink.error("PL602", f"{place.name} is not JSON: it is not UTF-8 text")
+        return None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        sink.error("PL602", f"{place.name} is not JSON: {error.msg.lower()} at {where}")
+        return None
+    except (RecursionError, ValueError):
+        sink.error("PL602", f"{place.name} is not JSON that can be read: it nests too deep")
+        return None
+    if not isinstance(values, dict):
+        sink.error("PL602", f"{place.name} holds {_shown(values)}, not an object")
+        return None
+    return Config(name=place.name, values=values)

@@ -1,0 +1,167 @@
+"""An nn.Module -> the module table. Touches no tensor's data, so a model on meta will do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planc.model.facts import Child, Facts, Module, Parameter
+from planc.model.indices import Indices
+
+_FACTS = (
+    "head_dim",
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_key_value_groups",
+    "split_size",
+    "is_sliding",
+)
+"""Attributes that say how a module splits what its projections give it. Never `layer_idx`: layers
+that differ by their number alone are alike."""
+
+
+def facts_of(
+    module: Any,
+    *,
+    config: Any = None,
+    config_name: str = "config.json",
+    given: frozenset[str] = frozenset(),
+) -> Facts:
+    """The facts of a model at hand.
+
+    Args:
+        module: an nn.Module, on any device.
+        config: its configuration, an object with `to_dict` or a mapping; None for a model without.
+        config_name: what messages call the configuration.
+        given: the fields that the user's file states itself.
+    """
+    values = _mapping(config)
+    name = type(module).__name__
+    return Facts(
+        name=name,
+        family=str(values.get("model_type") or name),
+        config=values,
+        config_name=config_name,
+        root=_Table().module(module),
+        ties=_ties(module),
+        given=given,
+    )
+
+
+def already_parallel(module: Any) -> str | None:
+    """The first thing in a model that shows that it is parallel already, or None."""
+    for name, child in module.named_modules():
+        kinds = {k.__name__ for k in type(child).__mro__}
+        if kinds & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}:
+            return f"{name or 'the model'} is sharded ({type(child).__name__})"
+        if "CheckpointWrapper" in kinds:
+            return f"{name} is wrapped for checkpointing"
+    for name, parameter in module.named_parameters():
+        if type(parameter).__name__ == "DTensor" or hasattr(parameter, "placements"):
+            return f"{name} is a DTensor"
+    return None
+
+
+class _Table:
+    """Builds the table; like modules become one object, so that comparing them is quick."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Module] = {}
+        self._shared: dict[tuple[Any, ...], Parameter] = {}
+
+    def module(self, module: Any) -> Module:
+        from torch import nn
+
+        kind = _kind(module)
+        own = tuple(
+            self._parameter(name, p) for name, p in module._parameters.items() if p is not None
+        )
+        children = [(n, self.module(c)) for n, c in module._modules.items() if c is not None]
+        listed = isinstance(module, nn.ModuleList | nn.Sequential) and bool(children)
+        facts = tuple((f, int(v)) for f in _FACTS if isinstance(v := _own(module, f), int))
+        key = (
+            type(module),
+            kind,
+            tuple(id(p) for p in own),
+            facts,
+            tuple((n, id(c)) for n, c in children),
+        )
+        if key not in self._known:
+            self._known[key] = Module(
+                cls=type(module).__name__,
+                kind=kind,
+                parameters=own,
+                facts=facts,
+                children=tuple(_entries(children) if listed else _named(children)),
+            )
+        return self._known[key]
+
+    def _parameter(self, name: str, parameter: Any) -> Parameter:
+        key = (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+        if key not in self._shared:
+            self._shared[key] = Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                trainable=parameter.requires_grad,
+            )
+        return self._shared[key]
+
+
+def _named(children: list[tuple[str, Module]]) -> Iterator[Child]:
+    for name, module in children:
+        yield Child(module=module, name=name)
+
+
+def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
+    """The entries of a list, those that are alike as one, in order of first appearance."""
+    groups: dict[int, tuple[Module, int]] = {}
+    for name, module in children:
+        _, bits = groups.get(id(module), (module, 0))
+        groups[id(module)] = (module, bits | 1 << int(name))
+    for module, bits in groups.values():
+        yield Child(module=module, indices=Indices(bits))
+
+
+def _own(module: Any, name: str) -> Any:
+    """An attribute that the module itself sets, without nn.Module's slow search."""
+    return module.__dict__.get(name)
+
+
+def _kind(module: Any) -> str:
+    from torch import nn
+
+    name = type(module).__name__
+    match module:
+        case nn.Linear():
+            return "linear"
+        case nn.Embedding():
+            return "embedding"
+        case nn.ModuleList() | nn.Sequential():
+            return "list"
+        case nn.ModuleDict():
+            return "dict"
+        case nn.Dropout():
+            return "dropout"
+    if name == "Conv1D" and "nf" in module.__dict__:  # transformers' transposed linear
+        return "conv1d"
+    if "Norm" in name and not module._modules:
+        return "norm"
+    return "other"
+
+
+def _ties(module: Any) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def _mapping(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    values: dict[str, Any] = config.to_dict()
+    return values

@@ -1,0 +1,120 @@
+"""`make bench`: one table of medians and ratios, every number measured in this run.
+
+    python tests/bench/run.py [--repeat 7]
+
+Each ratio is against a reference that is measured beside it, turn by turn, so a busy machine
+slows both.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from planc.share import PLANS
+
+HERE = Path(__file__).parent
+REFERENCE = [sys.executable, "-c", "from transformers import AutoModelForCausalLM"]
+
+
+def check(model, ranks):
+    plan = ["llama", "--world-size", str(ranks), "--set", "tp=8", "--format", "concise"]
+    return [sys.executable, "-m", "planc.cli", "check", str(model), *plan]
+
+
+def timed(command, environment):
+    start = time.perf_counter()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        sys.exit(f"{command} gave {done.returncode}:\n{done.stdout}{done.stderr}")
+    return seconds
+
+
+def shaped(folder, layers):
+    """The 405B model's numbers with another number of layers."""
+    config = json.loads((PLANS / "models" / "llama-3.1-405b.json").read_text())
+    config["num_hidden_layers"] = layers
+    path = folder / f"llama-{layers}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def commands(folder, repeat):
+    """Medians of whole processes, the contenders taking turns."""
+    warm = {**os.environ, "PLANC_CACHE_DIR": str(folder / "warm")}
+    small, large = shaped(folder, 32), shaped(folder, 1024)
+    contenders = {
+        "reference": lambda: (REFERENCE, warm),
+        "warm": lambda: (check("llama-3.1-405b", 16_384), warm),
+        "cold": lambda: (
+            check("llama-3.1-405b", 16_384),
+            {**warm, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)},
+        ),
+        "8 ranks": lambda: (check("llama-3.1-405b", 8), warm),
+        "65,536 ranks": lambda: (check("llama-3.1-405b", 65_536), warm),
+        "32 layers": lambda: (check(small, 16_384), warm),
+        "1,024 layers": lambda: (check(large, 16_384), warm),
+    }
+    seconds = {name: [] for name in contenders}
+    for turn in range(repeat + 1):
+        for name, make in contenders.items():
+            taken = timed(*make())
+            if turn:  # the first turn fills the caches
+                seconds[name].append(taken)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def applied(repeat):
+    """Median seconds of planc's apply and of the same torch calls by hand, in one process."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "applied.py"), str(repeat)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeat", type=int, default=7)
+    repeat = parser.parse_args().repeat
+    with tempfile.TemporaryDirectory() as folder:
+        median = commands(Path(folder), repeat)
+    hand, ours = (applied(repeat)[k] for k in ("hand", "planc"))
+    rows = [
+        ("check, warm, 405B, 16,384 ranks", "warm", "reference", 0.12),
+        ("check, cold, 405B, 16,384 ranks", "cold", "reference", 1.3),
+        ("check, warm, 65,536 ranks against 8", "65,536 ranks", "8 ranks", 1.2),
+        ("check, warm, 1,024 layers against 32", "1,024 layers", "32 layers", 1.2),
+    ]
+    table = Table(title=f"planc bench, medians of {repeat}")
+    for heading in ("what", "seconds", "reference", "ratio", "limit", ""):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    figures = [(w, median[a], median[b], limit) for w, a, b, limit in rows]
+    figures.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
+    late = 0
+    for what, mine, reference, limit in figures:
+        ratio = mine / reference
+        late += ratio > limit
+        word = "ok" if ratio <= limit else "over"
+        row = (what, f"{mine:.3f}", f"{reference:.3f}", f"{ratio:.3f}", f"{limit:.2f}", word)
+        table.add_row(*row)
+    Console(width=110).print(table)
+    print(f"reference: {' '.join(REFERENCE[1:])}")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
