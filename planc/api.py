@@ -101,6 +101,7 @@ def apply(
     Raises:
         PlanError: the plan has errors, the ranks disagree, or torch refused an operation.
     """
+    from planc.emit.text import render
     from planc.runtime import apply_lowered
 
     if isinstance(plan, str):
@@ -108,7 +109,14 @@ def apply(
         lowered = lower(model, plan, world_size=size, overrides=overrides)
     else:
         lowered = plan
-    return apply_lowered(model, lowered, digest=digest(lowered), device_type=device_type)
+    own = digest(lowered)
+    return apply_lowered(
+        model,
+        lowered,
+        digest=own,
+        device_type=device_type,
+        describe=lambda: render(lowered, digest=own),
+    )
 
 
 def _ranks() -> int:

@@ -216,8 +216,8 @@ MISTAKES = [
     ),
     (
         "PL108",
-        HEAD + 'let a = b\nlet b = a\nrequire a == 1 ""\n' + MESH.replace("3", "1") + UNITS,
-        "2",
+        HEAD + 'let a = b\nlet b = a\nrequire a == 1 ""\n' + MESH.replace("2", "1") + UNITS,
+        "3",
     ),
     ("PL109", HEAD + 'require 1 + "2" == 3 ""\n' + MESH.replace("2", "1") + UNITS, "2"),
     ("PL109", HEAD + 'require 1 ""\n' + MESH.replace("2", "1") + UNITS, "2"),

@@ -75,8 +75,8 @@ class Arguments:
             return words[value]
         if or_integer and isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        wanted = one_of((f"`{w}`" for w in words), last="or")
-        self._type(expression, name, wanted + (" or a positive integer" * or_integer), value)
+        wanted = [f"`{w}`" for w in words] + ["a positive integer"] * or_integer
+        self._type(expression, name, one_of(wanted), value)
         return default
 
     def _type(self, node: tree.Expr, name: str, wanted: str, value: Value) -> None:

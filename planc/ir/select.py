@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from planc.diagnostic import nearest, one_of
 from planc.ir.scope import Failed, Scope
-from planc.model.facts import Modules, Segment
+from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.syntax import tree
 
@@ -236,17 +236,7 @@ def _merged(found: Iterable[Modules]) -> tuple[Modules, ...]:
 
 
 def _union(one: Modules, two: Modules) -> Modules | None:
-    if one.key != two.key or one.module != two.module:
-        return None
-    path: list[Segment] = []
-    differing = 0
-    for a, b in zip(one.path, two.path, strict=True):
-        if isinstance(a, Indices) and isinstance(b, Indices) and a != b:
-            differing += 1
-            path.append(a | b)
-        else:
-            path.append(a)
-    return Modules(tuple(path), one.module) if differing <= 1 else None
+    return one.union(two) if one.module == two.module else None
 
 
 def _report(selector: tree.Selector, miss: _Miss, scope: Scope) -> None:

@@ -112,8 +112,11 @@ def style_arguments(style: Style) -> str:
     match style:
         case Colwise() | Rowwise():
             default = type(style)()
-            usual = (style.input, style.output) == (default.input, default.output)
-            parts = [] if usual else [str(Change(style.input, style.output))]
+            parts = []
+            if style.input != default.input:
+                parts = [str(Change(style.input, style.output))]
+            elif style.output != default.output:
+                parts = [f"-> {style.output}"]
         case Sequence():
             local = False
             parts = [f"dim = {style.dim}"] if style.dim != 1 else []

@@ -10,6 +10,8 @@ inside FSDP because FSDP's hooks are graph breaks. (The order of torchtitan's `p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, Output, weight_shard
@@ -41,13 +43,13 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     """
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, tensor)
-    units = list(_units(plan.fsdp, holdings)) if plan.fsdp else []
+    units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
         *(_parallelize(rule, plan) for rule in _ordered(tensor)),
         *_ties(facts, tensor),
-        *(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
-        *(
+        *_joined(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
+        *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
             for r in plan.compile
         ),
@@ -67,6 +69,40 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         parameters=holdings.at_rest(),
         gathered=max((u.gathered for u in units), default=0),
     )
+
+
+Wrap = TypeVar("Wrap", Checkpoint, Compile, FullyShard)
+
+
+def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
+    """Like operations on like paths as one: to wrap a block it does not matter what is inside."""
+    result: list[Wrap] = []
+    for op in ops:
+        for i, other in enumerate(result):
+            union = _union(other, op)
+            if union is not None:
+                result[i] = union
+                break
+        else:
+            result.append(op)
+    return result
+
+
+def _union(one: Wrap, two: Wrap) -> Wrap | None:
+    if one.place != two.place:
+        return None
+    if isinstance(one, FullyShard) and isinstance(two, FullyShard):
+        both = one.members[0].union(two.members[0])
+        if both is None or one.group or two.group:
+            return None
+        joined = replace(one, members=(both,))
+        return joined if replace(two, members=(both,)) == joined else None
+    assert not isinstance(one, FullyShard) and not isinstance(two, FullyShard)
+    both = one.modules.union(two.modules)
+    if both is None:
+        return None
+    joined = replace(one, modules=both)
+    return joined if replace(two, modules=both) == joined else None
 
 
 def _layers(root: Module) -> int:
@@ -143,12 +179,13 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
     for unit in _inner_first(section.units):
         precision = unit.precision or section.precision
+        shard, replicate = _wide(section, holdings.plan)
         nbytes, gathered = holdings.of_unit(unit, precision)
         yield FullyShard(
             members=unit.members,
             group=unit.group,
-            shard=section.shard,
-            replicate=section.replicate,
+            shard=shard,
+            replicate=replicate,
             reshard=unit.reshard,
             param=precision.param if precision else None,
             reduce=precision.reduce if precision else None,
@@ -158,6 +195,16 @@ def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
             gathered=gathered,
             place=unit.origin.place,
         )
+
+
+def _wide(section: Fsdp, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes of more than one rank: the rest would only cost process groups.
+
+    FSDP keeps one axis to work over even of one rank, where it still casts and sums gradients.
+    """
+    shard = tuple(a for a in section.shard if plan.mesh.size(a) > 1)
+    replicate = tuple(a for a in section.replicate if plan.mesh.size(a) > 1)
+    return shard or section.shard[:1], replicate
 
 
 def _inner_first(units: Iterable[Unit]) -> list[Unit]:

@@ -58,7 +58,7 @@ def _strict() -> Any:
         return isinstance(value, int) and not isinstance(value, bool)
 
     draft = jsonschema.Draft202012Validator
-    return jsonschema.validators.extend(
+    return jsonschema.validators.extend(  # type: ignore[no-untyped-call]
         draft, type_checker=draft.TYPE_CHECKER.redefine("integer", integer)
     )
 

@@ -177,6 +177,20 @@ class Modules:
             inside[i] = mine & theirs
         return tuple(rest)
 
+    def union(self, other: Modules) -> Modules | None:
+        """Both sets as one, where they differ in one set of indices at most; else None."""
+        if self.key != other.key:
+            return None
+        path: list[Segment] = []
+        differing = 0
+        for mine, theirs in zip(self.path, other.path, strict=True):
+            if isinstance(mine, Indices) and isinstance(theirs, Indices) and mine != theirs:
+                differing += 1
+                path.append(mine | theirs)
+            else:
+                path.append(mine)
+        return Modules(tuple(path), self.module) if differing <= 1 else None
+
     def within(self, other: Modules) -> bool:
         """Whether some module of this set lies inside (or is) a module of the other."""
         n = len(other.path)
@@ -232,10 +246,11 @@ def parse_path(text: str) -> tuple[Segment, ...]:
     if text == "root":
         return ()
     path: list[Segment] = []
-    for part in text.split("."):
-        match = re.fullmatch(r"(\w+)((?:\[[\d:,]+\])*)", part)
-        if match is None:
+    for i, part in enumerate(text.split(".")):
+        match = re.fullmatch(r"(\w*)((?:\[[\d:,]+\])*)", part)
+        if match is None or not (match[1] or (i == 0 and match[2])):
             raise ValueError(f"not a module path: {text}")
-        path.append(match[1])
+        if match[1]:
+            path.append(match[1])
         path.extend(Indices.parse(i) for i in re.findall(r"\[[\d:,]+\]", match[2]))
     return tuple(path)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+_MOST = 1_000_000  # no model has a longer list, and a larger text is not worth believing
+
 
 @dataclass(frozen=True, slots=True)
 class Indices:
@@ -92,7 +94,7 @@ class Indices:
         result = Indices(0)
         for part in text.removeprefix("[").removesuffix("]").split(","):
             numbers = [int(n) for n in part.split(":")]
-            if any(n < 0 for n in numbers) or len(numbers) > 3:
+            if any(not 0 <= n <= _MOST for n in numbers) or len(numbers) > 3:
                 raise ValueError(f"not a set of indices: {text}")
             span = range(numbers[0], numbers[0] + 1) if len(numbers) == 1 else range(*numbers)
             result |= Indices.of(span)

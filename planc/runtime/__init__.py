@@ -1,0 +1,5 @@
+"""Floor 5: lowered ops -> torch. The only code that calls torch's distributed API."""
+
+from planc.runtime.apply import apply_lowered
+
+__all__ = ["apply_lowered"]

@@ -85,7 +85,7 @@ def by_hand(model):
     for i, block in enumerate(layers):
         layers[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    data = mesh["dp_replicate", "dp_shard"]
+    data = mesh["dp_shard"]
     for i, block in enumerate(layers):
         last = i == len(layers) - 1
         fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=not last)

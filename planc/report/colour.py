@@ -1,0 +1,50 @@
+"""Colours on a terminal: when they are wanted, and the codes that give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+Segment = tuple[str, str]
+"""A piece of text and the name of its style; `""` is plain."""
+
+_CODES = {
+    "error": "1;31",
+    "warning": "1;33",
+    "info": "1;34",
+    "secondary": "34",
+    "gutter": "34",
+    "bold": "1",
+    "heading": "1;4",
+    "code": "36",
+}
+
+
+def wants_colour(stream: object, environ: Mapping[str, str]) -> bool:
+    """Whether text that is written to a stream may hold colours.
+
+    Args:
+        stream: a file; one without `isatty` is no terminal.
+        environ: the environment. `NO_COLOR` (https://no-color.org) wins over `FORCE_COLOR` and
+            `CLICOLOR_FORCE`, and these over what the stream is.
+    """
+    if environ.get("NO_COLOR"):
+        return False
+    if any(environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
+        return True
+    if environ.get("TERM") == "dumb":
+        return False
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty())
+
+
+def paint(segments: Iterable[Segment], colour: bool) -> str:
+    """One line of text, without the blanks at its end."""
+    pieces = list(segments)
+    while pieces and not pieces[-1][0].strip(" "):
+        pieces.pop()
+    if pieces:
+        pieces[-1] = (pieces[-1][0].rstrip(" "), pieces[-1][1])
+    return "".join(
+        f"\x1b[{_CODES[style]}m{text}\x1b[0m" if colour and style and text else text
+        for text, style in pieces
+    )

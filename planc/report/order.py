@@ -1,0 +1,77 @@
+"""Which findings a report shows, in which order, and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from planc.diagnostic import Diagnostic, Label, Severity
+from planc.source import Span
+
+
+def arranged(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The findings in the order in which a report shows them, each once.
+
+    Errors without a place come first: they are about the invocation or the model, and often the
+    cause of the rest. Then what has a place, in the order of the text: by source, in the order in
+    which the sources are first mentioned, and by offset. Last the warnings and infos about the plan
+    as a whole. Two sides of a diff may read one plan twice; what is the same is shown once.
+    """
+    seen: dict[object, Diagnostic] = {}
+    for diagnostic in diagnostics:
+        seen.setdefault(_identity(diagnostic), diagnostic)
+    unique = tuple(seen.values())
+    sources: dict[str, int] = {}
+    for diagnostic in unique:
+        for label in placed(diagnostic):
+            sources.setdefault(label.span.source.name, len(sources))
+    return tuple(sorted(unique, key=lambda d: _rank(d, sources)))
+
+
+def placed(diagnostic: Diagnostic) -> tuple[Label, ...]:
+    """The labels that point into a text that someone wrote, the primary one first."""
+    return tuple(label for label in diagnostic.labels if label.span.source.name)
+
+
+def first(diagnostic: Diagnostic) -> Span | None:
+    """The place to look at first."""
+    return next((label.span for label in placed(diagnostic)), None)
+
+
+def counts(diagnostics: Iterable[Diagnostic]) -> dict[str, int]:
+    """The number of findings of each severity, by its name."""
+    found = [d.severity for d in diagnostics]
+    return {severity.value: found.count(severity) for severity in Severity}
+
+
+def summary(diagnostics: Iterable[Diagnostic]) -> str:
+    """`2 errors, 1 warning`, or `no findings`."""
+    parts = []
+    for name, number in counts(arranged(diagnostics)).items():
+        if number:
+            parts.append(f"{number} {name}{'s' if number > 1 else ''}")
+    return ", ".join(parts) or "no findings"
+
+
+def _rank(diagnostic: Diagnostic, sources: dict[str, int]) -> tuple[int, int, int]:
+    span = first(diagnostic)
+    if span is not None:
+        return 1, sources[span.source.name], span.start
+    return (0 if diagnostic.severity is Severity.ERROR else 2), 0, 0
+
+
+def _identity(diagnostic: Diagnostic) -> object:
+    """What makes two findings one: sources compare by what they hold, not by which object."""
+    labels = tuple(
+        (label.span.source.name, label.span.source.text, label.span.start, label.span.end)
+        for label in diagnostic.labels
+    )
+    texts = tuple(label.text for label in diagnostic.labels)
+    return (
+        diagnostic.code,
+        diagnostic.severity,
+        diagnostic.message,
+        labels,
+        texts,
+        diagnostic.facts,
+        diagnostic.help,
+    )

@@ -1,0 +1,66 @@
+"""The handle of a run: what a training script needs to know of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from planc.lower.ops import Lowered
+from planc.runtime.meshes import Meshes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A model that a plan was applied to.
+
+    Args:
+        model: the model, changed in place.
+        lowered: the operations that were run.
+        digest: of the lowered plan, the same on every rank.
+    """
+
+    model: nn.Module
+    lowered: Lowered
+    digest: str
+    meshes: Meshes = field(repr=False)
+    text: Callable[[], str] = field(repr=False)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The whole device mesh, axes outermost first."""
+        return self.meshes.root
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """One dimension of the mesh: an axis, or several flattened to one, outermost first.
+
+        Several axes make a process group, so every rank must ask for them.
+        """
+        return self.meshes.part(*axes)
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None:
+        """The ranks over which gradients are averaged, as one dimension; None without any."""
+        return self.meshes.part(*self.lowered.data) if self.lowered.data else None
+
+    @property
+    def data_size(self) -> int:
+        """The number of different batches a step reads: `num_replicas` of a sampler."""
+        return self.lowered.axis_size(*self.lowered.data)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank reads: `rank` of a sampler."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None  # the mesh holds every rank
+        rank = 0
+        for axis, position in zip(self.lowered.axes, coordinate, strict=True):
+            if axis.name in self.lowered.data:
+                rank = rank * axis.size + position
+        return rank
+
+    def describe(self) -> str:
+        """The lowered plan, as `planc lower` prints it."""
+        return self.text()
