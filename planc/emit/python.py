@@ -50,7 +50,7 @@ def call(
         return f"{head}{inner}"
     imported = head.startswith("from ")
     line = f"{head}{inner}" if imported else f"{head}({inner})"
-    if len(line) + room <= _WIDTH:
+    if len(line + place) + room <= _WIDTH:
         return line + place
     rest = "".join(f"    {a},\n" for a in arguments)
     return f"{head}({place}\n{rest})"
@@ -61,86 +61,82 @@ class Loop:
     """A way to reach each module of a set.
 
     Args:
-        modules: the set.
-        name: the torch name of one module, for a set that is written out.
+        item: the expression of one module inside the loops, to assign to or to use.
+        read: a shorter one to use where the other is assigned to.
         head: the lines of the loops around.
-        item: the expression of one module inside them.
         indent: what stands before a line inside them.
     """
 
-    modules: Modules
-    name: str | None = None
+    item: str
+    read: str
     head: tuple[str, ...] = ()
     indent: str = ""
 
-    @property
-    def item(self) -> str:
-        if self.name is not None:
-            parts: list[str] = self.name.split(".") if self.name else []
-            return _reach([f"[{p}]" if p.isdecimal() else p for p in parts])
-        letters = iter("ijkl")
-        single = [isinstance(s, Indices) and len(s) == 1 for s in self.modules.path]
-        return _reach(
-            [
-                s if isinstance(s, str) else f"[{s.first}]" if one else f"[{next(letters)}]"
-                for s, one in zip(self.modules.path, single, strict=True)
-            ]
-        )
 
-
-def loop_over(modules: Modules, layers: int, *, inside: bool, place: str = "") -> Loop:
+def loop_over(
+    modules: Modules, layers: int, *, inside: bool = False, assigned: bool = False, place: str = ""
+) -> Loop:
     """Loops over all modules of a set.
 
     Args:
         modules: the set.
         layers: the length of the model's list of blocks.
         inside: whether to stop at the innermost list, and leave the path below it to the caller.
+        assigned: whether the item is assigned to, so that it must be reached by its index.
         place: a comment for the first loop.
     """
     path = modules.path
-    last = max((i for i, s in enumerate(path) if isinstance(s, Indices)), default=-1)
-    kept = path[: last + 1] if inside or last < 0 else path
-    if last < 0 and not inside:
-        kept = path
-    base = Modules(kept, modules.module)
-    head, indent, reached = [], "", []
+    last = max((i for i, s in enumerate(path) if isinstance(s, Indices)), default=len(path) - 1)
+    kept = path[: last + 1] if inside else path
+    head: list[str] = []
+    reached: list[str] = []
     letters = iter("ijkl")
-    for segment in kept:
+    for at, segment in enumerate(kept):
         if isinstance(segment, str):
             reached.append(segment)
             continue
         if len(segment) == 1:
             reached.append(f"[{segment.first}]")
             continue
-        letter = next(letters)
-        head.append(f"{indent}for {letter} in {_range(segment, _reach(reached), layers)}:{place}")
+        letter, items, indent = next(letters), reach(reached), "    " * len(head)
+        whole = segment.runs() == (range(layers),)
+        if whole and not head:
+            own = assigned and at == len(kept) - 1
+            each = f"{letter}, block in enumerate({items})" if own else f"block in {items}"
+            head.append(f"{indent}for {each}:{place}")
+            if own:
+                return Loop(f"{items}[{letter}]", "block", tuple(head), "    ")
+            reached = ["block"]
+        else:
+            head.append(f"{indent}for {letter} in {_range(segment)}:{place}")
+            reached.append(f"[{letter}]")
         place = ""
-        indent += "    "
-        reached.append(f"[{letter}]")
-    return Loop(base, None, tuple(head), indent)
+    item = reach(reached)
+    return Loop(item, item, tuple(head), "    " * len(head))
 
 
-def _range(indices: Indices, items: str, layers: int) -> str:
+def _range(indices: Indices) -> str:
     runs = indices.runs()
     if len(runs) == 1:
         run = runs[0]
-        if run == range(layers):
-            return f"range(len({items}))"
         return f"range({run.start}, {run.stop}{f', {run.step}' if run.step > 1 else ''})"
     texts = [
-        f"{r.start}" if len(r) == 1 else f"*range({r.start}, {r.stop}, {r.step})" for r in runs
+        f"{r.start}"
+        if len(r) == 1
+        else f"*range({r.start}, {r.stop}{f', {r.step}' if r.step > 1 else ''})"
+        for r in runs
     ]
     return f"({', '.join(texts)})"
 
 
-def _reach(parts: list[str]) -> str:
-    """`model.model.layers[i].mlp`."""
-    text = "model"
+def reach(parts: list[str]) -> str:
+    """`model.model.layers[i].mlp`; what starts with `block` is a loop's own name."""
+    text = "" if parts[:1] == ["block"] else "model"
     for part in parts:
         if part.startswith("["):
             text += part
         elif part.isidentifier():
-            text += f".{part}"
+            text += f".{part}" if text else part
         else:
             text += f'.get_submodule("{part}")'
     return text

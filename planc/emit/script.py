@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from planc.emit import words
-from planc.emit.python import IMPORTS, Loop, call, loop_over, style_source
+from planc.emit.python import IMPORTS, call, loop_over, reach, style_source
 from planc.lower.ops import (
     Checkpoint,
     Compile,
@@ -41,8 +41,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
     written = [(name, about, body) for name, about, lines in stages if (body := list(lines))]
     functions = [_function(name, about, body) for name, about, body in written]
     calls = "".join(f"    {name}(model, mesh)\n" for name, _, _ in written)
-    body = "\n\n".join([_mesh(lowered), *functions, _main(calls)])
-    return f"{_docstring(lowered, digest)}\n{_imports(body)}\n\n{body}"
+    source = "\n\n".join([_mesh(lowered), *functions, _main(calls)])
+    return f"{_docstring(lowered, digest)}\n{_imports(source)}\n{source}"
 
 
 def _docstring(lowered: Lowered, digest: str) -> str:
@@ -72,7 +72,8 @@ def _mesh(lowered: Lowered) -> str:
         f"MESH = {{\n{sizes}}}\n\n\n"
         'def build_mesh(device_type="cuda"):\n'
         '    """The device mesh, axes outermost first."""\n'
-        "    return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))\n"
+        "    sizes, names = tuple(MESH.values()), tuple(MESH)\n"
+        "    return init_device_mesh(device_type, sizes, mesh_dim_names=names)\n"
     )
 
 
@@ -116,32 +117,40 @@ def _tensor(lowered: Lowered) -> Lines:
 
 def _styles(axis: str, ops: list[Parallelize], lowered: Lowered) -> Lines:
     """One `parallelize_module` for each block, with the styles of everything inside it."""
-    loop = loop_over(ops[0].modules, lowered.layers, inside=bool(words.block(ops[0].modules)))
-    yield from loop.head
-    indent = loop.indent
     for batch in _batches(ops):
-        whole = words.inside(batch[0].modules) == "" or batch[0].modules.path == ()
-        if whole:
-            op = batch[0]
-            source = style_source(op.style)
-            yield f"{indent}parallelize_module({loop.item}, {axis}, {source}){_note(op.place)}"
+        first = batch[0]
+        if words.is_block(first.modules) or not first.modules.path:
+            yield from _alone(axis, first, lowered)
             continue
+        item, indent = "model", ""
+        if words.block(first.modules):
+            loop = loop_over(first.modules, lowered.layers, inside=True)
+            item, indent = loop.item, loop.indent
+            yield from loop.head
         yield f"{indent}parallelize_module("
-        yield f"{indent}    {loop.item},"
+        yield f"{indent}    {item},"
         yield f"{indent}    {axis},"
         yield f"{indent}    {{"
         for op in batch:
-            key = words.inside(op.modules)
-            yield from _entry(f"{indent}        ", key, op)
+            yield from _entry(f"{indent}        ", words.inside(op.modules), op)
         yield f"{indent}    }},"
         yield f"{indent})"
+
+
+def _alone(axis: str, op: Parallelize, lowered: Lowered) -> Lines:
+    """A style on the blocks themselves."""
+    loop = loop_over(op.modules, lowered.layers, place=_note(op.place))
+    yield from loop.head
+    arguments = [loop.item, axis, style_source(op.style)]
+    lines = call("parallelize_module", arguments, room=4 + len(loop.indent))
+    yield from (f"{loop.indent}{line}" for line in lines.split("\n"))
 
 
 def _batches(ops: Iterable[Parallelize]) -> list[list[Parallelize]]:
     """A dictionary holds a module once: an input or output style on a styled module comes after."""
     batches: list[list[Parallelize]] = []
     for op in ops:
-        name = words.inside(op.modules)
+        name = "" if op.modules.path and words.is_block(op.modules) else words.inside(op.modules)
         fits = batches and name and all(words.inside(o.modules) != name for o in batches[-1])
         if fits:
             batches[-1].append(op)
@@ -153,7 +162,7 @@ def _batches(ops: Iterable[Parallelize]) -> list[list[Parallelize]]:
 def _entry(indent: str, key: str, op: Parallelize) -> Lines:
     source = style_source(op.style)
     line = f'{indent}"{key}": {source},'
-    if len(line) <= 98:
+    if len(line + _note(op.place)) <= 96:
         yield line + _note(op.place)
         return
     name, _, arguments = source.partition("(")
@@ -178,13 +187,13 @@ def _checkpoint(lowered: Lowered) -> Lines:
     for op in lowered.ops:
         if not isinstance(op, Checkpoint):
             continue
-        loop = loop_over(op.modules, lowered.layers, inside=False, place=_note(op.place))
+        loop = loop_over(op.modules, lowered.layers, assigned=True, place=_note(op.place))
         yield from loop.head
         yield from (
             f"{loop.indent}{line}"
             for line in call(
                 f"{loop.item} = checkpoint_wrapper",
-                [loop.item, "checkpoint_impl=CheckpointImpl.NO_REENTRANT"],
+                [loop.read, "checkpoint_impl=CheckpointImpl.NO_REENTRANT"],
                 room=4 + len(loop.indent),
             ).split("\n")
         )
@@ -193,7 +202,7 @@ def _checkpoint(lowered: Lowered) -> Lines:
 def _compile(lowered: Lowered) -> Lines:
     for op in lowered.ops:
         if isinstance(op, Compile):
-            loop = loop_over(op.modules, lowered.layers, inside=False, place=_note(op.place))
+            loop = loop_over(op.modules, lowered.layers, place=_note(op.place))
             yield from loop.head
             yield f"{loop.indent}{loop.item}.compile({'fullgraph=True' if op.fullgraph else ''})"
 
@@ -221,16 +230,21 @@ def _shard(lowered: Lowered) -> Lines:
 
 def _unit(op: FullyShard, shared: list[str], lowered: Lowered) -> Lines:
     if op.group:
-        items = [Loop(m, n).item for m in op.members for n in m.names()]
+        items = [_torch_path(n) for m in op.members for n in m.names()]
         yield "# one unit: what is gathered together"
         target = f"[{', '.join(items)}]"
         yield from call("fully_shard", [target, *shared], room=4, place=_note(op.place)).split("\n")
         return
-    loop = loop_over(op.members[0], lowered.layers, inside=False, place=_note(op.place))
+    loop = loop_over(op.members[0], lowered.layers, place=_note(op.place))
     yield from loop.head
     place = "" if loop.head else _note(op.place)
     lines = call("fully_shard", [loop.item, *shared], room=4 + len(loop.indent), place=place)
     yield from (f"{loop.indent}{line}" for line in lines.split("\n"))
+
+
+def _torch_path(name: str) -> str:
+    """The expression of a module by its torch name."""
+    return reach([f"[{p}]" if p.isdecimal() else p for p in name.split(".")] if name else [])
 
 
 def _data_mesh(name: str, shard: tuple[str, ...], replicate: tuple[str, ...]) -> Lines:

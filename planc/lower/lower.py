@@ -46,7 +46,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
-        *(_parallelize(rule, plan) for rule in _ordered(tensor)),
+        *_joined(_parallelize(rule, plan) for rule in _ordered(tensor)),
         *_ties(facts, tensor),
         *_joined(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
         *_joined(
@@ -71,7 +71,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     )
 
 
-Wrap = TypeVar("Wrap", Checkpoint, Compile, FullyShard)
+Wrap = TypeVar("Wrap", Parallelize, Checkpoint, Compile, FullyShard)
 
 
 def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
@@ -130,11 +130,26 @@ def _configure(facts: Facts) -> Iterator[Configure]:
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
-    """Styles on weights first, inner before outer as written; what only moves activations last.
+    """The plan's order, with all that is inside one list of blocks together.
 
-    `parallelize_module` installs hooks; those of a container must not depend on its children's.
+    Of the styles on one module what comes in is first, what goes out last: `parallelize_module`
+    installs hooks, and torch runs them in the order of their installation.
     """
-    return sorted(rules, key=lambda r: isinstance(r.style, Input | Output))
+    rules = list(rules)
+    blocks = list(dict.fromkeys(_block(r) for r in rules))
+
+    def rank(rule: TensorRule) -> tuple[int, int, int]:
+        first = next(i for i, r in enumerate(rules) if r.modules.overlap(rule.modules))
+        side = isinstance(rule.style, Output) - isinstance(rule.style, Input)
+        return blocks.index(_block(rule)), first, side
+
+    return sorted(rules, key=rank)
+
+
+def _block(rule: TensorRule) -> tuple[str, ...]:
+    """The list of blocks that a rule's modules are in, or nothing."""
+    key = rule.modules.key
+    return key[: len(key) - key[::-1].index("[]")] if "[]" in key else ()
 
 
 def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:

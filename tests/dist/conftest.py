@@ -1,0 +1,26 @@
+import pytest
+from pool import Pool
+
+
+class _Keeper:
+    """One pool for the session; a new one after a job has ended it."""
+
+    def __init__(self):
+        self.pool = None
+
+    def run(self, function, **arguments):
+        if self.pool is None or not self.pool.alive:
+            self.pool = Pool()
+        return self.pool.run(function, **arguments)
+
+    def close(self):
+        if self.pool is not None:
+            self.pool.close()
+
+
+@pytest.fixture(scope="session")
+def four():
+    """`four.run("numerics.compare", ...)` calls a function on four gloo processes."""
+    keeper = _Keeper()
+    yield keeper
+    keeper.close()

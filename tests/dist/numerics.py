@@ -1,0 +1,147 @@
+"""A parallel plan is right when logits, loss and every gradient equal the single process.
+
+These functions run on every rank of a pool. The errors that they give are relative: the largest
+absolute difference of a tensor over the largest absolute value of the right one.
+"""
+
+import torch
+import transformers
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+import planc
+
+LENGTH, BATCH = 16, 4
+
+COMMON = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+MODELS = {
+    "llama": dict(model_type="llama", **COMMON),
+    "llama-tied": dict(model_type="llama", tie_word_embeddings=True, **COMMON),
+    "mistral": dict(model_type="mistral", sliding_window=8, **COMMON),
+    "qwen2": dict(model_type="qwen2", **COMMON),
+    "qwen2-tied": dict(model_type="qwen2", tie_word_embeddings=True, **COMMON),
+    "qwen3": dict(model_type="qwen3", head_dim=16, **COMMON),
+    "gemma3": dict(
+        model_type="gemma3_text",
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+        **COMMON,
+    ),
+    "phi3": dict(model_type="phi3", pad_token_id=None, bos_token_id=1, eos_token_id=2, **COMMON),
+    "gpt2": dict(
+        model_type="gpt2",
+        vocab_size=128,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+}
+
+
+def build(model, **changes):
+    """A small model with weights that are nowhere 0 or 1, the same on every rank."""
+    values = {**MODELS[model], **changes}
+    config = transformers.AutoConfig.for_model(**values)
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return made.float().train()
+
+
+def data(vocabulary, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, LENGTH)
+    tokens = torch.randint(1, vocabulary, shape, generator=generator)
+    labels = torch.randint(1, vocabulary, shape, generator=generator)
+    return tokens, labels
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def error(mine, right):
+    difference = (whole(mine).float() - right.float()).abs().max()
+    return (difference / right.abs().max().clamp_min(1e-12)).item()
+
+
+def plain(name):
+    """A parameter's name without what wrapping added."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def compare(model, plan, overrides=(), changes=None, script=False):
+    """Errors of a plan against the single process: logits, loss, and the worst gradient."""
+    single = build(model, **(changes or {}))
+    tokens, labels = data(single.config.vocab_size)
+    right = single(input_ids=tokens, labels=labels, use_cache=False)
+    right.loss.backward()
+    parallel = build(model, **(changes or {}))
+    run = None
+    if script:
+        rank, size = by_script(parallel, plan, overrides)
+    else:
+        run = planc.apply(parallel, plan, overrides=overrides, device_type="cpu")
+        rank, size = run.data_rank, run.data_size
+    rows = BATCH // size
+    mine = slice(rank * rows, (rank + 1) * rows)
+    output = parallel(input_ids=tokens[mine], labels=labels[mine])
+    output.loss.backward()
+    loss = whole(output.loss).clone()
+    distributed.all_reduce(loss)
+    loss /= distributed.get_world_size()
+    reference = dict(single.named_parameters())
+    gradients = {}
+    for name, parameter in parallel.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, f"{name} has no gradient"
+        partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+        assert not partial, f"the gradient of {name} is a part of a sum"
+        gradients[plain(name)] = error(grad, reference[plain(name)].grad)
+    assert gradients.keys() == reference.keys()
+    worst = max(gradients, key=gradients.get)
+    return {
+        "logits": error(output.logits, right.logits[mine].detach()),
+        "loss": error(loss, right.loss.detach()),
+        "gradient": gradients[worst],
+        "worst": worst,
+    }
+
+
+def by_script(model, plan, overrides):
+    """The emitted Python instead of planc's own apply; gives the data rank and size."""
+    from planc.emit.script import render
+    from planc.lower.document import digest
+
+    world = distributed.get_world_size()
+    lowered = planc.lower(model, plan, world_size=world, overrides=overrides)
+    space = {}
+    source = render(lowered, digest=digest(lowered))
+    assert "planc." not in source.replace("# plans", ""), "the script needs planc"
+    exec(compile(source, "emitted.py", "exec"), space)
+    mesh = space["build_mesh"]("cpu")
+    space["parallelize"](model, mesh)
+    rank, size = 0, 1
+    for axis in lowered.axes:
+        if axis.name in lowered.data:
+            rank = rank * axis.size + mesh[axis.name].get_local_rank()
+            size *= axis.size
+    return rank, size

@@ -1,0 +1,84 @@
+"""Every shipped plan is proved: on four processes it trains the same model as one process does."""
+
+import itertools
+
+import pytest
+
+CASES = [
+    ("llama", "llama"),
+    ("llama-tied", "llama"),
+    ("mistral", "llama"),
+    ("qwen2", "llama"),
+    ("qwen2-tied", "llama"),
+    ("qwen3", "qwen3"),
+    ("gemma3", "gemma3"),
+    ("phi3", "phi3"),
+]
+WAYS = list(itertools.product((True, False), (True, False)))
+LIMIT = 1e-4
+
+
+def right(results):
+    """Every rank within the limit."""
+    for result in results:
+        assert result["logits"] < LIMIT, result
+        assert result["loss"] < LIMIT, result
+        assert result["gradient"] < LIMIT, result
+
+
+def settings(**values):
+    return [f"{name}={str(value).lower()}" for name, value in values.items()]
+
+
+@pytest.mark.parametrize(("sequence_parallel", "checkpointing"), WAYS)
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
+    overrides = settings(
+        tp=2,
+        sequence_parallel=sequence_parallel,
+        checkpointing=checkpointing,
+        param_dtype="fp32",
+    )
+    right(four.run("numerics.compare", model=model, plan=plan, overrides=overrides))
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_gpt2(four, checkpointing, replicate):
+    overrides = settings(
+        dp_replicate=replicate, checkpointing=checkpointing, param_dtype="fp32"
+    )
+    right(four.run("numerics.compare", model="gpt2", plan="gpt2", overrides=overrides))
+
+
+@pytest.mark.parametrize("mesh", [dict(tp=4), dict(tp=1), dict(tp=2, dp_replicate=2), dict(dp_replicate=4)])
+def test_other_meshes(four, mesh):
+    overrides = settings(**mesh, param_dtype="fp32")
+    changes = {"num_key_value_heads": 4}
+    right(
+        four.run(
+            "numerics.compare", model="llama", plan="llama", overrides=overrides, changes=changes
+        )
+    )
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("model", "plan"), [("llama", "llama"), ("gemma3", "gemma3"), ("gpt2", "gpt2")])
+def test_the_emitted_script_is_the_same(four, model, plan, sequence_parallel):
+    overrides = settings(param_dtype="fp32")
+    if plan != "gpt2":
+        overrides += settings(tp=2, sequence_parallel=sequence_parallel)
+    arguments = {"model": model, "plan": plan, "overrides": overrides}
+    applied = four.run("numerics.compare", **arguments)
+    written = four.run("numerics.compare", script=True, **arguments)
+    assert written == applied  # bit for bit
+
+
+def test_a_vocabulary_that_does_not_divide_is_right(four):
+    overrides = settings(tp=2, param_dtype="fp32")
+    changes = {"vocab_size": 131}
+    right(
+        four.run(
+            "numerics.compare", model="llama", plan="llama", overrides=overrides, changes=changes
+        )
+    )
