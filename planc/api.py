@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Diagnostic, PlanError, Sink
 from planc.driver import compile_plan
-from planc.lower.document import digest
-from planc.lower.ops import Lowered
+from planc.lowering.document import digest
+from planc.lowering.ops import Lowered
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from pathlib import Path
 import planc
 from planc.diagnostic import Sink
 from planc.driver import UNREADABLE, Compiled, compile_plan
-from planc.lower.document import dumps
+from planc.lowering.document import dumps
 from planc.report import FORMATS, render, wants_colour
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2

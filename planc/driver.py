@@ -11,9 +11,9 @@ from planc.checks import check
 from planc.diagnostic import Sink
 from planc.ir import elaborate
 from planc.ir.plan import Plan
-from planc.lower import lower
-from planc.lower.document import digest, loads
-from planc.lower.ops import Lowered
+from planc.lowering import lower
+from planc.lowering.document import digest, loads
+from planc.lowering.ops import Lowered
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.syntax.read import read

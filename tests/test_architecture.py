@@ -16,7 +16,7 @@ FLOORS = {
     "model": 1,
     "ir": 2,
     "checks": 3,
-    "lower": 4,
+    "lowering": 4,
     "emit": 5,
     "report": 5,
     "runtime": 5,
@@ -93,7 +93,7 @@ def test_names_do_not_shadow_the_standard_library(name):
 def test_compiling_imports_no_torch():
     """Everything but the model on a cold cache and the runtime works without torch."""
     modules = (
-        "syntax ir checks lower.document emit.text emit.script emit.delta emit.diff report cli"
+        "syntax ir checks lowering.document emit.text emit.script emit.delta emit.diff report cli"
     )
     imported = "; ".join(f"import planc.{m}" for m in modules.split())
     code = (

@@ -5,7 +5,7 @@ import pytest
 from planc.diagnostic import Sink
 from planc.ir import elaborate
 from planc.ir.style import Colwise, Replicate, Rowwise, Shard, style_text
-from planc.lower import lower
+from planc.lowering import lower
 from planc.model.load import load
 from planc.source import Source
 from planc.syntax import parse
@@ -151,7 +151,7 @@ def test_a_style_prints_as_it_is_written(mean):
     for text in ("colwise(shard(1) -> replicate)", "sequence(dim = 2, local = true)"):
         plan, _ = mean(tensor(f"lm_head : {text}"))
         assert style_text(plan.tensor[0].style) == text
-    text = "input(shard(1) -> replicate, null, mask = replicate -> shard(0), local = false)"
+    text = "input(shard(1) -> replicate, null, mask = replicate -> shard(0), local = true)"
     plan, _ = mean(tensor(f"lm_head : {text}"))
     assert style_text(plan.tensor[0].style) == text
 

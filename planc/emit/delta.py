@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from planc.emit import words
 from planc.ir.style import Input, Output, style_text
-from planc.lower.ops import (
+from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,

@@ -159,7 +159,7 @@ def style_source(style: ir.Style) -> str:
             if style.dim != 1:
                 arguments.append(f"sequence_dim={style.dim}")
         case ir.Input():
-            name = "PrepareModuleInput"
+            name, local = "PrepareModuleInput", False
             arguments += _sides("input_layouts", "desired_input_layouts", style.positional)
             for argument, side in (("input_kwarg_layouts", 0), ("desired_input_kwarg_layouts", 1)):
                 pairs = (f'"{n}": {_layout((c.source, c.target)[side])}' for n, c in style.named)

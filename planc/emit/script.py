@@ -11,7 +11,7 @@ from itertools import groupby
 
 from planc.emit import words
 from planc.emit.python import IMPORTS, call, loop_over, reach, style_source
-from planc.lower.ops import (
+from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,

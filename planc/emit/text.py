@@ -7,7 +7,7 @@ from itertools import groupby
 
 from planc.emit import words
 from planc.ir.style import style_text
-from planc.lower.ops import (
+from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,

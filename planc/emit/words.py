@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from planc.lower.ops import FullyShard, Lowered, Shape
+from planc.lowering.ops import FullyShard, Lowered, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 

@@ -53,20 +53,26 @@ def gather(
     """
     given = dict(_setting(text, program.sink) for text in settings)
     given.pop("", None)
-    later: list[tree.When] = []
-    for file in files:
-        for statement in file.statements:
-            if isinstance(statement, tree.When):
-                later.append(statement)
-            else:
-                _add(statement, program, given)
+    statements = [s for file in files for s in file.statements]
+    # names first, so that a condition may use what stands below it or in a plan that extends
+    for statement in statements:
+        if not _ordered(statement):
+            _add(statement, program, given)
     program.scope.axis_names = _axis_names(program)
     program.settings = {n: v for n, v in given.items() if n in program.scope.axis_names}
-    for when in later:
-        _branch(when, program, given)
+    for statement in statements:
+        if _ordered(statement):
+            _add(statement, program, given)
     _unknown_settings(given, program)
     _unused(files, program)
     _unknown_sections(program, tuple(known))
+
+
+def _ordered(statement: tree.Statement) -> bool:
+    """Whether it decides something about modules, so that what comes later can override it."""
+    if isinstance(statement, tree.Section):
+        return statement.name != "mesh"
+    return isinstance(statement, tree.When)
 
 
 def _setting(text: str, sink: Sink) -> tuple[str, tree.Literal]:

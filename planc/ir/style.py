@@ -83,11 +83,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """torch's `PrepareModuleInput`: positional arguments in order (None: left alone), and named."""
+    """torch's `PrepareModuleInput`: positional arguments in order (None: left alone), and named.
+
+    Its default hands on a DTensor, which keeps the gradients of several consumers one sum.
+    """
 
     positional: tuple[Change | None, ...] = ()
     named: tuple[tuple[str, Change], ...] = ()
-    local: bool = True
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,7 @@ def style_arguments(style: Style) -> str:
             local = False
             parts = [f"dim = {style.dim}"] if style.dim != 1 else []
         case Input():
+            local = False
             parts = [str(c) if c else "null" for c in style.positional]
             parts += [f"{name} = {change}" for name, change in style.named]
         case Output():

@@ -188,7 +188,7 @@ def _positional(arguments: Arguments) -> tuple[Change | None, ...]:
 
 def _input(call: tree.Call, scope: Scope) -> Input | None:
     arguments = Arguments(call, scope)
-    local = arguments.truth("local", True)
+    local = arguments.truth("local", False)
     positional = _positional(arguments)
     named = [(str(a.name), _change(a.value, arguments)) for a in arguments.rest()]
     changes = tuple((name, change) for name, change in named if change is not None)

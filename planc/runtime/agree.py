@@ -8,7 +8,7 @@ from typing import Any
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
-from planc.lower.ops import FullyShard, Lowered, Op, Parallelize, Tie
+from planc.lowering.ops import FullyShard, Lowered, Op, Parallelize, Tie
 from planc.model.facts import Modules
 from planc.model.table import already_parallel
 

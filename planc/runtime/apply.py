@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
-from planc.lower.ops import (
+from planc.lowering.ops import (
     AnyOp,
     Checkpoint,
     Compile,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planc.lower.ops import Lowered
+from planc.lowering.ops import Lowered
 from planc.runtime.meshes import Meshes
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from planc.lower.ops import Lowered
+from planc.lowering.ops import Lowered
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:

@@ -129,7 +129,7 @@ def compare(model, plan, overrides=(), changes=None, script=False):
 def by_script(model, plan, overrides):
     """The emitted Python instead of planc's own apply; gives the data rank and size."""
     from planc.emit.script import render
-    from planc.lower.document import digest
+    from planc.lowering.document import digest
 
     world = distributed.get_world_size()
     lowered = planc.lower(model, plan, world_size=world, overrides=overrides)

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, Output, weight_shard
-from planc.lower.memory import Holdings
-from planc.lower.ops import (
+from planc.lowering.memory import Holdings
+from planc.lowering.ops import (
     AnyOp,
     Checkpoint,
     Compile,

@@ -11,7 +11,7 @@ from typing import Any
 
 from planc.diagnostic import Sink
 from planc.ir import style as ir
-from planc.lower.ops import (
+from planc.lowering.ops import (
     FORMAT_VERSION,
     AnyOp,
     Checkpoint,

@@ -1,5 +1,5 @@
 """Floor 4: IR -> ordered torch calls, as data."""
 
-from planc.lower.lower import lower
+from planc.lowering.lower import lower
 
 __all__ = ["lower"]

@@ -1,0 +1,47 @@
+import difflib
+import os
+from pathlib import Path
+
+import pytest
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update", action="store_true", help="write what is printed into goldens and docs"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """A cache of facts for the session, so that no test depends on what lay around."""
+    before = os.environ.get("PLANC_CACHE_DIR")
+    os.environ["PLANC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ.pop("FORCE_COLOR", None)
+    yield
+    if before is None:
+        del os.environ["PLANC_CACHE_DIR"]
+    else:
+        os.environ["PLANC_CACHE_DIR"] = before
+
+
+@pytest.fixture
+def golden(request):
+    """`golden("name", text)` compares a text with tests/goldens/name, or writes it."""
+
+    def compare(name, text):
+        path = GOLDENS / name
+        if request.config.getoption("--update"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            return
+        assert path.is_file(), f"there is no golden {name}: run pytest --update and read it"
+        old = path.read_text()
+        if old != text:
+            lines = difflib.unified_diff(
+                old.splitlines(), text.splitlines(), "golden", "now", lineterm=""
+            )
+            pytest.fail("\n".join(lines))
+
+    return compare
