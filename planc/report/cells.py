@@ -64,18 +64,16 @@ def wrap(text: str, room: int) -> list[str]:
 def _filled(paragraph: str, room: int) -> list[str]:
     lines: list[str] = []
     line, used = "", 0
-    for word in _SPLIT.findall(paragraph):
-        size = width(word)
-        if line and used + size > room:
+    for piece in _SPLIT.findall(paragraph):
+        word = piece
+        if line and used + width(word) > room:
             lines.append(line)
             line, used, word = "", 0, word.lstrip()
-            size = width(word)
-        while size > room:
+        while width(word) > room:
             head = _fitting(word, room)
             lines.append(head)
             word = word[len(head) :]
-            size = width(word)
-        line, used = line + word, used + size
+        line, used = line + word, used + width(word)
     return [*lines, line] if line else lines
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from planc.diagnostic import Label
-from planc.report.cells import cells
+from planc.report.cells import cells, width, wrap
 from planc.report.colour import Segment
 from planc.source import Source
 
+Row = list[Segment]
+
 _ELLIPSIS = "\u2026"
 _MARGIN = 4
-_NARROW = 24
+_NARROW = 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,95 +27,87 @@ class Mark:
     style: str
     primary: bool
 
-    def moved(self, left: int, right: int) -> Mark:
-        """The mark in a window of the line that starts at cell `left`."""
-        start = min(max(self.start, left), right - 1)
-        end = max(start + 1, min(self.end, right))
-        return Mark(
-            start=start - left,
-            end=end - left,
-            text=self.text,
-            style=self.style,
-            primary=self.primary,
-        )
-
 
 @dataclass(slots=True)
 class _Canvas:
-    """Rows of cells; a wide character takes two, the second of them empty."""
+    """Rows of cells; what takes several has its text in the first and nothing in the others."""
 
     rows: list[dict[int, Segment]] = field(default_factory=list)
 
     def put(self, row: int, column: int, text: str, style: str = "") -> None:
+        self.put_cells(row, column, cells(text), style)
+
+    def put_cells(
+        self, row: int, column: int, shown: Iterable[tuple[str, int]], style: str = ""
+    ) -> None:
         while len(self.rows) <= row:
             self.rows.append({})
         line = self.rows[row]
-        for shown, size in cells(text):
-            if size == 0:
-                last = max(column - 1, 0)
-                while last > 0 and line.get(last, ("x", ""))[0] == "":
-                    last -= 1
-                before = line.get(last, (" ", style))
-                line[last] = (before[0] + shown, before[1])
+        base = column
+        for text, size in shown:
+            if size == 0:  # it combines with the character before it
+                line[base] = (line.get(base, (" ", style))[0] + text, style)
                 continue
-            line[column] = (shown, style)
-            for extra in range(1, size):
-                line[column + extra] = ("", style)
-            column += size
+            line[column] = (text, style)
+            line.update({column + extra: ("", style) for extra in range(1, size)})
+            base, column = column, column + size
 
-    def segments(self) -> list[list[Segment]]:
-        return [self._merged(row) for row in self.rows]
+    def segments(self) -> list[Row]:
+        return [_merged(row) for row in self.rows]
 
-    @staticmethod
-    def _merged(row: dict[int, Segment]) -> list[Segment]:
-        out: list[Segment] = []
-        for column in range(max(row, default=-1) + 1):
-            text, style = row.get(column, (" ", ""))
-            if out and out[-1][1] == style:
-                out[-1] = (out[-1][0] + text, style)
-            else:
-                out.append((text, style))
-        return out
+
+def _merged(row: dict[int, Segment]) -> Row:
+    out: Row = []
+    for column in range(max(row, default=-1) + 1):
+        text, style = row.get(column, (" ", ""))
+        if out and out[-1][1] == style:
+            out[-1] = (out[-1][0] + text, style)
+        else:
+            out.append((text, style))
+    return out
+
+
+def line_of(source: Source, number: int) -> str:
+    """A line as it is shown: an argument the way it was written on the command line."""
+    if source.argument and source.name.endswith(source.text):
+        return source.name
+    return source.line(number)
 
 
 def mark(label: Label, *, style: str, primary: bool) -> Mark:
     """Where a label is on its first line; one that goes on over more lines ends with the first."""
     span = label.span
     text = line_of(span.source, span.line)
-    lead = len(text) - len(span.source.line(span.line))
+    lead = len(text) - len(span.source.line(span.line))  # the `--set ` of an argument
     first = min(span.column - 1 + lead, len(text))
     last = first + span.end - span.start
     if last > len(text):
         last = len(text.rstrip())
-    start = sum(size for _, size in cells(text[:first]))
-    end = start + sum(size for _, size in cells(text[first:last]))
+    start = sum(size for _, size in cells(text)[:first])
+    end = sum(size for _, size in cells(text)[:last])
     return Mark(start=start, end=max(end, start + 1), text=label.text, style=style, primary=primary)
 
 
-def line_of(source: Source, number: int) -> str:
-    """A line as it is shown: of an argument, the way it was written on the command line."""
-    if source.argument and source.name.endswith(source.text):
-        return source.name
-    return source.line(number)
-
-
-def drawn(text: str, marks: Sequence[Mark], room: int) -> list[list[list[Segment]]]:
+def drawn(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
     """The line and what is written below it, within `room` cells.
 
-    Marks of a long line that do not fit into one window give the line once for each window; the
-    result has one list of rows for each, the source line first.
+    A long line is cut to a window around its marks. Marks that are too far apart for one window
+    give one window each: the result has a list of rows for each, its source line first.
     """
     shown = cells(text)
     total = sum(size for _, size in shown)
     if total <= room:
-        return [_window(shown, 0, total, total, marks, room)]
+        return [_window(shown, 0, total, marks, room)]
+    reach = room - 2 * _MARGIN
     out = []
-    for group in _groups(marks, room - 2 * _MARGIN):
+    for group in _groups(marks, reach):
         low = min(m.start for m in group)
-        high = min(max(m.end for m in group), low + room - 2 * _MARGIN)
+        high = min(max(m.end for m in group), low + reach)
         left = max(0, min(low - (room - (high - low)) // 2, total - room))
-        out.append(_window(shown, left, left + room, total, group, room))
-    return out or [_window(shown, 0, room, total, (), room)]
+        if high <= room - _MARGIN:  # the beginning of a line says most about it
+            left = 0
+        out.append(_window(shown, left, total, group, room))
+    return out or [_window(shown, 0, total, (), room)]
 
 
 def _groups(marks: Sequence[Mark], reach: int) -> list[list[Mark]]:
@@ -128,55 +122,63 @@ def _groups(marks: Sequence[Mark], reach: int) -> list[list[Mark]]:
 
 
 def _window(
-    shown: list[tuple[str, int]],
-    left: int,
-    right: int,
-    total: int,
-    marks: Sequence[Mark],
-    room: int,
-) -> list[list[Segment]]:
-    canvas = _Canvas([{}])
+    shown: list[tuple[str, int]], left: int, total: int, marks: Sequence[Mark], room: int
+) -> list[Row]:
+    """The rows of one window, which starts at cell `left` of a line of `total` cells."""
+    cut = left + room < total
     low = left + 1 if left else 0
-    high = right - 1 if right < total else right
+    high = left + room - 1 if cut else total
+    canvas = _Canvas()
+    canvas.put(0, 0, _ELLIPSIS if left else "", "gutter")
     at = 0
     for char, size in shown:
-        if at >= low and at + size <= high:
-            _put_raw(canvas, at - left, char, size)
+        if low <= at and at + size <= high:
+            canvas.put_cells(0, at - left, [(char, size)])
         at += size
-    if left:
-        canvas.put(0, 0, _ELLIPSIS, "gutter")
-    if right < total:
-        canvas.put(0, right - left - 1, _ELLIPSIS, "gutter")
-    # a mark may point behind the last character: at the end of a line
-    end = high if right < total else max(high, *(m.end for m in marks), 0) if marks else high
-    moved = [
-        m.moved(left, end) if not left else _inside(m.moved(left, end), low - left) for m in marks
-    ]
+    if cut:
+        canvas.put(0, room - 1, _ELLIPSIS, "gutter")
+    bound = high if cut else total + 1  # a mark may point just behind the last character
+    moved = []
+    for one in marks:
+        start = min(max(one.start, low), bound - 1)
+        end = min(max(one.end, start + 1), bound)
+        moved.append(replace(one, start=start - left, end=end - left))
     _underline(canvas, moved)
     _write(canvas, moved, room)
     return canvas.segments()
 
 
-def _inside(one: Mark, low: int) -> Mark:
-    return (
-        one.moved(0, one.end)
-        if one.start >= low
-        else Mark(
-            start=low,
-            end=max(one.end, low + 1),
-            text=one.text,
-            style=one.style,
-            primary=one.primary,
-        )
-    )
+def _underline(canvas: _Canvas, marks: Sequence[Mark]) -> None:
+    for one in sorted(marks, key=lambda m: (m.primary, m.start - m.end)):
+        sign = "^" if one.primary else "-"
+        canvas.put(1, one.start, sign * (one.end - one.start), one.style)
 
 
-def _put_raw(canvas: _Canvas, column: int, char: str, size: int) -> None:
-    """A character of the source that is already in its visible form."""
-    row = canvas.rows[0]
-    if size == 0:
-        return canvas.put(0, column, char)
-    row[column] = (char, "")
-    for extra in range(1, size):
-        row[column + extra] = ("", "")
-    return None
+def _write(canvas: _Canvas, marks: Sequence[Mark], room: int) -> None:
+    """The texts: the rightmost beside its underline where there is room, the others hang below."""
+    waiting = sorted((m for m in marks if m.text), key=lambda m: (m.start, m.primary))
+    if not waiting:
+        return
+    last, rightmost = waiting[-1], max(m.end for m in marks)
+    if last.end == rightmost and last.end + 1 + width(last.text) <= room:
+        canvas.put(1, last.end + 1, last.text, last.style)
+        waiting.pop()
+    if not waiting:
+        return
+    row = 2
+    _stems(canvas, row, waiting)
+    while waiting:
+        one = waiting.pop()
+        size = max(min(width(one.text), room), 1)
+        column = one.start
+        if room - column < min(size, _NARROW):
+            column = max(0, room - size)
+        for line in wrap(one.text, room - column):
+            row += 1
+            _stems(canvas, row, [m for m in waiting if m.start < column - 1])
+            canvas.put(row, column, line, one.style)
+
+
+def _stems(canvas: _Canvas, row: int, marks: Iterable[Mark]) -> None:
+    for one in marks:
+        canvas.put(row, one.start, "|", one.style)
