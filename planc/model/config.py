@@ -21,11 +21,21 @@ class Config:
 
     Args:
         name: what messages call it.
+        path: its file.
         values: the fields.
     """
 
     name: str
+    path: Path
     values: dict[str, Any]
+
+    @property
+    def own_code(self) -> dict[str, str]:
+        """The classes that the model brings itself (`auto_map`), by what they stand for."""
+        found = self.values.get("auto_map")
+        if not isinstance(found, dict):
+            return {}
+        return {k: v for k, v in found.items() if isinstance(v, str)}
 
     def valid(self, sink: Sink) -> bool:
         """Whether the schema holds; each field that breaks it is a finding (PL603)."""
@@ -116,15 +126,24 @@ def locate(model: str) -> Place | None:
     path = Path(model)
     known = PLANS / "models" / f"{model}.json"
     try:
+        if not model:
+            return None
         if path.is_dir():
             return Place(name=f"{model.rstrip('/')}/config.json", path=path / "config.json")
         if path.exists():
             return Place(name=model, path=path)
         if re.fullmatch(r"[\w.-]+", model) and known.is_file():
             return Place(name=f"plans/models/{model}.json", path=known)
+    except PermissionError:  # of a folder above it; reading it says so
+        return Place(name=model, path=path)
     except (OSError, ValueError):  # a name too long, or with a NUL in it
         return None
     return _in_hub_cache(model)
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the models whose configurations ship with planc."""
+    return tuple(sorted(p.stem for p in (PLANS / "models").glob("*.json")))
 
 
 def _in_hub_cache(model: str) -> Place | None:
@@ -171,10 +190,13 @@ def read(place: Place, sink: Sink) -> Config | None:
         where = f"line {error.lineno}, column {error.colno}"
         sink.error("PL602", f"{place.name} is not JSON: {error.msg.lower()} at {where}")
         return None
-    except (RecursionError, ValueError):
+    except RecursionError:
         sink.error("PL602", f"{place.name} is not JSON that can be read: it nests too deep")
+        return None
+    except ValueError:  # Python's limit on the digits of an integer
+        sink.error("PL602", f"{place.name} is not JSON that can be read: a number is too long")
         return None
     if not isinstance(values, dict):
         sink.error("PL602", f"{place.name} holds {_shown(values)}, not an object")
         return None
-    return Config(name=place.name, values=values)
+    return Config(name=place.name, path=place.path, values=values)

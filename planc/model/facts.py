@@ -232,6 +232,33 @@ class Facts:
         """The root, as a set of one module."""
         return Modules((), self.root)
 
+    @property
+    def count(self) -> int:
+        """How many elements the parameters have, tied ones once (`root.count` has them twice)."""
+        again = sum(self.parameter(name).numel for group in self.ties for name in group[1:])
+        return self.root.count - again
+
+    def parameter(self, name: str) -> Parameter:
+        """The parameter that torch calls `name`, such as `model.layers.0.mlp.up_proj.weight`.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        *path, last = name.split(".")
+        module = self.root
+        for part in path:
+            for child in module.children:
+                own = child.indices
+                if child.name == part if own is None else part.isdecimal() and int(part) in own:
+                    module = child.module
+                    break
+            else:
+                raise KeyError(name)
+        for parameter in module.parameters:
+            if parameter.name == last:
+                return parameter
+        raise KeyError(name)
+
     def source(self, field_name: str) -> str:
         """Where a configuration value comes from, for a message."""
         return self.config_name if field_name in self.given else f"default of {self.family}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,7 +34,8 @@ def facts_of(
 
     Args:
         module: an nn.Module, on any device.
-        config: its configuration, an object with `to_dict` or a mapping; None for a model without.
+        config: its configuration: a mapping, an object with `to_dict`, a dataclass or any object
+            with fields; None for a model without.
         config_name: what messages call the configuration.
         given: the fields that the user's file states itself.
     """
@@ -78,8 +81,11 @@ class _Table:
             self._parameter(name, p) for name, p in module._parameters.items() if p is not None
         )
         children = [(n, self.module(c)) for n, c in module._modules.items() if c is not None]
-        listed = isinstance(module, nn.ModuleList | nn.Sequential) and bool(children)
-        facts = tuple((f, int(v)) for f in _FACTS if isinstance(v := _own(module, f), int))
+        listed = isinstance(module, nn.ModuleList | nn.Sequential) and all(
+            n.isdecimal()
+            for n, _ in children  # an nn.Sequential may name its entries
+        )
+        facts = _facts(module)
         key = (
             type(module),
             kind,
@@ -124,9 +130,14 @@ def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
         yield Child(module=module, indices=Indices(bits))
 
 
-def _own(module: Any, name: str) -> Any:
-    """An attribute that the module itself sets, without nn.Module's slow search."""
-    return module.__dict__.get(name)
+def _facts(module: Any) -> tuple[tuple[str, int], ...]:
+    """What the module itself sets; reading `__dict__` spares nn.Module's slow search."""
+    own = module.__dict__
+    facts = [(name, int(v)) for name in _FACTS if isinstance(v := own.get(name), int)]
+    kind = own.get("layer_type") or own.get("attention_type")
+    if isinstance(kind, str) and "is_sliding" not in own:
+        facts.append(("is_sliding", int(kind.startswith("sliding"))))
+    return tuple(facts)
 
 
 def _kind(module: Any) -> str:
@@ -159,9 +170,22 @@ def _ties(module: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _mapping(config: Any) -> dict[str, Any]:
-    if config is None:
-        return {}
+    """A configuration as JSON has it, so that it is the same fresh and from the cache."""
+    values: Any = {}
     if isinstance(config, Mapping):
-        return dict(config)
-    values: dict[str, Any] = config.to_dict()
-    return values
+        values = dict(config)
+    elif callable(getattr(config, "to_dict", None)):
+        values = config.to_dict()
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    elif config is not None:
+        values = dict(getattr(config, "__dict__", {}))
+    try:
+        plain = json.loads(json.dumps(values, default=_text, skipkeys=True))
+    except (ValueError, RecursionError):  # a field that holds itself
+        plain = {k: v for k, v in values.items() if isinstance(v, str | int | float | None)}
+    return plain if isinstance(plain, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return str(value).removeprefix("torch.")  # a dtype, as config.json spells it

@@ -1,12 +1,16 @@
-"""Floor 5: diagnostics for people, editors, programs and GitHub."""
+"""Floor 5: diagnostics -> text for people, for editors, for programs and for GitHub.
+
+`full` is for a person, `concise` has one line a finding, `json` is a document with a schema, and
+`github` annotates a pull request. All of them show the findings in one order (`order.arranged`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from planc.diagnostic import Diagnostic, Severity
-from planc.report import full, lines, machine
+from planc.diagnostic import Diagnostic
 from planc.report.colour import wants_colour
+from planc.report.order import summary
 
 __all__ = ["FORMATS", "render", "summary", "wants_colour"]
 
@@ -16,43 +20,33 @@ FORMATS = ("full", "concise", "json", "github")
 def render(
     diagnostics: Iterable[Diagnostic], format: str, *, colour: bool = False, width: int = 100
 ) -> str:
-    """The diagnostics of a run, in the order of their places, those without a place first.
+    """The findings as text that ends with a newline, or is empty.
 
     Args:
-        diagnostics: any number.
-        format: one of FORMATS.
-        colour: whether `full` uses the colours of a terminal.
-        width: columns that `full` wraps facts and help to.
+        diagnostics: the findings, in any order.
+        format: one of `FORMATS`.
+        colour: whether to use ANSI colours; for `full` and `concise`.
+        width: the cells of a line; for `full`.
+
+    Raises:
+        ValueError: there is no such format.
     """
-    ordered = sorted(diagnostics, key=_place)
+    found = tuple(diagnostics)
     match format:
+        case "full":
+            from planc.report import full
+
+            return full.render(found, colour=colour, width=width)
         case "concise":
-            return lines.concise(ordered)
-        case "github":
-            return lines.github(ordered)
+            from planc.report import concise
+
+            return concise.render(found, colour=colour)
         case "json":
-            return machine.render(ordered)
-        case _:
-            return full.render(ordered, colour=colour, width=width) + summary(ordered) + "\n"
+            from planc.report import machine
 
+            return machine.render(found)
+        case "github":
+            from planc.report import github
 
-def _place(diagnostic: Diagnostic) -> tuple[bool, str, int]:
-    if not diagnostic.labels:
-        return (False, "", 0)
-    span = diagnostic.labels[0].span
-    return (True, "" if span.source.argument else span.source.name, span.start)
-
-
-def summary(diagnostics: Iterable[Diagnostic]) -> str:
-    """`2 errors, 1 warning`, or `no findings`."""
-    found = list(diagnostics)
-    words = []
-    for severity, name in (
-        (Severity.ERROR, "error"),
-        (Severity.WARNING, "warning"),
-        (Severity.INFO, "note"),
-    ):
-        count = sum(d.severity is severity for d in found)
-        if count:
-            words.append(f"{count} {name}{'s' if count > 1 else ''}")
-    return ", ".join(words) or "no findings"
+            return github.render(found)
+    raise ValueError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")

@@ -1,35 +1,50 @@
-"""Colours of a terminal, and whether to use them."""
+"""Colours on a terminal: when they are wanted, and the codes that give them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-BOLD, RED, YELLOW, BLUE, CYAN, DIM = "1", "1;31", "1;33", "1;34", "36", "2"
+Segment = tuple[str, str]
+"""A piece of text and the name of its style; `""` is plain."""
+
+_CODES = {
+    "error": "1;31",
+    "warning": "1;33",
+    "info": "1;34",
+    "secondary": "34",
+    "gutter": "34",
+    "bold": "1",
+    "heading": "1;4",
+    "code": "36",
+}
 
 
-def paint(text: str, code: str, on: bool) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m" if on and text else text
+def wants_colour(stream: object, environ: Mapping[str, str]) -> bool:
+    """Whether text that is written to a stream may hold colours.
 
-
-def wants_colour(stream: Any, environ: Mapping[str, str]) -> bool:
-    """Whether output to a stream is to be coloured: https://no-color.org, then FORCE_COLOR."""
+    Args:
+        stream: a file; one without `isatty` is no terminal.
+        environ: the environment. `NO_COLOR` (https://no-color.org) wins over `FORCE_COLOR` and
+            `CLICOLOR_FORCE`, and these over what the stream is.
+    """
     if environ.get("NO_COLOR"):
         return False
-    if environ.get("FORCE_COLOR") or environ.get("CLICOLOR_FORCE", "0") != "0":
+    if any(environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
         return True
-    return bool(stream.isatty()) and environ.get("TERM") != "dumb"
+    if environ.get("TERM") == "dumb":
+        return False
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty())
 
 
-def visible(text: str) -> str:
-    """A text of a user's file, safe for a terminal: control characters are shown, not sent.
-
-    Bidirectional overrides too, which would show a line in another order than it is read in.
-    """
-    text = text.replace("\t", "    ")
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
-        lambda m: f"<U+{ord(m[0]):04X}>",
-        text,
+def paint(segments: Iterable[Segment], colour: bool) -> str:
+    """One line of text, without the blanks at its end."""
+    pieces = list(segments)
+    while pieces and not pieces[-1][0].strip(" "):
+        pieces.pop()
+    if pieces:
+        pieces[-1] = (pieces[-1][0].rstrip(" "), pieces[-1][1])
+    return "".join(
+        f"\x1b[{_CODES[style]}m{text}\x1b[0m" if colour and style and text else text
+        for text, style in pieces
     )

@@ -1,74 +1,76 @@
-"""The page behind each code: `planc explain` prints what docs/diagnostics holds.
-
-Run as a program it prints the index of the pages, which is docs/diagnostics/README.md.
-"""
+"""`planc explain CODE`: the pages of `docs/diagnostics`, and their index."""
 
 from __future__ import annotations
 
 import re
-import textwrap
+import sys
+from functools import cache
+from pathlib import Path
 
-from planc.report.colour import BOLD, CYAN, paint
+from planc.report.colour import paint
 from planc.share import PAGES
 
-_GROUPS = {
-    "0": "Reading a plan",
-    "1": "Names and paths",
-    "2": "Shapes and heads",
-    "3": "The mesh",
-    "4": "Composition and order",
-    "5": "Layout flow",
-    "6": "Models and families",
-    "9": "planc itself",
+GROUPS = {
+    "PL0": "Reading and syntax",
+    "PL1": "Names and paths",
+    "PL2": "Shapes and heads",
+    "PL3": "The mesh",
+    "PL4": "Composition, order and apply",
+    "PL5": "Layout flow",
+    "PL6": "Models and families",
+    "PL9": "planc itself",
 }
+_CODE = re.compile(r"PL\d{3}")
+_SPAN = re.compile(r"`([^`\n]+)`")
 
 
 def codes() -> tuple[str, ...]:
-    """Every code that has a page."""
-    return tuple(sorted(p.stem for p in PAGES.glob("PL*.md")))
+    """Every code that has a page, in order."""
+    return tuple(sorted(p.stem for p in PAGES.glob("PL*.md") if _CODE.fullmatch(p.stem)))
 
 
 def explain(code: str) -> str | None:
-    """The page of a code, or None where there is none."""
-    if not re.fullmatch(r"PL\d{3}", code):
+    """The page of a code in Markdown, or None where there is none. Any case will do."""
+    name = code.strip().upper()
+    page = PAGES / f"{name}.md"
+    if not _CODE.fullmatch(name) or not page.is_file():
         return None
-    page = PAGES / f"{code}.md"
-    return page.read_text(encoding="utf-8") if page.is_file() else None
+    return page.read_text(encoding="utf-8")
 
 
 def terminal(text: str, colour: bool) -> str:
-    """A page set for a terminal: headings stand out, links lose their addresses."""
-    lines = []
-    for line in text.splitlines():
-        heading = re.fullmatch(r"#+ (.*)", line)
-        if heading:
-            lines.append(paint(heading[1], BOLD, colour))
-            continue
-        plain = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", line)
-        if not line.startswith("    "):
-            plain = re.sub(r"`([^`]+)`", lambda m: paint(f"`{m[1]}`", CYAN, colour), plain)
-        lines.append(plain)
+    """A page as a terminal shows it: without the signs of Markdown where colours stand for them."""
+    lines = [_line(line, colour) for line in text.splitlines()]
     return "\n".join(lines) + "\n"
 
 
 def index() -> str:
-    """docs/diagnostics/README.md: every code with its title, by group."""
-    text = textwrap.dedent("""\
-        # Diagnostics
+    """The text of `docs/diagnostics/README.md`: every code with its title, by group."""
+    out = ["# Diagnostics\n", "One page a code; `planc explain CODE` prints the same text.\n"]
+    listed = {code: _title(PAGES / f"{code}.md") for code in codes()}
+    for group, heading in GROUPS.items():
+        own = [f"- [{code}]({code}.md): {t}\n" for code, t in listed.items() if code[:3] == group]
+        if own:
+            out.append(f"## {group}: {heading}\n\n{''.join(own).rstrip()}\n")
+    return "\n".join(out)
 
-        Every finding of planc has a code, and every code a page; `planc explain CODE` prints
-        the same text. This list is written by `make pages`.
-        """)
-    group = ""
-    for code in codes():
-        if code[2] != group:
-            group = code[2]
-            text += f"\n## {_GROUPS[group]}\n\n"
-        page = explain(code) or ""
-        title = page.partition("\n")[0].partition(": ")[2]
-        text += f"- [{code}]({code}.md): {title}\n"
-    return text
+
+@cache
+def _title(page: Path) -> str:
+    with page.open(encoding="utf-8") as stream:
+        return stream.readline().strip().removeprefix("# ").partition(": ")[2]
+
+
+def _line(line: str, colour: bool) -> str:
+    if not colour or not line:
+        return line
+    if line.startswith("#"):
+        return paint([(line.lstrip("# "), "heading")], colour)
+    if line.startswith("    "):
+        return paint([(line, "code")], colour)
+    pieces = _SPAN.split(line)  # text, code, text, code, ..., text
+    return paint([(p, "code" if i % 2 else "") for i, p in enumerate(pieces)], colour)
 
 
 if __name__ == "__main__":
-    print(index(), end="")
+    sys.stdout.write(index())

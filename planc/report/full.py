@@ -1,103 +1,137 @@
-"""Diagnostics with the lines that they speak of, for a person."""
+"""Findings as blocks for a person: what is wrong, the lines involved, the facts, what to do."""
 
 from __future__ import annotations
 
-import textwrap
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from planc.diagnostic import Diagnostic, Label, Severity
-from planc.report.colour import BLUE, BOLD, CYAN, RED, YELLOW, paint, visible
-from planc.source import Source
+from planc.report.cells import visible, wrap
+from planc.report.colour import Segment, paint
+from planc.report.excerpt import Row, drawn, line_of, mark
+from planc.report.order import arranged, placed, summary
+from planc.source import Source, Span
 
-_HEAD = {Severity.ERROR: RED, Severity.WARNING: YELLOW, Severity.INFO: CYAN}
-_WIDEST = 160
-
-
-def render(diagnostics: Sequence[Diagnostic], *, colour: bool, width: int) -> str:
-    """Each diagnostic as a block, an empty line after it."""
-    return "".join("\n".join(_block(d, colour, width)) + "\n\n" for d in diagnostics)
+_NARROWEST = 40
 
 
-def _block(diagnostic: Diagnostic, colour: bool, width: int) -> Iterator[str]:
-    head = paint(f"{diagnostic.severity}[{diagnostic.code}]", _HEAD[diagnostic.severity], colour)
-    yield f"{head}{paint(': ' + visible(diagnostic.message), BOLD, colour)}"
-    shown = [label for label in diagnostic.labels if label.span.source.name]
-    gutter = max((len(str(label.span.line)) for label in shown), default=1)
-    sources = list(dict.fromkeys(label.span.source for label in shown))
-    for i, source in enumerate(sources):
-        own = [label for label in shown if label.span.source is source]
-        bar, arrow = paint("|", BLUE, colour), paint("-->" if i == 0 else ":::", BLUE, colour)
-        main = shown[0] if shown[0] in own else own[0]
-        place = visible(source.name)
-        if not source.argument:
-            place += f":{main.span.line}:{main.span.column}"
-        yield f"{' ' * gutter}{arrow} {place}"
-        yield f"{' ' * gutter} {bar}"
-        yield from _excerpt(own, shown[0], gutter, colour)
-    if shown and (diagnostic.facts or diagnostic.help):
-        yield f"{' ' * gutter} {paint('|', BLUE, colour)}"
-    for word, text in [("fact", f) for f in diagnostic.facts] + [("help", diagnostic.help)]:
-        if text:
-            yield from _note(word, visible(text), gutter, colour, width)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """How one block is set.
+
+    Args:
+        gutter: the cells of a line number.
+        room: the cells of a whole line.
+        main: the label to look at first.
+        style: the style of its underline.
+    """
+
+    gutter: int
+    room: int
+    main: Label | None
+    style: str
+
+    @property
+    def bar(self) -> Segment:
+        return f"{' ' * self.gutter} | ", "gutter"
 
 
-def _note(word: str, text: str, gutter: int, colour: bool, width: int) -> Iterator[str]:
-    mark = paint("=", BLUE, colour)
-    indent = f"{' ' * gutter}   {' ' * len(word)}  "
-    lines = textwrap.wrap(text, max(30, width - len(indent)), break_on_hyphens=False) or [""]
-    yield f"{' ' * gutter} {mark} {paint(word + ':', BOLD, colour)} {lines[0]}"
-    yield from (f"{indent}{line}" for line in lines[1:])
+def render(diagnostics: Iterable[Diagnostic], *, colour: bool, width: int) -> str:
+    """The blocks, with a blank line after each, and the summary.
+
+    Args:
+        diagnostics: the findings, in any order.
+        colour: whether to use ANSI colours.
+        width: the cells of a line; nothing is wider but a location or a word that can't be broken.
+    """
+    found = arranged(diagnostics)
+    numbers = [label.span.line for d in found for label in placed(d) if _numbered(label)]
+    gutter = len(str(max(numbers, default=1)))
+    lines: list[str] = []
+    for diagnostic in found:
+        rows = _block(diagnostic, gutter, max(width, _NARROWEST))
+        lines += [paint(row, colour) for row in rows]
+        lines.append("")
+    worst = next((s for s in Severity if any(d.severity is s for d in found)), None)
+    lines.append(paint([(summary(found), worst.value if worst else "bold")], colour))
+    return "\n".join(lines) + "\n"
 
 
-def _excerpt(labels: list[Label], first: Label, gutter: int, colour: bool) -> Iterator[str]:
-    """The lines of one source that the labels are in, each label under its line."""
-    source = labels[0].span.source
-    bar = paint("|", BLUE, colour)
-    before = 0
-    for number in sorted({label.span.line for label in labels}):
-        if before and number > before + 1:
-            dots = "..." if number > before + 2 else None
-            if dots:
-                yield paint(dots, BLUE, colour)
-            else:
-                yield _line(source, before + 1, gutter, bar, colour)
-        yield _line(source, number, gutter, bar, colour)
-        own = [label for label in labels if label.span.line == number]
-        for label in sorted(own, key=lambda label: label.span.start):
-            primary = label is first
-            code = RED if primary else BLUE
-            indent, marks = _marks(source, label, "^" if primary else "-")
-            mark = paint(f"{marks} {visible(label.text)}".rstrip(), code, colour)
-            yield f"{' ' * gutter} {bar} {indent}{mark}"
+def _numbered(label: Label) -> bool:
+    return not label.span.source.argument
+
+
+def _block(diagnostic: Diagnostic, gutter: int, room: int) -> list[Row]:
+    labels = placed(diagnostic)
+    main = labels[0] if labels else None
+    frame = _Frame(gutter=gutter, room=room, main=main, style=diagnostic.severity.value)
+    rows = _head(diagnostic, room)
+    for index, source in enumerate({id(s): s for s in (m.span.source for m in labels)}.values()):
+        own = [label for label in labels if label.span.source is source]
+        arrow = "-->" if index == 0 else ":::"
+        rows.append([(" " * gutter + arrow, "gutter"), (" " + where(own[0].span), "")])
+        rows.append([frame.bar])
+        rows += _lines(source, own, frame)
+    for fact in diagnostic.facts:
+        rows += _note("fact", fact, frame)
+    for label in diagnostic.labels:
+        if label not in labels and label.text:
+            rows += _note("note", label.text, frame)
+    if diagnostic.help:
+        rows += _note("help", diagnostic.help, frame)
+    return rows
+
+
+def _head(diagnostic: Diagnostic, room: int) -> list[Row]:
+    lead = f"{diagnostic.severity.value}[{diagnostic.code}]"
+    texts = wrap(diagnostic.message, room - len(lead) - 2)
+    rows: list[Row] = [[(lead, diagnostic.severity.value), (f": {texts[0]}", "bold")]]
+    rows += [[(" " * (len(lead) + 2), ""), (text, "bold")] for text in texts[1:]]
+    return rows
+
+
+def where(span: Span) -> str:
+    """`path:line:col`; an argument has neither line nor column."""
+    if span.source.argument:
+        return "the command line"
+    line, column = span.source.position(span.start)
+    return f"{visible(span.source.name)}:{line}:{column}"
+
+
+def _lines(source: Source, labels: Sequence[Label], frame: _Frame) -> list[Row]:
+    """The excerpts of one source, in the order of its lines."""
+    rows: list[Row] = []
+    ordered = sorted(labels, key=lambda label: label.span.line)
+    before = None
+    for number, group in groupby(ordered, key=lambda label: label.span.line):
+        if before is not None and number == before + 2:
+            rows += _excerpt(source, before + 1, (), frame)
+        elif before is not None and number > before + 2:
+            rows.append([("...", "gutter")])
+        rows += _excerpt(source, number, tuple(group), frame)
         before = number
+    return rows
 
 
-def _line(source: Source, number: int, gutter: int, bar: str, colour: bool) -> str:
-    text = visible(source.line(number)).rstrip()
-    if len(text) > _WIDEST:
-        text = text[: _WIDEST - 3] + "..."
-    return f"{paint(str(number).rjust(gutter), BLUE, colour)} {bar} {text}".rstrip()
+def _excerpt(source: Source, number: int, labels: Sequence[Label], frame: _Frame) -> list[Row]:
+    """One line of a source with its labels."""
+    marks = []
+    for label in labels:
+        primary = label is frame.main
+        marks.append(mark(label, style=frame.style if primary else "secondary", primary=primary))
+    shown = "" if source.argument else str(number)
+    rows: list[Row] = []
+    for window in drawn(line_of(source, number), marks, frame.room - frame.gutter - 3):
+        rows.append([(f"{shown:>{frame.gutter}} | ", "gutter"), *window[0]])
+        rows += [[frame.bar, *row] for row in window[1:]]
+    return rows
 
 
-def _marks(source: Source, label: Label, sign: str) -> tuple[str, str]:
-    """The space before a label's marks, and the marks, in columns of the terminal."""
-    span = label.span
-    line = source.line(span.line)
-    start = span.column - 1
-    end = min(len(line.rstrip()), start + max(1, span.end - span.start))
-    indent = columns(visible(line[:start]))
-    length = max(1, columns(visible(line[start:end])))
-    if indent > _WIDEST:
-        return " " * (_WIDEST - 3), sign
-    return " " * indent, sign * min(length, _WIDEST - indent)
-
-
-def columns(text: str) -> int:
-    """How many columns of a terminal a text takes."""
-    total = 0
-    for char in text:
-        if unicodedata.combining(char):
-            continue
-        total += 2 if unicodedata.east_asian_width(char) in "WF" else 1
-    return total
+def _note(kind: str, text: str, frame: _Frame) -> list[Row]:
+    indent = frame.gutter + 1 + len(f"= {kind}: ")
+    texts = wrap(text, frame.room - indent)
+    lead = f"{' ' * frame.gutter} = "
+    rows: list[Row] = [[(lead, "gutter"), (f"{kind}:", "bold"), (f" {texts[0]}", "")]]
+    rows += [[(" " * indent + line, "")] for line in texts[1:]]
+    return rows

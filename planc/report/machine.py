@@ -1,30 +1,37 @@
-"""Diagnostics as JSON, by `grammars/diagnostics.schema.json`."""
+"""Findings as a JSON document; its schema is `grammars/diagnostics.schema.json`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from planc.diagnostic import Diagnostic, Label, Severity
+from planc.diagnostic import Diagnostic, Label
+from planc.report.order import arranged, counts
 
-FORMAT_VERSION = 1
+FORMAT = 1
+"""Raised when a field goes or changes its meaning; a new field leaves it as it is."""
 
 
-def render(diagnostics: Sequence[Diagnostic]) -> str:
-    counts = {str(s): sum(d.severity is s for d in diagnostics) for s in Severity}
-    body = {
-        "format_version": FORMAT_VERSION,
-        "counts": counts,
-        "diagnostics": [_diagnostic(d) for d in diagnostics],
+def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
+    """The findings as plain data, in the order of the other formats."""
+    found = arranged(diagnostics)
+    return {
+        "format_version": FORMAT,
+        "diagnostics": [_finding(diagnostic) for diagnostic in found],
+        "counts": counts(found),
     }
-    return json.dumps(body, indent=2) + "\n"
 
 
-def _diagnostic(diagnostic: Diagnostic) -> dict[str, Any]:
+def render(diagnostics: Iterable[Diagnostic]) -> str:
+    """The document as text in ASCII, so that no terminal and no codec can trip over it."""
+    return json.dumps(document(diagnostics), indent=2) + "\n"
+
+
+def _finding(diagnostic: Diagnostic) -> dict[str, Any]:
     return {
         "code": diagnostic.code,
-        "severity": str(diagnostic.severity),
+        "severity": diagnostic.severity.value,
         "message": diagnostic.message,
         "labels": [_label(label) for label in diagnostic.labels],
         "facts": list(diagnostic.facts),
@@ -34,14 +41,18 @@ def _diagnostic(diagnostic: Diagnostic) -> dict[str, Any]:
 
 def _label(label: Label) -> dict[str, Any]:
     span = label.span
-    end_line, end_column = span.source.position(span.end)
+    source = span.source
+    if not source.name:
+        return {"file": None, "argument": None, "start": None, "end": None, "text": label.text}
     return {
-        "file": span.source.name,
-        "line": span.line,
-        "column": span.column,
-        "end_line": end_line,
-        "end_column": end_column,
-        "offset": span.start,
-        "end_offset": span.end,
+        "file": None if source.argument else source.name,
+        "argument": source.name if source.argument else None,
+        "start": _position(label, span.start),
+        "end": _position(label, span.end),
         "text": label.text,
     }
+
+
+def _position(label: Label, offset: int) -> dict[str, int]:
+    line, column = label.span.source.position(offset)
+    return {"line": line, "column": column, "offset": offset}

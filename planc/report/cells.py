@@ -1,0 +1,94 @@
+"""Text as a terminal shows it: what each character looks like, and how many cells it takes.
+
+Plans, paths and model configurations are untrusted: a character that would steer the terminal or
+turn the reading order around is never passed on, it is made visible.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+TAB = "    "
+_HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+_SPLIT = re.compile(r"[ \t]*[^ \t]+")
+
+
+def cell(char: str) -> tuple[str, int]:
+    """How a character is shown, and its width in cells: 0 for one that combines with the last."""
+    if " " <= char <= "~":
+        return char, 1
+    if char == "\t":
+        return TAB, len(TAB)
+    category = unicodedata.category(char)
+    if category in _HIDDEN:
+        shown = _named(char)
+        return shown, len(shown)
+    if category in ("Mn", "Me"):
+        return char, 0
+    return char, 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def cells(text: str) -> list[tuple[str, int]]:
+    """`cell` for each character; a combining one with nothing before it gets a dotted circle."""
+    out = [cell(char) for char in text]
+    if out and out[0][1] == 0:
+        out[0] = ("\u25cc" + out[0][0], 1)
+    return out
+
+
+def visible(text: str) -> str:
+    """The text with everything that a terminal would act on made visible; newlines too."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(shown for shown, _ in cells(text))
+
+
+def width(text: str) -> int:
+    """The cells that a text without newlines takes once it is visible."""
+    return sum(size for _, size in cells(text))
+
+
+def wrap(text: str, room: int) -> list[str]:
+    """The visible text in lines of at most `room` cells; a line that fits is left as it is."""
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        shown = visible(paragraph)
+        if width(shown) <= room:
+            lines.append(shown)
+        else:
+            lines += _filled(shown, max(room, 1))
+    return lines
+
+
+def _filled(paragraph: str, room: int) -> list[str]:
+    lines: list[str] = []
+    line, used = "", 0
+    for piece in _SPLIT.findall(paragraph):
+        word = piece
+        if line and used + width(word) > room:
+            lines.append(line)
+            line, used, word = "", 0, word.lstrip()
+        while width(word) > room:
+            head = _fitting(word, room)
+            lines.append(head)
+            word = word[len(head) :]
+        line, used = line + word, used + width(word)
+    return [*lines, line] if line else lines
+
+
+def _fitting(word: str, room: int) -> str:
+    """The longest beginning of a word that fits, at least one character."""
+    used = 0
+    for index, (_, size) in enumerate(cells(word)):
+        used += size
+        if used > room and index > 0:
+            return word[:index]
+    return word
+
+
+def _named(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)  # the control pictures of Unicode
+    return "\u2421" if code == 0x7F else f"<U+{code:04X}>"

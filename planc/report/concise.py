@@ -1,0 +1,27 @@
+"""Findings one a line, for editors and for grep: `path:line:col: error[PL203]: message`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from planc.diagnostic import Diagnostic
+from planc.report.cells import visible
+from planc.report.colour import paint
+from planc.report.order import arranged, first
+
+
+def render(diagnostics: Iterable[Diagnostic], *, colour: bool) -> str:
+    """One line for each finding, and nothing where there is none."""
+    return "".join(_line(diagnostic, colour) + "\n" for diagnostic in arranged(diagnostics))
+
+
+def _line(diagnostic: Diagnostic, colour: bool) -> str:
+    span = first(diagnostic)
+    place = ""
+    if span is not None:
+        line, column = span.source.position(span.start)
+        place = visible(span.source.name)
+        place += ": " if span.source.argument else f":{line}:{column}: "
+    message = visible(" ".join(diagnostic.message.split("\n")))
+    kind = diagnostic.severity.value
+    return paint([(place, ""), (f"{kind}[{diagnostic.code}]", kind), (f": {message}", "")], colour)

@@ -1,0 +1,184 @@
+"""One line of a source with the labels that point into it, drawn on a grid of terminal cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from planc.diagnostic import Label
+from planc.report.cells import cells, width, wrap
+from planc.report.colour import Segment
+from planc.source import Source
+
+Row = list[Segment]
+
+_ELLIPSIS = "\u2026"
+_MARGIN = 4
+_NARROW = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A label on a line: the half-open range of cells that it underlines, and its text."""
+
+    start: int
+    end: int
+    text: str
+    style: str
+    primary: bool
+
+
+@dataclass(slots=True)
+class _Canvas:
+    """Rows of cells; what takes several has its text in the first and nothing in the others."""
+
+    rows: list[dict[int, Segment]] = field(default_factory=list)
+
+    def put(self, row: int, column: int, text: str, style: str = "") -> None:
+        self.put_cells(row, column, cells(text), style)
+
+    def put_cells(
+        self, row: int, column: int, shown: Iterable[tuple[str, int]], style: str = ""
+    ) -> None:
+        while len(self.rows) <= row:
+            self.rows.append({})
+        line = self.rows[row]
+        base = column
+        for text, size in shown:
+            if size == 0:  # it combines with the character before it
+                line[base] = (line.get(base, (" ", style))[0] + text, style)
+                continue
+            line[column] = (text, style)
+            line.update({column + extra: ("", style) for extra in range(1, size)})
+            base, column = column, column + size
+
+    def segments(self) -> list[Row]:
+        return [_merged(row) for row in self.rows]
+
+
+def _merged(row: dict[int, Segment]) -> Row:
+    out: Row = []
+    for column in range(max(row, default=-1) + 1):
+        text, style = row.get(column, (" ", ""))
+        if out and out[-1][1] == style:
+            out[-1] = (out[-1][0] + text, style)
+        else:
+            out.append((text, style))
+    return out
+
+
+def line_of(source: Source, number: int) -> str:
+    """A line as it is shown: an argument the way it was written on the command line."""
+    if source.argument and source.name.endswith(source.text):
+        return source.name
+    return source.line(number)
+
+
+def mark(label: Label, *, style: str, primary: bool) -> Mark:
+    """Where a label is on its first line; one that goes on over more lines ends with the first."""
+    span = label.span
+    text = line_of(span.source, span.line)
+    lead = len(text) - len(span.source.line(span.line))  # the `--set ` of an argument
+    first = min(span.column - 1 + lead, len(text))
+    last = first + span.end - span.start
+    if last > len(text):
+        last = len(text.rstrip())
+    start = sum(size for _, size in cells(text)[:first])
+    end = sum(size for _, size in cells(text)[:last])
+    return Mark(start=start, end=max(end, start + 1), text=label.text, style=style, primary=primary)
+
+
+def drawn(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
+    """The line and what is written below it, within `room` cells.
+
+    A long line is cut to a window around its marks. Marks that are too far apart for one window
+    give one window each: the result has a list of rows for each, its source line first.
+    """
+    shown = cells(text)
+    total = sum(size for _, size in shown)
+    if total <= room:
+        return [_window(shown, 0, total, marks, room)]
+    reach = room - 2 * _MARGIN
+    out = []
+    for group in _groups(marks, reach):
+        low = min(m.start for m in group)
+        high = min(max(m.end for m in group), low + reach)
+        left = max(0, min(low - (room - (high - low)) // 2, total - room))
+        if high <= room - _MARGIN:  # the beginning of a line says most about it
+            left = 0
+        out.append(_window(shown, left, total, group, room))
+    return out or [_window(shown, 0, total, (), room)]
+
+
+def _groups(marks: Sequence[Mark], reach: int) -> list[list[Mark]]:
+    """The marks from left to right, those together that fit into one window."""
+    out: list[list[Mark]] = []
+    for one in sorted(marks, key=lambda m: m.start):
+        if out and one.end - out[-1][0].start <= reach:
+            out[-1].append(one)
+        else:
+            out.append([one])
+    return out
+
+
+def _window(
+    shown: list[tuple[str, int]], left: int, total: int, marks: Sequence[Mark], room: int
+) -> list[Row]:
+    """The rows of one window, which starts at cell `left` of a line of `total` cells."""
+    cut = left + room < total
+    low = left + 1 if left else 0
+    high = left + room - 1 if cut else total
+    canvas = _Canvas()
+    canvas.put(0, 0, _ELLIPSIS if left else "", "gutter")
+    at = 0
+    for char, size in shown:
+        if low <= at and at + size <= high:
+            canvas.put_cells(0, at - left, [(char, size)])
+        at += size
+    if cut:
+        canvas.put(0, room - 1, _ELLIPSIS, "gutter")
+    bound = high if cut else total + 1  # a mark may point just behind the last character
+    moved = []
+    for one in marks:
+        start = min(max(one.start, low), bound - 1)
+        end = min(max(one.end, start + 1), bound)
+        moved.append(replace(one, start=start - left, end=end - left))
+    _underline(canvas, moved)
+    _write(canvas, moved, room)
+    return canvas.segments()
+
+
+def _underline(canvas: _Canvas, marks: Sequence[Mark]) -> None:
+    for one in sorted(marks, key=lambda m: (m.primary, m.start - m.end)):
+        sign = "^" if one.primary else "-"
+        canvas.put(1, one.start, sign * (one.end - one.start), one.style)
+
+
+def _write(canvas: _Canvas, marks: Sequence[Mark], room: int) -> None:
+    """The texts: the rightmost beside its underline where there is room, the others hang below."""
+    waiting = sorted((m for m in marks if m.text), key=lambda m: (m.start, m.primary))
+    if not waiting:
+        return
+    last, rightmost = waiting[-1], max(m.end for m in marks)
+    if last.end == rightmost and last.end + 1 + width(last.text) <= room:
+        canvas.put(1, last.end + 1, last.text, last.style)
+        waiting.pop()
+    if not waiting:
+        return
+    row = 2
+    _stems(canvas, row, waiting)
+    while waiting:
+        one = waiting.pop()
+        size = max(min(width(one.text), room), 1)
+        column = one.start
+        if room - column < min(size, _NARROW):
+            column = max(0, room - size)
+        for line in wrap(one.text, room - column):
+            row += 1
+            _stems(canvas, row, [m for m in waiting if m.start < column - 1])
+            canvas.put(row, column, line, one.style)
+
+
+def _stems(canvas: _Canvas, row: int, marks: Iterable[Mark]) -> None:
+    for one in marks:
+        canvas.put(row, one.start, "|", one.style)

@@ -1,0 +1,62 @@
+"""Findings as GitHub workflow commands, which annotate the lines of a pull request.
+
+The escapes are those of actions/toolkit, packages/core/src/command.ts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from planc.diagnostic import Diagnostic, Severity
+from planc.report.cells import visible
+from planc.report.order import arranged, first, placed
+from planc.source import Span
+
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
+_DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+_PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
+
+
+def render(diagnostics: Iterable[Diagnostic]) -> str:
+    """One command for each finding; its message holds the other places, the facts and the help."""
+    return "".join(_command(diagnostic) + "\n" for diagnostic in arranged(diagnostics))
+
+
+def _command(diagnostic: Diagnostic) -> str:
+    properties = {**_place(first(diagnostic)), "title": diagnostic.code}
+    listed = ",".join(f"{name}={_escaped(value, _PROPERTY)}" for name, value in properties.items())
+    message = _escaped(_message(diagnostic), _DATA)
+    return f"::{_LEVELS[diagnostic.severity]} {listed}::{message}"
+
+
+def _place(span: Span | None) -> dict[str, str]:
+    """Where to put the annotation; nowhere for an argument or standard input, which are no files.
+
+    GitHub takes columns only for an annotation of one line.
+    """
+    if span is None or span.source.argument or span.source.name.startswith("<"):
+        return {}
+    line, column = span.source.position(span.start)
+    end_line, end_column = span.source.position(span.end)
+    place = {"file": span.source.name, "line": str(line)}
+    if end_line != line:
+        return {**place, "endLine": str(end_line)}
+    return {**place, "col": str(column), "endColumn": str(max(end_column, column + 1))}
+
+
+def _message(diagnostic: Diagnostic) -> str:
+    lines = [diagnostic.message]
+    for index, label in enumerate(placed(diagnostic)):
+        place = label.span.place
+        if label.text or index > 0 or label.span.source.argument:
+            lines.append(f"{place}: {label.text}" if label.text else place)
+    lines += [f"fact: {fact}" for fact in diagnostic.facts]
+    if diagnostic.help:
+        lines.append(f"help: {diagnostic.help}")
+    return "\n".join(lines)
+
+
+def _escaped(text: str, signs: dict[str, str]) -> str:
+    lines = (visible(line) for line in text.split("\n"))
+    return re.sub("|".join(signs), lambda m: signs[m[0]], "\n".join(lines))
