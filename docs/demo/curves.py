@@ -8,7 +8,7 @@ one, four = (json.loads(Path(name).read_text()) for name in sys.argv[1:3])
 top = max(one)
 print("step   one process   four processes   ")
 for step, (a, b) in enumerate(zip(one, four, strict=True)):
-    if step % 4 == 0 or step == len(one) - 1:
+    if step % 10 == 0 or step == len(one) - 1:
         print(f"{step:4}   {a:11.6f}   {b:14.6f}   {'#' * round(48 * b / top)}")
 worst = max(abs(a - b) / abs(a) for a, b in zip(one, four, strict=True))
 print(f"largest relative difference over {len(one)} steps: {worst:.1e}")

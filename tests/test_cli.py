@@ -1,0 +1,251 @@
+"""The command line, as a user meets it: exit codes, streams, formats, and bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planc.cli import main
+
+GOOD = ["llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8"]
+PLANS = Path(__file__).parent.parent / "plans"
+
+
+@pytest.fixture
+def planc(capsys):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*words):
+        try:
+            code = main([str(w) for w in words])
+        except SystemExit as error:  # argparse, for a command that is not one
+            code = error.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_exit_codes(planc):
+    assert planc("check", *GOOD)[0] == 0
+    assert planc("check", "llama-3.1-8b", "llama", "--world-size", "60", "--set", "tp=8")[0] == 1
+    assert planc("check", "nothere", "llama")[0] == 2
+    assert planc("check", "llama-3.1-8b", "nothere")[0] == 2
+    assert planc("chek")[0] == 2
+    assert planc("check", *GOOD[:2], "--world-size", "0")[0] == 2
+
+
+def test_strict_makes_a_warning_a_finding(planc, tmp_path):
+    plan = tmp_path / "p.plan"
+    plan.write_text('plan p for llama\noption o = 1\nextend "llama.plan"\n')
+    assert planc("check", "llama-3.1-8b", plan, "--world-size", "8")[0] == 0
+    assert planc("check", "llama-3.1-8b", plan, "--world-size", "8", "--strict")[0] == 1
+
+
+def test_check_says_what_it_did_not_check(planc):
+    assert "Not checked" in planc("check", *GOOD)[1]
+
+
+@pytest.mark.parametrize("format", ["full", "concise", "json", "github"])
+def test_formats(planc, format):
+    code, out, err = planc(
+        "check", "llama-3.1-8b", "llama", "--world-size", "3", "--set", "tp=2", "--format", format
+    )
+    assert code == 1 and err == "" and "PL303" in out
+    if format == "json":
+        assert json.loads(out)["diagnostics"][0]["code"] == "PL303"
+    if format == "github":
+        assert out.startswith("::error ")
+
+
+def test_lower_is_text_json_and_python(planc, golden):
+    for format, suffix in (("text", "txt"), ("json", "json"), ("python", "py")):
+        code, out, err = planc("lower", *GOOD, "--format", format)
+        assert code == 0 and err == ""
+        assert planc("lower", *GOOD, "--format", format)[1] == out  # the same bytes
+        golden(f"llama-3.1-8b.tp8.{suffix}", out)
+
+
+CASES = [
+    ("llama-3.1-8b", "llama", ["tp=2", "sequence_parallel=false"]),
+    ("llama-3.2-1b", "llama", ["tp=4"]),
+    ("mistral-7b-v0.3", "llama", ["tp=2"]),
+    ("qwen2.5-7b", "llama", ["tp=4"]),
+    ("qwen3-8b", "qwen3", ["tp=2"]),
+    ("gemma-3-1b", "gemma3", []),
+    ("phi-4", "phi3", ["tp=2"]),
+    ("gpt2", "gpt2", []),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "settings"), CASES)
+def test_every_shipped_plan_lowers(planc, golden, model, plan, settings):
+    words = [w for s in settings for w in ("--set", s)]
+    code, out, err = planc("lower", model, plan, "--world-size", "8", *words)
+    assert (code, err) == (0, "")
+    golden(f"{model}.txt", out)
+
+
+def test_every_shipped_plan_is_in_the_list():
+    assert {p.stem for p in PLANS.glob("*.plan")} == {plan for _, plan, _ in CASES}
+
+
+def test_output_to_a_file_is_whole_or_nothing(planc, tmp_path):
+    file = tmp_path / "lowered.json"
+    assert planc("lower", *GOOD, "--format", "json", "-o", file)[:2] == (0, "")
+    whole = file.read_text()
+    assert json.loads(whole)["format_version"] == 1
+    assert planc("lower", "llama-3.1-8b", "llama", "--set", "tp=0", "-o", file)[0] == 1
+    assert file.read_text() == whole  # an error leaves the file as it was
+    assert planc("lower", *GOOD, "-o", tmp_path / "no" / "folder")[0] == 2
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_diff(planc, tmp_path):
+    assert planc("diff", *GOOD)[:2] == (0, "No changes.\n")
+    code, out, _ = planc("diff", *GOOD[:4], "--old-set", "tp=4", "--new-set", "tp=8")
+    assert code == 1 and "tp 4 -> 8" in out and out.rstrip().endswith("to change")
+    code, out, _ = planc("diff", *GOOD[:2], "--old-world-size", "8", "--new-world-size", "16")
+    assert code == 1 and "dp_shard 8 -> 16" in out
+    code, out, _ = planc("diff", *GOOD[:2], "--world-size", "8", "--new-model", "mistral-7b-v0.3")
+    assert code == 1 and "MistralForCausalLM" in out
+    assert planc("diff", "llama-3.1-8b", "llama", "nothere")[0] == 2
+    stored = tmp_path / "old.json"
+    planc("lower", *GOOD, "--format", "json", "-o", stored)
+    assert planc("diff", "llama-3.1-8b", stored, "llama", *GOOD[2:])[:2] == (0, "No changes.\n")
+    code, out, _ = planc("diff", *GOOD[:4], "--old-set", "tp=4", "--format", "json")
+    assert code == 1 and json.loads(out)["same"] is False
+
+
+def test_diff_of_git_revisions(planc, tmp_path, monkeypatch):
+    def git(*words):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+        subprocess.run(["git", *identity, *words], check=True, capture_output=True, cwd=tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    plan = tmp_path / "p.plan"
+    plan.write_text('plan p for llama\nextend "base.plan"\n')
+    (tmp_path / "base.plan").write_text((PLANS / "llama.plan").read_text())
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    (tmp_path / "base.plan").write_text(
+        "# moved by a comment\n" + (PLANS / "llama.plan").read_text()
+    )
+    assert planc("diff", "llama-3.1-8b", "HEAD:p.plan", "p.plan")[:2] == (0, "No changes.\n")
+    plan.write_text('plan p for llama\nextend "base.plan"\noverride option checkpointing = false\n')
+    code, out, _ = planc("diff", "llama-3.1-8b", "HEAD:p.plan", "p.plan")
+    assert code == 1 and "checkpoint" in out and "1 to remove" in out
+
+
+@pytest.mark.parametrize("code", ["PL101", "pl203"])
+def test_explain(planc, code):
+    result = planc("explain", code)
+    assert result[0] in (0, 2)
+    assert planc("explain", "PL101")[0] == 0 and "matches nothing" in planc("explain", "PL101")[1]
+    assert planc("explain", "PL998")[0] == 2
+
+
+# Bad input: a diagnostic and exit code 1 or 2, never a traceback ---------------------------------
+
+PLAN_TEXTS = {
+    "empty": b"",
+    "spaces": b"\n \n\t\n# nothing\n",
+    "binary": bytes(range(256)) * 8,
+    "braces": b"{" * 10_000_000,
+    "brackets": b"(" * 10_000,
+    "nested": b"plan p for llama\nmesh { a = " + b"(" * 500 + b"1" + b")" * 500 + b" }\n",
+    "nots": b"plan p for llama\nrequire " + b"not " * 3_000 + b'true ""\n',
+    "string": b'plan p for llama\nextend "base\n',
+    "utf16": "plan p for llama\n".encode("utf-16"),
+    "five": b"plan p fro llama\nmesh {\n tp = = 1\n}\n"
+    b"tensor onn tp {\n a colwise\n}\nfsdp on {\n}\n",
+    "huge number": b"plan p for llama\nmesh {\n tp = " + b"9" * 5_000 + b"\n}\n",
+}
+
+
+@pytest.mark.parametrize("name", PLAN_TEXTS)
+def test_a_plan_that_is_none(planc, tmp_path, name):
+    plan = tmp_path / "p.plan"
+    plan.write_bytes(PLAN_TEXTS[name])
+    code, out, err = planc("check", "llama-3.1-8b", plan)
+    assert code in (1, 2) and "error[PL0" in out, out[:500]
+    assert "Traceback" not in out + err and "PL900" not in out + err
+    if name == "five":
+        assert out.count("error[") == 5
+
+
+MODEL_TEXTS = {
+    "not json": "{",
+    "empty": "",
+    "a list": "[]",
+    "no type": "{}",
+    "null type": '{"model_type": null}',
+    "unknown": '{"model_type": "lama"}',
+    "heads": '{"model_type": "llama", "num_attention_heads": "32"}',
+    "true": '{"model_type": "llama", "num_attention_heads": true}',
+    "zero": '{"model_type": "llama", "hidden_size": 0}',
+    "null": '{"model_type": "llama", "hidden_size": null}',
+    "contradiction": '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}',
+    "deep": "[" * 100_000,
+    "own code": '{"model_type": "mine", "auto_map": {"AutoModel": "modeling.Mine"}}',
+}
+
+
+@pytest.mark.parametrize("name", MODEL_TEXTS)
+def test_a_model_that_is_none(planc, tmp_path, name):
+    (tmp_path / "config.json").write_text(MODEL_TEXTS[name])
+    code, out, err = planc("check", tmp_path, "llama")
+    assert code == 2 and "error[PL6" in out, out[:500]
+    assert "Traceback" not in out + err
+
+
+def test_files_that_cannot_be_read(planc, tmp_path):
+    for plan in (tmp_path, tmp_path / "no.plan", "/dev/null"):
+        assert planc("check", "llama-3.1-8b", plan)[0] in (1, 2)
+    closed = tmp_path / "closed.plan"
+    closed.write_text("plan p for llama\n")
+    closed.chmod(0)
+    if not os.access(closed, os.R_OK):  # root reads everything
+        assert planc("check", "llama-3.1-8b", closed)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format_version": 2}', '{"format_version": 1}', "{" * 9]
+)
+def test_a_lowered_plan_that_is_none(planc, tmp_path, text):
+    file = tmp_path / "p.json"
+    file.write_text(text)
+    code, _, err = planc("diff", "llama-3.1-8b", file, "llama")
+    assert code == 2 and "PL007" in err
+
+
+def test_a_failure_of_planc_itself_is_told_apart(planc, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("planc.cli.compile_plan", broken)
+    code, out, err = planc("check", *GOOD)
+    assert code == 2 and out == "" and "PL900" in err and "boom" in err
+
+
+def test_a_real_process():
+    """Installed as a command: output to a pipe that closes early is no error."""
+    command = [sys.executable, "-m", "planc.cli", "lower", *GOOD, "--format", "json"]
+    done = subprocess.run(
+        f"{' '.join(command)} | head -1", shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "{\n" and done.stderr == ""
+
+
+def test_a_warm_check_imports_no_torch(planc, tmp_path):
+    """The promise of a fast check: from the cache, nothing heavy is imported."""
+    planc("check", *GOOD)  # fills the cache
+    code = "import sys; from planc.cli import main; code = main(sys.argv[1:]); "
+    code += "print(code, [m for m in ('torch', 'transformers', 'jsonschema') if m in sys.modules])"
+    words = [sys.executable, "-c", code, "check", *GOOD, "--format", "concise"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0 []"
