@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ class Config:
 
         schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
         validator = _strict()(schema)
-        problems = sorted(validator.iter_errors(self.values), key=lambda e: list(map(str, e.path)))
-        for problem in problems:
+        problems = [leaf for e in validator.iter_errors(self.values) for leaf in _leaves(e)]
+        for problem in sorted(problems, key=lambda e: list(map(str, e.absolute_path))):
             where = ".".join(str(p) for p in problem.absolute_path)
             if problem.validator == "required":
                 field = re.findall(r"'(\w+)'", problem.message)[0]
@@ -71,6 +73,12 @@ def _strict() -> Any:
     return jsonschema.validators.extend(  # type: ignore[no-untyped-call]
         draft, type_checker=draft.TYPE_CHECKER.redefine("integer", integer)
     )
+
+
+def _leaves(error: Any) -> list[Any]:
+    """An error, or those inside it where the field is an object or a list with a wrong entry."""
+    deeper = [e for e in error.context or () if len(e.absolute_path) > len(error.absolute_path)]
+    return [leaf for e in deeper for leaf in _leaves(e)] or [error]
 
 
 def _shown(value: Any) -> str:
@@ -126,18 +134,19 @@ def locate(model: str) -> Place | None:
     path = Path(model)
     known = PLANS / "models" / f"{model}.json"
     try:
-        if not model:
-            return None
-        if path.is_dir():
-            return Place(name=f"{model.rstrip('/')}/config.json", path=path / "config.json")
-        if path.exists():
-            return Place(name=model, path=path)
-        if re.fullmatch(r"[\w.-]+", model) and known.is_file():
-            return Place(name=f"plans/models/{model}.json", path=known)
+        mode = path.stat().st_mode if model else None
+    except (FileNotFoundError, NotADirectoryError):
+        mode = None
     except PermissionError:  # of a folder above it; reading it says so
         return Place(name=model, path=path)
     except (OSError, ValueError):  # a name too long, or with a NUL in it
         return None
+    if mode is not None and stat.S_ISDIR(mode):
+        return Place(name=f"{model.rstrip('/')}/config.json", path=path / "config.json")
+    if mode is not None:
+        return Place(name=model, path=path)
+    if re.fullmatch(r"[\w.-]+", model) and known.is_file():
+        return Place(name=f"plans/models/{model}.json", path=known)
     return _in_hub_cache(model)
 
 
@@ -164,9 +173,7 @@ def _in_hub_cache(model: str) -> Place | None:
 def read(place: Place, sink: Sink) -> Config | None:
     """The fields of a configuration file, or None after a finding (PL601, PL602)."""
     try:
-        if not place.path.exists():
-            raise FileNotFoundError(2, "no such file")
-        if not place.path.is_file():
+        if not stat.S_ISREG(place.path.stat().st_mode):  # never wait for a pipe
             raise OSError(0, "it is not a regular file")
         with place.path.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
@@ -175,7 +182,7 @@ def read(place: Place, sink: Sink) -> Config | None:
         sink.error(
             "PL601",
             f"cannot read {place.name}: {reason}",
-            help="a model's folder holds its config.json" if "no such" in reason else None,
+            help="a model's folder holds its config.json" if error.errno == ENOENT else None,
         )
         return None
     if len(data) > _MAX_BYTES:

@@ -26,7 +26,7 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     place = locate(model)
     if place is None:
         module, colon, factory = model.partition(":")
-        if colon and factory.isidentifier() and "/" not in module:
+        if colon and all(n.isidentifier() for n in (factory, *module.split("."))):
             return _from_code(module, factory, sink, allow_code=allow_code)
         _nowhere(model, sink)
         return None

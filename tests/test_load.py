@@ -1,0 +1,396 @@
+"""MODEL as a user gives it: what is read, what is refused and how, and the cache."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from planc.diagnostic import Sink
+from planc.model.facts import Facts
+from planc.model.load import load
+from planc.share import PAGES, PLANS
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A cache of the test's own, and no hub."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(folder, **fields):
+    """A model's folder; a field that is `...` is left out."""
+    values = {k: v for k, v in {**CONFIG, **fields}.items() if v is not ...}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def found(model, **keywords):
+    """The facts and what was said, as `CODE message` lines."""
+    sink = Sink()
+    facts = load(str(model), sink, **keywords)
+    assert (facts is None) == sink.failed
+    for d in sink:
+        assert (PAGES / f"{d.code}.md").is_file()
+        assert "\n" not in d.message
+    return facts, [f"{d.code} {d.message}" for d in sink]
+
+
+def refused(model, **keywords):
+    facts, said = found(model, **keywords)
+    assert facts is None
+    return said
+
+
+# What MODEL may be -----------------------------------------------------------------------------
+
+
+def test_a_folder_a_file_and_a_shipped_name(home):
+    folder = written(home / "model")
+    by_folder, _ = found(folder)
+    by_file, _ = found(folder / "config.json")
+    assert by_folder.name == "LlamaForCausalLM"
+    assert by_folder.config_name == f"{folder}/config.json" == by_file.config_name
+    assert by_folder == by_file
+    assert found("gpt2")[0].family == "gpt2"
+
+
+def test_a_hub_name_in_the_local_cache(home, monkeypatch):
+    from huggingface_hub import constants
+
+    hub = home / "hub"
+    snapshot = hub / "models--some--Model" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    (hub / "models--some--Model" / "refs").mkdir()
+    (hub / "models--some--Model" / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    facts, said = found("some/Model")
+    assert (facts.config_name, said) == ("some/Model/config.json", [])
+    assert refused("some/Other") == ["PL600 there is no model 'some/Other'"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nothing", "a/b/c/d", "x" * 5000, "a\0b", "../..x", ":f", "~"]
+)
+def test_no_such_model(name):
+    assert refused(name) == [f"PL600 there is no model {name!r}"]
+
+
+def test_the_nearest_name_is_offered():
+    sink = Sink()
+    load("lama-3.1-8b", sink)
+    (said,) = sink
+    assert said.help is not None
+    assert said.help.startswith("did you mean llama-3.1-8b")
+
+
+# What can't be read ----------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_configuration(home):
+    (home / "empty").mkdir()
+    assert refused(home / "empty") == [
+        f"PL601 cannot read {home}/empty/config.json: no such file or directory"
+    ]
+
+
+def test_a_configuration_that_is_a_folder(home):
+    (home / "model" / "config.json").mkdir(parents=True)
+    said = refused(home / "model")
+    assert said == [f"PL601 cannot read {home}/model/config.json: it is not a regular file"]
+
+
+def test_a_pipe_is_not_waited_for(home):
+    os.mkfifo(home / "pipe.json")
+    (said,) = refused(home / "pipe.json")
+    assert said.startswith("PL601 ")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("closed", ["model", "model/config.json"])
+def test_no_permission(home, closed):
+    written(home / "model")
+    (home / closed).chmod(0)
+    try:
+        (said,) = refused(home / "model")
+        assert said.startswith("PL601 ")
+        assert said.endswith("permission denied")
+    finally:
+        (home / closed).chmod(0o755)
+
+
+@pytest.mark.parametrize("step", ["stat", "open"])
+def test_no_permission_whoever_runs_it(home, monkeypatch, step):
+    """As the system would say it, so that root's test run sees it too."""
+    folder = written(home / "model")
+    real = getattr(Path, step)
+
+    def denied(path, *arguments, **keywords):
+        if path.is_relative_to(folder):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, step, denied)
+    (said,) = refused(folder)
+    assert said.startswith("PL601 ")
+    assert said.endswith("permission denied")
+
+
+NOT_JSON = {
+    "empty": b"",
+    "cut off": b'{"model_type": "lla',
+    "trailing comma": b'{"model_type": "llama",}',
+    "latin 1": '{"model_type": "llamà"}'.encode("latin-1"),
+    "utf 16": '{"model_type": "llama"}'.encode("utf-16"),
+    "binary": bytes(range(256)),
+    "list": b"[1, 2]",
+    "text": b'"llama"',
+    "null": b"null",
+    "deep": b"[" * 200_000,
+    "deep object": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "long number": b'{"hidden_size": ' + b"9" * 10_000 + b"}",
+    "large": b'{"model_type": "' + b"x" * 6_000_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("data", NOT_JSON.values(), ids=NOT_JSON.keys())
+def test_not_a_json_object(home, data):
+    (home / "config.json").write_bytes(data)
+    (said,) = refused(home)
+    assert said.startswith(f"PL602 {home}/config.json ")
+
+
+@pytest.mark.parametrize("depth", [50, 300, 480, 900, 980])
+def test_a_nested_field_is_read_or_refused(home, depth):
+    nest = "[" * depth + "]" * depth
+    text = json.dumps(CONFIG)[:-1] + f', "extra": {nest}}}'
+    (home / "config.json").write_text(text)
+    facts, said = found(home)
+    assert facts is not None or said[0][:5] in ("PL602", "PL606")
+
+
+def test_a_byte_order_mark_is_no_error(home):
+    (home / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(CONFIG).encode())
+    assert found(home)[1] == []
+
+
+# Fields ----------------------------------------------------------------------------------------
+
+SIZE = "an integer from 1 to 100,000,000"
+WRONG = {
+    "text": ({"num_attention_heads": "32"}, ["num_attention_heads", '"32"', "a positive integer"]),
+    "true": ({"num_attention_heads": True}, ["num_attention_heads", "true", "a positive integer"]),
+    "negative": ({"hidden_size": -64}, ["hidden_size", "-64", SIZE]),
+    "zero": ({"num_hidden_layers": 0}, ["num_hidden_layers", "0", SIZE]),
+    "null": ({"vocab_size": None}, ["vocab_size", "null", "an integer"]),
+    "fraction": ({"hidden_size": 64.5}, ["hidden_size", "64.5", "an integer"]),
+    "whole fraction": ({"hidden_size": 64.0}, ["hidden_size", "64.0", "an integer"]),
+    "huge": ({"vocab_size": 10**12}, ["vocab_size", "1000000000000", SIZE]),
+    "not a number": ({"hidden_size": float("nan")}, ["hidden_size", "NaN", "an integer"]),
+    "perhaps": ({"num_key_value_heads": "8"}, ["num_key_value_heads", '"8"', "or null"]),
+    "dtype": ({"dtype": 16}, ["dtype", "16", "a text or null"]),
+    "family": ({"model_type": 7}, ["model_type", "7", "a text"]),
+    "class": ({"architectures": "LlamaForCausalLM"}, ["architectures", "a list or null"]),
+    "nested": ({"text_config": {"hidden_size": "64"}}, ["`text_config.hidden_size` is", '"64"']),
+    "in a list": ({"num_attention_heads": [4, "4"]}, ["`num_attention_heads.1` is", '"4"']),
+    "missing family": ({"model_type": ...}, ["lacks `model_type`"]),
+    "missing size": ({"hidden_size": ...}, ["lacks `hidden_size`"]),
+    "missing heads": ({"num_attention_heads": ...}, ["lacks `num_attention_heads`"]),
+}
+
+
+@pytest.mark.parametrize(("fields", "words"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_field_is_named(home, fields, words):
+    (said,) = refused(written(home / "model", **fields))
+    assert said.startswith("PL603 ")
+    assert f"{home}/model/config.json" in said
+    for word in words:
+        assert word in said
+
+
+def test_every_wrong_field_is_a_finding(home):
+    folder = written(home / "model", hidden_size="64", vocab_size=None, num_hidden_layers=True)
+    names = [said.split("`")[1] for said in refused(folder)]
+    assert names == ["hidden_size", "num_hidden_layers", "vocab_size"]
+
+
+def test_a_missing_field_tells_the_default_and_its_own_name(home):
+    values = json.loads((PLANS / "models" / "gpt2.json").read_text())
+    del values["n_head"]
+    path = home / "config.json"
+    path.write_text(json.dumps(values))
+    sink = Sink()
+    assert load(str(path), sink) is None
+    (said,) = sink
+    assert said.message == f"{path} lacks `n_head`"
+    assert said.facts == ("n_head = 12  (default of gpt2)",)
+
+
+def test_null_heads_are_the_family_s_business(home):
+    facts, said = found(written(home / "model", num_key_value_heads=None))
+    assert (facts.config["num_key_value_heads"], said) == (4, [])
+
+
+# Families and classes --------------------------------------------------------------------------
+
+
+def test_an_unknown_family_offers_the_nearest(home):
+    sink = Sink()
+    assert load(str(written(home / "model", model_type="lamma")), sink) is None
+    (said,) = sink
+    assert said.code == "PL604"
+    assert "'lamma'" in said.message
+    assert said.help is not None
+    assert "llama" in said.help
+    assert said.facts[0].startswith("transformers ")
+
+
+def test_a_family_without_a_language_model(home):
+    fields = {"model_type": "vit", "hidden_size": 64, "architectures": None}
+    (said,) = refused(written(home / "model", **fields))
+    assert said.startswith("PL605 ")
+
+
+def test_a_class_of_another_family_is_passed_over(home):
+    facts, _ = found(written(home / "model", architectures=["Qwen3ForCausalLM", "Trainer", "json"]))
+    assert facts.name == "LlamaForCausalLM"
+
+
+def test_a_class_that_the_file_names(home):
+    folder = written(home / "model", architectures=["LlamaForSequenceClassification"])
+    assert found(folder)[0].name == "LlamaForSequenceClassification"
+
+
+CONTRADICTIONS = {
+    "heads": {"num_attention_heads": 5},
+    "activation": {"hidden_act": "no_such_function"},
+    "dtype": {"dtype": "float17"},
+    "layers": {"model_type": "qwen3", "architectures": None, "layer_types": ["full_attention"]},
+}
+
+
+@pytest.mark.parametrize("fields", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_what_transformers_refuses_is_a_finding(home, fields):
+    (said,) = refused(written(home / "model", **fields))
+    assert said.startswith("PL606 transformers cannot build a model from ")
+
+
+def test_the_verbosity_of_transformers_is_left_as_it_was(home):
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity_info()
+        assert found(written(home / "model"), cache=False)[0] is not None
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
+
+
+# Code ------------------------------------------------------------------------------------------
+
+OWN = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Mine(LlamaForCausalLM):
+    config_class = LlamaConfig
+"""
+
+
+def with_code(home, reference="modeling_mine.Mine", **fields):
+    folder = written(home / "model", auto_map={"AutoModelForCausalLM": reference}, **fields)
+    (folder / "modeling_mine.py").write_text(OWN.format(mark=str(home / "ran")))
+    return folder
+
+
+def test_code_of_a_model_is_not_run(home):
+    for _ in range(2):  # cold, and from the cache
+        facts, said = found(with_code(home))
+        assert facts.name == "LlamaForCausalLM"
+        assert [s[:5] for s in said] == ["PL609"]
+    assert [s[:5] for s in refused(with_code(home, model_type="mine"))] == ["PL604"]
+    assert not (home / "ran").exists()
+
+
+def test_code_of_a_model_runs_when_allowed(home, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(home / "modules"))
+    facts, said = found(with_code(home), allow_code=True)
+    assert (facts.name, said) == ("Mine", [])
+    assert (home / "ran").exists()
+
+
+def test_code_elsewhere_is_not_fetched(home):
+    (said,) = refused(with_code(home, "some/repo--modeling_mine.Mine"), allow_code=True)
+    assert said.startswith("PL609 ")
+
+
+FACTORY = """
+import sys
+from pathlib import Path
+Path("ran").touch()
+from torch import nn
+
+def build():
+    return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
+
+def wrong():
+    return 3
+
+def fails():
+    raise RuntimeError("no weights\\nhere")
+
+def leaves():
+    sys.exit(7)
+"""
+
+
+def test_a_factory(home, monkeypatch):
+    (home / "my_models_of_test.py").write_text(FACTORY)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(home)])
+    (said,) = refused("my_models_of_test:build")
+    assert said.startswith("PL607 ")
+    assert not (home / "ran").exists()
+    facts, said = found("my_models_of_test:build", allow_code=True)
+    assert (facts.name, facts.family, facts.count, said) == ("ModuleDict", "ModuleDict", 60, [])
+    assert (home / "ran").exists()
+    failures = {"wrong": "gave a int", "fails": "RuntimeError: no weights here"}
+    failures |= {"leaves": "SystemExit: 7", "missing": "AttributeError"}
+    for name, words in failures.items():
+        (said,) = refused(f"my_models_of_test:{name}", allow_code=True)
+        assert said.startswith(f"PL608 my_models_of_test:{name} failed: ")
+        assert words in said
+    (said,) = refused("no_such_module_of_test:build", allow_code=True)
+    assert "ModuleNotFoundError" in said
+
+
+def test_quantization_is_said_not_to_count(home):
+    folder = written(home / "model", quantization_config={"quant_method": "fp8"})
+    for _ in range(2):
+        assert [s[:5] for s in found(folder)[1]] == ["PL610"]
+
+
+def test_load_takes_no_notice_of_the_folder_s_weights(home):
+    folder = written(home / "model")
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    assert isinstance(found(folder)[0], Facts)
+    assert not (home / "ran").exists()

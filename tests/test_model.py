@@ -1,0 +1,304 @@
+"""The module table: what is one entry and what is not, kinds, facts, ties, totals."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planc.diagnostic import Sink
+from planc.model.config import shipped
+from planc.model.facts import Facts, Modules
+from planc.model.load import load
+from planc.model.table import already_parallel, facts_of
+
+# The totals that the publishers state; tied parameters count once.
+TOTALS = {
+    "gemma-3-1b": 999_885_952,
+    "gpt2": 124_439_808,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+TIED = {"gemma-3-1b", "gpt2", "llama-3.2-1b", "qwen2.5-0.5b"}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+def built(family, **fields):
+    config = AutoConfig.for_model(family, **{**SMALL, **fields})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def table(module, **keywords):
+    return facts_of(module, **keywords)
+
+
+def entries(facts, path):
+    """The sets of indices at a list, as text."""
+    module = facts.root
+    for name in path.split("."):
+        module = next(c.module for c in module.children if c.name == name)
+    return [str(c.indices) for c in module.children]
+
+
+def names(facts):
+    """Every parameter's torch name and shape, expanded from the table."""
+    found = {}
+    for modules in Modules((), facts.root).below():
+        for prefix in modules.names():
+            for p in modules.module.parameters:
+                found[f"{prefix}.{p.name}" if prefix else p.name] = p.shape
+    return found
+
+
+def loaded(model, **keywords):
+    sink = Sink()
+    facts = load(model, sink, cache=False, **keywords)
+    assert list(sink) == []
+    assert isinstance(facts, Facts)
+    return facts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral"])
+def test_the_table_holds_every_parameter(family):
+    model = built(family, pad_token_id=0)
+    expected = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    assert names(facts_of(model, config=model.config)) == expected
+
+
+@pytest.mark.parametrize("layers", [1, 2, 37])
+def test_identical_layers_are_one_entry(layers):
+    facts = table(built("llama", num_hidden_layers=layers))
+    assert entries(facts, "model.layers") == ["[0]" if layers == 1 else f"[0:{layers}]"]
+    deep = table(built("llama", num_hidden_layers=1))
+    assert sum(1 for _ in facts.model.below()) == sum(1 for _ in deep.model.below())
+
+
+def test_sliding_layers_differ_from_full_ones():
+    facts = table(built("gemma3_text", num_hidden_layers=13, sliding_window=8))
+    assert entries(facts, "model.layers") == ["[0:5,6:11,12]", "[5,11]"]
+    layers = next(m for m in facts.model.below() if str(m) == "model.layers").module
+    kinds = [
+        next(c.module for c in e.module.children if c.name == "self_attn").fact("is_sliding")
+        for e in layers.children
+    ]
+    assert kinds == [1, 0]
+
+
+def test_a_layer_type_tells_layers_apart():
+    """qwen2 has no `is_sliding`, only the name of the kind."""
+    layers = ["full_attention", "sliding_attention"] * 4
+    facts = table(built("qwen2", layer_types=layers, use_sliding_window=True, sliding_window=4))
+    assert entries(facts, "model.layers") == ["[0:7:2]", "[1:8:2]"]
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, bias=True, heads=2):
+        super().__init__()
+        self.head_dim = heads
+        self.layer_idx = id(self)
+        self.up = nn.Linear(4, width, bias=bias)
+
+
+DIFFERENT = {
+    "shape": lambda: Block(width=16),
+    "a parameter that is missing": lambda: Block(bias=False),
+    "fact": lambda: Block(heads=4),
+    "dtype": lambda: Block().to(torch.bfloat16),
+    "frozen": lambda: Block().requires_grad_(False),
+    "class": type("Other", (Block,), {}),
+    "child": lambda: nn.Sequential(Block()),
+}
+
+
+@pytest.mark.parametrize("make", DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_what_differs_is_an_entry_of_its_own(make):
+    model = nn.ModuleList([Block(), make(), Block(), Block()])
+    facts = table(nn.ModuleDict({"layers": model}))
+    assert entries(facts, "layers") == ["[0,2:4]", "[1]"]
+
+
+def test_a_sequential_may_name_its_entries():
+    facts = table(nn.Sequential(*[nn.Linear(2, 2)] * 2))
+    assert [str(c.indices) for c in facts.root.children] == ["[0:2]"]
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    mixed = nn.Sequential()
+    mixed.add_module("first", first)
+    mixed.add_module("1", second)
+    facts = table(mixed)
+    assert [(c.name, c.indices) for c in facts.root.children] == [("first", None), ("1", None)]
+
+
+def test_kinds():
+    from transformers.pytorch_utils import Conv1D
+
+    class Mine(nn.Linear):
+        pass
+
+    class RMSNorm(nn.Module):
+        pass
+
+    kinds = {
+        "linear": nn.Linear(2, 2),
+        "mine": Mine(2, 2),
+        "conv": Conv1D(2, 2),
+        "embedding": nn.Embedding(2, 2),
+        "norm": nn.LayerNorm(2),
+        "rms": RMSNorm(),
+        "list": nn.ModuleList(),
+        "dict": nn.ModuleDict(),
+        "act": nn.GELU(),
+    }
+    facts = table(nn.ModuleDict(kinds))
+    assert {c.name: c.module.kind for c in facts.root.children} == {
+        "linear": "linear",
+        "mine": "linear",
+        "conv": "conv1d",
+        "embedding": "embedding",
+        "norm": "norm",
+        "rms": "norm",
+        "list": "list",
+        "dict": "dict",
+        "act": "other",
+    }
+
+
+def test_head_facts():
+    facts = table(built("llama"))
+    attention = next(m for m in facts.model.below() if m.path[-1:] == ("self_attn",)).module
+    assert dict(attention.facts)["head_dim"] == 16
+    assert dict(attention.facts)["num_key_value_groups"] == 2
+    assert "layer_idx" not in dict(attention.facts)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ties(tied):
+    facts = table(built("llama", tie_word_embeddings=tied))
+    expected = (("model.embed_tokens.weight", "lm_head.weight"),) if tied else ()
+    assert facts.ties == expected
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(names(facts))
+    assert facts.root.count - facts.count == (128 * 64 if tied else 0)
+
+
+def test_ties_inside_a_list():
+    shared = nn.Linear(4, 4)
+    facts = table(nn.ModuleDict({"layers": nn.ModuleList([shared, nn.Linear(4, 4), shared])}))
+    assert set(facts.ties) == {
+        ("layers.0.weight", "layers.2.weight"),
+        ("layers.0.bias", "layers.2.bias"),
+    }
+    assert (facts.root.count, facts.count) == (60, 40)
+
+
+def test_a_parameter_by_name():
+    facts = table(built("llama"))
+    assert facts.parameter("model.layers.7.mlp.up_proj.weight").shape == (96, 64)
+    for wrong in (
+        "model.layers.8.mlp.up_proj.weight",
+        "model.layers.x.mlp",
+        "weight",
+        "model.norm",
+    ):
+        with pytest.raises(KeyError):
+            facts.parameter(wrong)
+
+
+@dataclasses.dataclass
+class Settings:
+    n_head: int = 4
+    dtype: torch.dtype = torch.bfloat16
+
+
+class Plain:
+    def __init__(self):
+        self.n_head = 4
+        self.dtype = torch.bfloat16
+
+
+class Loop(dict):
+    def __init__(self):
+        super().__init__(n_head=4, dtype="bfloat16")
+        self["self"] = self
+
+
+@pytest.mark.parametrize(
+    "config", [Settings(), Plain(), {"n_head": 4, "dtype": torch.bfloat16}, Loop()]
+)
+def test_any_configuration_becomes_plain_data(config):
+    facts = facts_of(nn.Linear(2, 2), config=config)
+    assert facts.config == {"n_head": 4, "dtype": "bfloat16"}
+    assert facts.family == "Linear"
+
+
+def test_resolved_configuration():
+    """A null field is what the family makes of it, and nested ones stay nested."""
+    model = built("llama", num_key_value_heads=None)
+    facts = facts_of(model, config=model.config, given=frozenset({"hidden_size"}))
+    assert facts.config["num_key_value_heads"] == 4
+    assert facts.source("hidden_size") == "config.json"
+    assert facts.source("hidden_act") == "default of llama"
+    nested = AutoConfig.for_model("gemma3").to_dict()
+    assert facts_of(nn.Linear(2, 2), config=nested).config["text_config"]["head_dim"] == 256
+    assert json.loads(json.dumps(facts.config)) == facts.config
+
+
+def test_devices_agree():
+    meta = built("llama")
+    assert facts_of(meta.to_empty(device="cpu")) == facts_of(built("llama"))
+
+
+def test_already_parallel():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = built("llama")
+    assert already_parallel(model) is None
+    model.model.layers[3] = checkpoint_wrapper(model.model.layers[3])
+    assert already_parallel(model) == "model.layers.3 is wrapped for checkpointing"
+
+
+def test_already_sharded(tmp_path):
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].bias = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh))
+        assert already_parallel(model) == "1.bias is a DTensor"
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(model[1], mesh=mesh)
+        assert already_parallel(model) == "1 is sharded (FSDPLinear)"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_shipped_model_has_a_total():
+    assert set(shipped()) == set(TOTALS)
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_shipped_models(name):
+    facts = loaded(name)
+    assert facts.count == TOTALS[name]
+    assert (len(facts.ties) == 1) == (name in TIED)
+    assert facts.config_name == f"plans/models/{name}.json"
+    assert facts.given >= {"model_type", "vocab_size"}
