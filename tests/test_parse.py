@@ -1,8 +1,13 @@
 """Syntax: the gallery parses, and every mistake of a file is reported once, at its line."""
 
+
+import pytest
+
 from planc.diagnostic import Sink
 from planc.source import Source
 from planc.syntax import parse, tree
+from planc.syntax.grammar import parser
+from planc.syntax.wording import written
 
 PLAN = """\
 plan llama for llama, mistral
@@ -33,6 +38,10 @@ def read(text):
     return parse(Source("t.plan", text), sink), sink
 
 
+def found(sink):
+    return [(d.labels[0].span.line, d.code, d.message) for d in sink]
+
+
 def test_a_plan_parses_with_spans():
     file, sink = read(PLAN)
     assert list(sink) == []
@@ -55,12 +64,134 @@ def test_five_errors_give_five_diagnostics():
     text = text.replace("param = bf16,", "param == bf16 bf16,")
     text = text.replace("fsdp on dp_shard * cp", "fsdp onn dp_shard * cp")
     _, sink = read(text)
-    assert [d.labels[0].span.line for d in sink] == [1, 6, 11, 17, 18] or sorted(
-        d.labels[0].span.line for d in sink
-    ) == [1, 6, 11, 17, 18], [d.message for d in sink]
+    assert found(sink) == [
+        (1, "PL001", "unexpected `fro`: expected `for`"),
+        (6, "PL001", "unexpected `=`: expected a value"),
+        (11, "PL001", "unexpected `colwise`: expected `:`, `has`, `{` or a class"),
+        (17, "PL001", "unexpected `dp_shard`: expected `*`, `,` or `{`"),
+        (18, "PL001", "unexpected `bf16`"),
+    ]
 
 
-def test_hopeless_input_is_a_diagnostic():
-    for text in ("", "{" * 10_000_000, "(" * 500, "\x00\x01", 'extend "abc', "mesh {\n tp = 1\n"):
-        _, sink = read(text)
-        assert sink.failed, text[:20]
+CLOSES = "nothing is open that this `{}` could close"
+LONELY = "this `{` is never closed"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("tp       = 1\n}", "tp       = 1", [(4, "PL004", LONELY)]),
+        ("local = false)\n    }\n}", "local = false)\n}", [(10, "PL004", LONELY)]),
+        ("reshard = never)\n}", "reshard = never)", [(17, "PL004", LONELY)]),
+        ("{q,k,v}_proj", "{q,k,v_proj", [(11, "PL004", LONELY)]),
+        ("colwise", "colwise(", [(11, "PL004", "this `(` is never closed")]),
+        ("layers.*", "layers[0:4", [(2, "PL004", "this `[` is never closed")]),
+        ("reshard = never)", "reshard = never))", [(19, "PL004", CLOSES.format(")"))]),
+        ("1\n}", "1\n}\n}", [(8, "PL004", CLOSES.format("}"))]),
+    ],
+)
+def test_a_bracket_without_a_partner_is_one_error(old, new, expected):
+    assert old in PLAN
+    file, sink = read(PLAN.replace(old, new))
+    assert found(sink) == expected
+    assert len(file.statements) >= 4
+
+
+def test_an_unclosed_block_keeps_its_rules_and_what_follows():
+    file, sink = read(PLAN.replace("tp       = 1\n}", "tp       = 1"))
+    assert file.statements == read(PLAN)[0].statements
+    assert [m.span.line for d in sink for m in d.labels] == [4, 8]
+
+
+def test_where_the_indentation_says_nothing_the_innermost_brace_is_named():
+    _, sink = read("plan a for llama\ntensor on tp {\nlm_head : colwise\n")
+    assert found(sink) == [(2, "PL004", LONELY)]
+
+
+def test_an_error_in_a_call_of_several_lines_is_one():
+    text = "fsdp on dp {\n    group(\n        a b,\n        c\n    ) : unit\n    root : unit\n}\n"
+    file, sink = read(text)
+    assert found(sink) == [(3, "PL001", "unexpected `b`")]
+    assert len(file.statements[0].items) == 1
+
+
+def test_an_error_before_a_closing_brace_does_not_lose_the_brace():
+    file, sink = read("mesh {\n    tp = }\nfsdp on dp {\n    root : unit\n}\n")
+    assert found(sink) == [(2, "PL001", "unexpected `}`: expected a value")]
+    assert len(file.statements) == 2
+
+
+def test_terminals_are_named_as_they_are_written():
+    names = {t.name: written(t.name) for t in parser().terminals}
+    signs = {"STAR": "`*`", "SLASH": "`/`", "PLUS": "`+`", "LBRACE": "`{`", "COLON": "`:`"}
+    assert signs.items() <= names.items()
+    assert {"`->`", "`for`", "`]`", "a comparison"} <= set(names.values())
+    silent = {"COMMENT", "_NL", *parser().ignore_tokens}
+    named = {words for name, words in names.items() if name not in silent}
+    assert [words for words in named if not words.startswith(("`", "a "))] == []
+
+
+def test_what_is_no_value_is_named_with_its_place():
+    _, sink = read("let x = 1 1\nlet y = a *\nlet z = [1, 2\n")
+    assert sorted(found(sink)) == [
+        (1, "PL001", "unexpected `1`: expected an operator"),
+        (2, "PL001", "the line ends too early: expected a value"),
+        (3, "PL004", "this `[` is never closed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "PL002"),
+        ("# nothing\n", "PL002"),
+        ("{" * 10_000_000, "PL003"),
+        ("(" * 500, "PL003"),
+        ("a {\n" * 70, "PL003"),
+        ("\x00\x01", "PL003"),
+        ("plan\ufffd", "PL003"),
+        ('let x = "\ud800"', "PL003"),
+        ("plan a for llama\rmesh {\r}", "PL003"),
+        ("let x = " + "not " * 2000 + "true", "PL003"),
+        ("let x = " + "-" * 9000 + "1", "PL003"),
+        ("let x = [\n" + "1 +\n" * 10_000 + "1]", "PL003"),
+        ("let x = " + "when a then b else " * 400 + "c", "PL003"),
+        ("let x = " + "f(" * 60 + "-" * 60 + "1" + ")" * 60, "PL003"),
+        ("let x = " + "9" * 5000, "PL003"),
+        ("let x = 1e999K", "PL003"),
+        ("x" * 20_000, "PL003"),
+        ('extend "abc', "PL005"),
+        ("mesh {\n tp = 1\n", "PL004"),
+    ],
+    ids=lambda value: ascii(value[:16]),
+)
+def test_hopeless_input_is_one_diagnostic(text, code):
+    _, sink = read(text)
+    assert [d.code for d in sink] == [code]
+
+
+def test_after_twenty_errors_the_rest_is_not_shown():
+    _, sink = read("x y z\n" * 200)
+    messages = [d.message for d in sink]
+    assert messages[-1] == "t.plan has more than 20 syntax errors; the rest is not shown"
+    assert len(messages) == 21
+
+
+@pytest.mark.parametrize("change", [("\n", "\r\n"), ("    ", "\t"), ("plan l", "\ufeffplan l")])
+def test_line_ends_tabs_and_a_byte_order_mark_mean_nothing(change):
+    file, sink = read(PLAN.replace(*change))
+    assert list(sink) == []
+    assert file == read(PLAN)[0]
+    _, sink = read(PLAN.replace("tp       = 1", "tp = = 1").replace(*change))
+    assert found(sink) == [(6, "PL001", "unexpected `=`: expected a value")]
+
+
+def test_a_string_means_what_it_says():
+    file, sink = read(r'require tp == 1 "a \"b\" \\ c\d"')
+    assert list(sink) == []
+    assert file.statements[0].message == r'a "b" \ c\d'
+
+
+def test_numbers():
+    file, _ = read("let a = 0" + "0" * 5000 + "7\nlet b = 1.5K\nlet c = 2M\nlet d = 1.5\n")
+    assert [s.value.value for s in file.statements] == [7, 1500, 2_000_000, 1.5]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ast
+import math
+import re
 from typing import Any
 
 from lark import Token, Transformer, v_args
@@ -11,6 +12,8 @@ from lark.tree import Meta
 from planc.source import Source, Span
 from planc.syntax import tree
 
+_LARGEST = 2**63
+_DIGITS = len(str(_LARGEST))
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -22,6 +25,7 @@ class Builder(Transformer[Token, tree.File]):
         super().__init__(visit_tokens=False)
         self.source = source
         self.strays: list[Span] = []
+        self.giants: list[Span] = []
 
     def span(self, meta: Meta) -> Span:
         if meta.empty:
@@ -229,7 +233,10 @@ class Builder(Transformer[Token, tree.File]):
         return self.word(children[0])
 
     def number(self, meta: Meta, children: list[Any]) -> tree.Literal:
-        return tree.Literal(origin=self.span(meta), value=_number(str(children[0])))
+        value = _number(str(children[0]))
+        if value is None:
+            self.giants.append(self.span(meta))
+        return tree.Literal(origin=self.span(meta), value=value or 0)
 
     def string(self, meta: Meta, children: list[Any]) -> tree.Literal:
         return tree.Literal(origin=self.span(meta), value=_unquote(children[0]))
@@ -250,16 +257,19 @@ def _flags(modifiers: tuple[str, ...] | None) -> dict[str, bool]:
 
 
 def _unquote(token: Token) -> str:
-    try:
-        return str(ast.literal_eval(str(token)))
-    except (SyntaxError, ValueError):  # an escape that Python refuses stands for itself
-        return str(token)[1:-1]
+    """A string as it is meant: a backslash makes way for a `"`, and for another backslash."""
+    return re.sub(r"\\([\"\\])", r"\1", str(token)[1:-1])
 
 
-def _number(text: str) -> int | float:
+def _number(text: str) -> int | float | None:
+    """The value, or None for one that is beyond what a 64-bit integer or a float can hold."""
     scale = _UNITS.get(text[-1], 1)
     digits = text[:-1] if text[-1] in _UNITS else text
     if digits.isdigit():
-        return int(digits) * scale
+        digits = digits.lstrip("0") or "0"  # Python refuses to read thousands of them
+        whole = int(digits) * scale if len(digits) <= _DIGITS else _LARGEST
+        return whole if whole < _LARGEST else None
     value = float(digits) * scale
-    return int(value) if scale > 1 and value == int(value) else value
+    if math.isinf(value):
+        return None
+    return int(value) if scale > 1 and value == int(value) and value < _LARGEST else value

@@ -1,103 +1,100 @@
 """Text -> AST, with every syntax error of a file in one run.
 
-The file is parsed whole. On an error the line that holds it is blanked out (its braces stay, so the
-blocks around it keep their shape) and the rest is parsed again, until nothing is left to report:
-each diagnostic is one real mistake, and the good statements still give an AST.
+The file is parsed whole. On an error the statement that holds it is blanked out (the braces of
+blocks around it stay, so that they keep their shape) and the rest is parsed again, until nothing is
+left to report: each diagnostic is one real mistake, and the good statements still give an AST.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Collection, Sequence
 
-from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark import Token, UnexpectedInput, UnexpectedToken
+from lark import Tree as _Tree
 from lark.exceptions import UnexpectedEOF
 
 from planc.diagnostic import Label, Sink
-from planc.share import GRAMMARS
 from planc.source import Source, Span
-from planc.syntax import tree
+from planc.syntax import brackets, tree, wording
 from planc.syntax.build import Builder
+from planc.syntax.grammar import parser
 
 MAX_CHARACTERS = 1_000_000
+MAX_LINE = 10_000
 MAX_NESTING = 64
 MAX_ERRORS = 20
-
-
-class _Brackets:
-    """Drops newlines inside ( ) and [ ], where a statement may go on over several lines."""
-
-    always_accept = ("_NL",)
-
-    def process(self, stream: Iterator[Token]) -> Iterator[Token]:
-        depth = 0
-        for token in stream:
-            if token.type in ("LPAR", "LSQB"):
-                depth += 1
-            elif token.type in ("RPAR", "RSQB"):
-                depth -= 1
-            if token.type == "_NL" and depth > 0:
-                continue
-            yield token
-
-
-@cache
-def _parser() -> Lark:
-    grammar = (GRAMMARS / "plan.lark").read_text(encoding="utf-8")
-    return Lark(
-        grammar,
-        parser="lalr",
-        lexer="contextual",
-        propagate_positions=True,
-        maybe_placeholders=True,
-        postlex=_Brackets(),
-    )
+_MAX_READ = 3_000_000
+_BINARY = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffd\ud800-\udfff]|\r(?!\n)")
+Parsed = _Tree[Token]
+_NESTED_BLOCKS = ("section", "block", "top_when", "when")
+_NESTED_VALUES = ("binary", "unary", "not_in", "choice", "listing", "call", "action")
+_NESTING = frozenset((*_NESTED_BLOCKS, *_NESTED_VALUES))
 
 
 def parse(source: Source, sink: Sink) -> tree.File:
     """The AST of a source; what can't be parsed is reported and left out.
 
     Args:
-        source: the text of a `.plan` file.
-        sink: receives PL001 to PL006.
+        source: the text of a `.plan` file. A byte order mark in front is passed over.
+        sink: receives PL001 to PL005.
     """
     empty = tree.File(origin=source.span(0, len(source.text)), statements=())
     if not _readable(source, sink):
         return empty
+    errors = sink.errors
     text = source.text + "\n"
-    for _ in range(MAX_ERRORS):
+    if text.startswith("\ufeff"):
+        text = " " + text[1:]
+    text, ends = _closed(source, text, sink)
+    # a large file is not read twenty times over
+    for _ in range(max(2, min(MAX_ERRORS, _MAX_READ // len(text)))):
         try:
-            parsed = _parser().parse(text)
+            parsed = _parsed(text, ends)
         except UnexpectedInput as error:
-            span = _place(error, source, text)
-            _report(error, span, source, text, sink)
-            text = _blank(text, span, _lacks_brace(error))
-        else:
-            builder = Builder(source)
-            file: tree.File = builder.transform(parsed)
-            for stray in builder.strays:
-                if text.startswith(source.line(stray.line), source.offset(stray.line)):
-                    sink.error(
-                        "PL001",
-                        "this block has no head",
-                        source.span(stray.start, stray.start + 1),
-                        help="write what it is for, such as `tensor on tp {`",
-                    )
-            if not file.statements and not sink.failed:
-                sink.error(
-                    "PL002",
-                    f"{source.name} holds no statement",
-                    source.span(0, 0),
-                    help="a plan starts with `plan NAME for FAMILY`",
-                )
-            return file
+            text, ends = _recovered(error, source, text, ends, sink)
+            continue
+        deep = _too_deep(parsed)
+        if deep is not None:
+            span = source.span(deep, deep + 1)
+            sink.error(
+                "PL003",
+                f"blocks, brackets and operators nest deeper than {MAX_NESTING}",
+                span,
+                help="give the inner parts names with `let`",
+            )
+            text = _blank(text, span.start)
+            continue
+        return _built(parsed, source, text, sink, quiet=sink.errors > errors)
     sink.error(
         "PL001",
-        f"more than {MAX_ERRORS} syntax errors; the rest is not shown",
-        source.span(0, 0),
+        f"{source.name} has more than {sink.errors - errors} syntax errors; the rest is not shown",
     )
     return empty
+
+
+def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool) -> tree.File:
+    """The AST of a text that parses, and what only the AST shows."""
+    builder = Builder(source)
+    file: tree.File = builder.transform(parsed)
+    for stray in builder.strays:
+        if text.startswith(source.line(stray.line), source.offset(stray.line)):
+            sink.error(
+                "PL001",
+                "this block has no head",
+                source.span(stray.start, stray.start + 1),
+                help="write what it is for, such as `tensor on tp {`",
+            )
+    for number in builder.giants:
+        sink.error("PL003", "this number is out of range", number)
+    if not (file.statements or quiet or builder.strays):
+        sink.error(
+            "PL002",
+            f"{source.name} holds no statement",
+            source.span(0, 0),
+            help="a plan starts with `plan NAME for FAMILY`",
+        )
+    return file
 
 
 def _readable(source: Source, sink: Sink) -> bool:
@@ -110,17 +107,30 @@ def _readable(source: Source, sink: Sink) -> bool:
             help="is this a .plan file?",
         )
         return False
-    binary = re.search(r"[\x00-\x08\x0b\x0e-\x1f\ufffd]", text)
+    binary = _BINARY.search(text)
     if binary:
+        code = ord(binary[0])
+        found = f"it holds U+{code:04X}" if code < 0x80 else "it is not UTF-8"
         sink.error(
             "PL003",
-            f"{source.name} is not text: it holds U+{ord(binary[0]):04X}",
+            f"{source.name} is not text: {found}",
             source.span(binary.start(), binary.end()),
             help="a .plan file is UTF-8 text",
         )
         return False
+    start = 0
+    for line in text.split("\n"):
+        if len(line) > MAX_LINE:
+            message = f"this line has more than {MAX_LINE:,} characters"
+            sink.error("PL003", message, source.span(start, start + 80))
+            return False
+        start += len(line) + 1
+    return _shallow(source, sink)
+
+
+def _shallow(source: Source, sink: Sink) -> bool:
     depth = 0
-    for match in re.finditer(r"[{}()\[\]]", _masked(text)):
+    for match in re.finditer(r"[{}()\[\]]", brackets.masked(source.text)):
         depth += 1 if match[0] in "{([" else -1
         if depth > MAX_NESTING:
             sink.error(
@@ -130,27 +140,106 @@ def _readable(source: Source, sink: Sink) -> bool:
                 help="a `let` gives a long selector or expression a name",
             )
             return False
-    # a run of operators nests without brackets, and so would overflow whoever walks the tree
-    for line in re.finditer(r"[^\n]+", text):
-        if len(line[0]) > 10_000:
-            sink.error(
-                "PL003",
-                "this line has more than 10,000 characters",
-                source.span(line.start(), line.start() + 80),
-            )
-            return False
     return True
 
 
-def _masked(text: str) -> str:
-    """The text with comments and strings blanked, for looking at brackets."""
-    return re.sub(r'#[^\n]*|"(?:\\.|[^"\\\n])*"', lambda m: " " * len(m[0]), text)
+def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]]:
+    """Reports opening brackets without a partner.
+
+    Returns:
+        The text without the statements that they are in, and the offsets at which the parser is
+        told of a `}` that is not there.
+    """
+    ends = []
+    for one in brackets.brackets(brackets.masked(text)).unclosed[:MAX_ERRORS]:
+        span = source.span(one.start, one.start + 1)
+        labels = [Label(span=span)]
+        if one.end is not None and one.end < len(source.text):
+            next_ = text.find("\n", one.end)
+            told = "by the indentation, it ends before this line"
+            labels.append(Label(span=source.span(one.end, next_), text=told))
+        sink.error(
+            "PL004",
+            f"this `{span.text}` is never closed",
+            *labels,
+            help=f"close it with `{wording.CLOSERS[span.text]}`",
+        )
+        if one.end is None:
+            text = _blank(text, one.start)
+        else:
+            ends.append(one.end)
+    return text, tuple(sorted(ends))
 
 
-def _place(error: UnexpectedInput, source: Source, text: str) -> Span:
+def _parsed(text: str, ends: Sequence[int]) -> Parsed:
+    """The parse tree of a text, as if a `}` on a line of its own stood at each of some offsets.
+
+    Raises:
+        UnexpectedInput: the text is not in the grammar.
+    """
+    if not ends:
+        return parser().parse(text)
+    session = parser().parse_interactive(text)
+    waiting = list(ends)
+    last = Token("_NL", "\n", start_pos=0, end_pos=0)
+    for token in session.lexer_thread.lex(session.parser_state):  # type: ignore[no-untyped-call]
+        session.feed_token(token)
+        last = token
+        while waiting and token.type == "_NL" and (token.end_pos or 0) >= waiting[0]:
+            at = token.start_pos
+            session.feed_token(Token("RBRACE", "", start_pos=at, end_pos=at))
+            session.feed_token(Token("_NL", "", start_pos=at, end_pos=token.end_pos))
+            waiting.pop(0)
+    parsed: Parsed = session.feed_eof(last)  # type: ignore[no-untyped-call]
+    return parsed
+
+
+def _recovered(
+    error: UnexpectedInput, source: Source, text: str, ends: tuple[int, ...], sink: Sink
+) -> tuple[str, tuple[int, ...]]:
+    """Reports an error; returns the text without it, and the `}` that are still to be added."""
+    if isinstance(error, UnexpectedToken) and error.token.type == "RBRACE" and not error.token:
+        # a guess that did not fit; its brace is already reported
+        rest = list(ends)
+        rest.remove(min(e for e in ends if e > (error.token.start_pos or 0)))
+        return text, tuple(rest)
+    if isinstance(error, UnexpectedEOF) or wording.at_end(error):
+        end = len(source.text.rstrip())
+        span = source.span(max(0, end - 1), end)
+        sink.error("PL001", "the file ends too early", span)
+        return "\n", ()
+    span = _place(error, source)
+    lonely = brackets.brackets(brackets.masked(text)).lonely
+    if not _orphaned(error, source, text):
+        wording.report(error, span, source, sink, lonely=span.start in lonely)
+    return _blank(text, span.start, lonely, head=bool(lonely) and _lacks_brace(error)), ends
+
+
+def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:
+    """Whether this is the `else` of a `when` that was blanked, and so is reported already."""
+    if not isinstance(error, UnexpectedToken) or error.token.type != "ELSE":
+        return False
+    head = brackets.partner(brackets.masked(text), error.token.start_pos or 0)
+    if head is None:
+        return False
+    line = source.span(head, head).line
+    return not text.startswith(source.line(line), source.offset(line))
+
+
+def _too_deep(parsed: Parsed) -> int | None:
+    """The offset of the first node that lies too deep for those who walk the tree, if any."""
+    waiting = [(parsed, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        depth += node.data in _NESTING
+        if depth > MAX_NESTING:
+            return int(node.meta.start_pos)
+        waiting += [(child, depth) for child in node.children if isinstance(child, _Tree)]
+    return None
+
+
+def _place(error: UnexpectedInput, source: Source) -> Span:
     """The span of the token that does not fit."""
-    if isinstance(error, UnexpectedEOF) or _at_end(error):
-        return _unclosed(source, text)
     start = error.pos_in_stream or 0
     end = start + 1
     if isinstance(error, UnexpectedToken) and error.token.end_pos is not None:
@@ -158,22 +247,6 @@ def _place(error: UnexpectedInput, source: Source, text: str) -> Span:
     if isinstance(error, UnexpectedToken) and error.token.type == "_NL":
         end = start
     return source.span(start, min(end, len(source.text)))
-
-
-def _at_end(error: UnexpectedInput) -> bool:
-    return isinstance(error, UnexpectedToken) and error.token.type == "$END"
-
-
-def _unclosed(source: Source, text: str) -> Span:
-    """The innermost bracket that is still open at the end of the file."""
-    open_: list[int] = []
-    for match in re.finditer(r"[{}()\[\]]", _masked(text)):
-        if match[0] in "{([":
-            open_.append(match.start())
-        elif open_:
-            open_.pop()
-    start = open_[-1] if open_ else max(0, len(source.text.rstrip()) - 1)
-    return source.span(start, start + 1)
 
 
 def _lacks_brace(error: UnexpectedInput) -> bool:
@@ -185,112 +258,26 @@ def _lacks_brace(error: UnexpectedInput) -> bool:
     )
 
 
-def _blank(text: str, span: Span, lacks_brace: bool) -> str:
-    """The text, of the same length, without the line that holds the error."""
-    first = _opener_line(text, span)
-    start = text.rfind("\n", 0, first) + 1
-    end = text.find("\n", span.start if first == span.start else first)
-    line = text[start:end]
-    masked = _masked(line).strip()
-    if not masked:  # only reachable for an error after the last statement
-        return " " * len(text[:-1]) + "\n"
-    closes = masked.startswith("}")
-    opens = lacks_brace or masked.endswith("{")
-    inner = " " * len(line)
-    if closes:
-        inner = "}" + inner[1:]
-    if opens and len(line) > 1:
-        inner = inner[:-1] + "{"
-        if closes and len(line) > 2:
-            inner = inner[0] + "\n" + inner[2:]
-    if inner == line:  # a bracket alone on its line that nothing matches
-        inner = " " * len(line)
+def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool = False) -> str:
+    """The text, of the same length, without the statement at a position.
+
+    Args:
+        text: with an error at `position`.
+        lonely: offsets of braces that close nothing, and so are no loss.
+        head: whether the statement should have ended with a `{`.
+    """
+    shape = brackets.masked(text)
+    start, end = brackets.statement(shape, position)
+    kept = list(" " * (end - start))
+    for brace in brackets.ends(shape, start, end):
+        if brace in lonely:
+            continue
+        kept[brace - start] = shape[brace]
+        if shape[brace] == "}" and brace + 1 < end:
+            kept[brace - start + 1] = "\n"
+    if head and kept:
+        kept[-1] = "{"
+    inner = "".join(kept)
+    if inner == text[start:end]:  # braces that can't stand there; and every round must get on
+        inner = " " * (end - start)
     return text[:start] + inner + text[end:]
-
-
-def _opener_line(text: str, span: Span) -> int:
-    """Where the statement with the error starts: at the outermost ( or [ still open before it."""
-    open_: list[int] = []
-    for match in re.finditer(r"[()\[\]]", _masked(text[: span.start])):
-        if match[0] in "([":
-            open_.append(match.start())
-        elif open_:
-            open_.pop()
-    return open_[0] if open_ else span.start
-
-
-_WORDS = {
-    "NAME": "a name",
-    "SELECTOR": "a selector",
-    "CLASS": "a class",
-    "NUMBER": "a number",
-    "STRING": "a string",
-    "COLON": "`:`",
-    "COMMA": "`,`",
-    "EQUAL": "`=`",
-    "LBRACE": "`{`",
-    "RBRACE": "`}`",
-    "LPAR": "`(`",
-    "RPAR": "`)`",
-    "LSQB": "`[`",
-    "RSQB": "`]`",
-    "_NL": "a new line",
-    "$END": "the end",
-    "__ANON_0": "`->`",
-}
-_CLOSERS = {"{": "}", "(": ")", "[": "]"}
-_OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "COMPARE", "AND", "OR", "NOT", "IN"}
-
-
-def _expected(error: UnexpectedInput) -> str:
-    """What could have stood there, in words."""
-    if isinstance(error, UnexpectedCharacters):
-        names = set(error.allowed or ())
-    elif isinstance(error, UnexpectedToken):
-        names = set(error.accepts or error.expected or ())
-    else:
-        return ""
-    names -= {"COMMENT", "_NL", "$END", "OPTIONAL", "OVERRIDE"}
-    if names >= {"PLUS", "MINUS"}:
-        names -= _OPERATORS
-        words = ["an operator"]
-    elif names >= {"NUMBER", "STRING", "NAME"}:
-        return "a value"
-    else:
-        words = []
-    words += sorted(_WORDS.get(n, f"`{n.lower()}`") for n in names)
-    if not words or len(words) > 5:
-        return ""
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _report(error: UnexpectedInput, span: Span, source: Source, text: str, sink: Sink) -> None:
-    line = source.line(span.line)
-    found = span.text
-    if isinstance(error, UnexpectedEOF) or _at_end(error):
-        sink.error(
-            "PL004",
-            f"this `{found}` is never closed",
-            span,
-            help=f"close it with `{_CLOSERS.get(found, '}')}`",
-        )
-        return
-    if found.startswith('"'):
-        sink.error("PL005", "this string is not closed on its line", span, help='add the `"`')
-        return
-    if found == "}" or (found in ")]" and found):
-        sink.error("PL004", f"nothing is open that this `{found}` could close", span)
-        return
-    spaced = re.search(r"\{[\w*]*,?\s[^{}\n]*\}", line) or re.search(
-        r"\{[^{}\n]*,\s[^{}\n]*\}", line
-    )
-    expected = _expected(error)
-    message = f"unexpected `{found}`" if found.strip() else "the line ends too early"
-    if expected:
-        message += f": expected {expected}"
-    tip = None
-    if spaced:
-        tip = f"a selector has no spaces inside: write `{''.join(spaced[0].split())}`"
-    elif found == "{":
-        tip = "a block needs a head, such as `tensor on tp {`"
-    sink.error("PL001", message, Label(span=span, text="here"), help=tip)

@@ -1,0 +1,206 @@
+"""Which brackets of a text have no partner, judged before it is parsed.
+
+A parser notices a forgotten brace only at the end of the file, or at the first statement that makes
+no sense inside the block. Where the block should have ended shows in the indentation; it decides
+nothing but where a mistake is reported and how the rest is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_BRACKET = re.compile(r"[{}()\[\]]")
+_TEXT = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"?')
+_STATEMENT = re.compile(r"\s*(override|plan|extend|option|let|require|style)\b|.*\{\s*$")
+_SELECTOR_END = re.compile(r"\}[\w.*\[]")
+_OPENERS = {")": "(", "]": "[", "}": "{"}
+
+
+def masked(text: str) -> str:
+    """The text with comments and strings blanked, for looking at brackets."""
+    return _TEXT.sub(lambda m: " " * len(m[0]), text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unclosed:
+    """An opening bracket without a partner.
+
+    Args:
+        start: its offset.
+        end: where the `}` of a block is taken to stand: the offset at which a line starts, or that
+            of the end. None for a bracket inside of a statement.
+    """
+
+    start: int
+    end: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    start: int
+    indent: int
+    block: bool
+
+
+@dataclass(slots=True)
+class Brackets:
+    """What a look at all brackets of a masked text found.
+
+    Args:
+        unclosed: opening brackets without a partner, in order.
+        lonely: offsets of closing brackets that nothing is open for.
+    """
+
+    text: str
+    unclosed: list[Unclosed] = field(default_factory=list)
+    lonely: set[int] = field(default_factory=set)
+    _stack: list[_Open] = field(default_factory=list)
+
+    def _in_block(self) -> bool:
+        return not self._stack or self._stack[-1].block
+
+    def _lose(self, end: int) -> None:
+        """The innermost open bracket is never closed."""
+        one = self._stack.pop()
+        self.unclosed.append(Unclosed(start=one.start, end=end if one.block else None))
+
+    def _indented(self, start: int, line: str) -> None:
+        """A block ends before a line that stands as far left as its head."""
+        shift = line.lstrip().startswith("}")
+        while self._stack and self._stack[-1].block:
+            if _indent(line) + shift > self._stack[-1].indent:
+                break
+            if len(self._stack) == 1 and not _STATEMENT.match(line):
+                break
+            self._lose(start)
+
+    def _close(self, position: int, line: int) -> None:
+        opener = _OPENERS[self.text[position]]
+        for depth in range(len(self._stack) - 1, -1, -1):
+            found = self.text[self._stack[depth].start]
+            if found == opener:
+                while len(self._stack) > depth + 1:
+                    self._lose(line)
+                self._stack.pop()
+                return
+            if found == "{":
+                break
+        self.lonely.add(position)
+
+    def scan(self, *, indented: bool) -> Brackets:
+        start = 0
+        for line in self.text.split("\n"):
+            if indented and line.strip():
+                self._indented(start, line)
+            for match in _BRACKET.finditer(line):
+                position = start + match.start()
+                if match[0] in "{([":
+                    block = match[0] == "{" and _is_block(line, match.start())
+                    self._stack.append(_Open(start=position, indent=_indent(line), block=block))
+                elif self._in_block() and _SELECTOR_END.match(line, match.start()):
+                    self.lonely.add(position)
+                else:
+                    self._close(position, start)
+            # the braces of a selector hold no spaces, so they can't go on in the next line
+            while self._stack and self.text[self._stack[-1].start] == "{":
+                if self._stack[-1].block:
+                    break
+                self._lose(start)
+            start += len(line) + 1
+        while self._stack:
+            self._lose(len(self.text))
+        self.unclosed.sort(key=lambda u: u.start)
+        return self
+
+
+def brackets(text: str) -> Brackets:
+    """The brackets without a partner in a masked text."""
+    plain = Brackets(text).scan(indented=False)
+    if not any(u.end is not None for u in plain.unclosed):
+        return plain
+    guess = Brackets(text).scan(indented=True)
+    agree = len(guess.unclosed) == len(plain.unclosed) and guess.lonely == plain.lonely
+    return guess if agree else plain
+
+
+def partner(text: str, position: int) -> int | None:
+    """The offset of the `{` that the last `}` before a position closes."""
+    depth = 0
+    for match in reversed(list(_BRACKET.finditer(text, 0, position))):
+        depth += {"}": 1, "{": -1}.get(match[0], 0)
+        if depth == 0 and match[0] == "{":
+            return match.start()
+    return None
+
+
+def ends(text: str, start: int, end: int) -> Iterator[int]:
+    """The offsets of the braces in [start, end) that close or open a block beyond that range."""
+    open_: list[int] = []
+    for match in _BRACKET.finditer(text, start, end):
+        if match[0] == "{":
+            open_.append(match.start())
+        elif match[0] == "}" and open_:
+            open_.pop()
+        elif match[0] == "}" and not _SELECTOR_END.match(text, match.start()):
+            yield match.start()
+    for position in open_:
+        first = text.rfind("\n", 0, position) + 1
+        stop = text.find("\n", position)
+        if _is_block(text[first : stop if stop >= 0 else len(text)], position - first):
+            yield position
+
+
+def statement(text: str, position: int) -> tuple[int, int]:
+    """The lines [start, end) of a masked text that the statement at a position stands on.
+
+    A statement goes on over the lines that its ( ) and [ ] go on over.
+    """
+    merged: list[tuple[int, int]] = []
+    for first, last in _groups(text):
+        start, end = _lines(text, first, last)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    own = (lines for lines in merged if lines[0] <= position <= lines[1])
+    return next(own, _lines(text, position, position))
+
+
+def _lines(text: str, first: int, last: int) -> tuple[int, int]:
+    end = text.find("\n", last)
+    return text.rfind("\n", 0, first) + 1, end if end >= 0 else len(text)
+
+
+def _groups(text: str) -> Iterator[tuple[int, int]]:
+    """The outermost ( ) and [ ] with their partners."""
+    depth = braces = first = 0
+    for match in _BRACKET.finditer(text):
+        if match[0] in "([":
+            if depth == 0:
+                first, braces = match.start(), 0
+            depth += 1
+        elif match[0] in ")]":
+            depth -= 1
+            if depth == 0:
+                yield first, match.start()
+            depth = max(depth, 0)
+        else:
+            braces += 1 if match[0] == "{" else -1
+            if braces < 0:  # the end of a block: the bracket was never closed
+                depth = 0
+
+
+def _indent(line: str) -> int:
+    lead = line[: len(line) - len(line.lstrip())]
+    return len(lead.expandtabs(4))
+
+
+def _is_block(line: str, position: int) -> bool:
+    """Whether a `{` opens a block, and not the alternatives of a selector."""
+    rest = line[position + 1 :]
+    if not rest.strip() or rest[0].isspace():
+        return True
+    before = line[position - 1] if position else " "
+    return (before.isspace() or before in ")]") and not re.match(r"\S*[,}]", rest)

@@ -1,0 +1,89 @@
+"""What a syntax error is called: what was found, what could have stood there, the likely slip."""
+
+from __future__ import annotations
+
+import re
+
+from lark import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark.lexer import PatternStr
+
+from planc.diagnostic import Label, Sink, one_of
+from planc.source import Source, Span
+from planc.syntax.grammar import parser
+
+CLOSERS = {"{": "}", "(": ")", "[": "]"}
+_WORDS = {
+    "NAME": "a name",
+    "SELECTOR": "a selector",
+    "CLASS": "a class",
+    "NUMBER": "a number",
+    "STRING": "a string",
+    "COMPARE": "a comparison",
+    "SLASH": "`/`",
+}
+_SILENT = {"COMMENT", "_NL", "$END", "OPTIONAL", "OVERRIDE"}
+_OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "COMPARE", "AND", "OR", "NOT", "IN"}
+_MAX_EXPECTED = 5
+
+
+def at_end(error: UnexpectedInput) -> bool:
+    """Whether the text ended where something had to follow."""
+    return isinstance(error, UnexpectedToken) and error.token.type == "$END"
+
+
+def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lonely: bool) -> None:
+    """Tells the sink of an error.
+
+    Args:
+        error: what the parser raised.
+        span: the token that does not fit.
+        source: the text that it is in.
+        sink: receives PL001, PL004 or PL005.
+        lonely: whether the token is a closing bracket that nothing is open for.
+    """
+    found = span.text
+    if found.startswith('"') and isinstance(error, UnexpectedCharacters):
+        sink.error("PL005", "this string is not closed on its line", span, help='add the `"`')
+        return
+    if lonely:
+        sink.error("PL004", f"nothing is open that this `{found}` could close", span)
+        return
+    line = source.line(span.line)
+    spaced = re.search(r"\{[\w*]*,?\s[^{}\n]*\}", line) or re.search(
+        r"\{[^{}\n]*,\s[^{}\n]*\}", line
+    )
+    expected = _expected(error)
+    message = f"unexpected `{found}`" if found.strip() else "the line ends too early"
+    if expected:
+        message += f": expected {expected}"
+    tip = None
+    if spaced:
+        tip = f"a selector has no spaces inside: write `{''.join(spaced[0].split())}`"
+    sink.error("PL001", message, Label(span=span, text="here"), help=tip)
+
+
+def _expected(error: UnexpectedInput) -> str:
+    """What could have stood there, in words; nothing where that would be a long list."""
+    if isinstance(error, UnexpectedCharacters):
+        names = set(error.allowed or ())
+    elif isinstance(error, UnexpectedToken):
+        names = set(error.accepts or error.expected or ())
+    else:
+        return ""
+    names -= _SILENT
+    words = []
+    if names >= {"PLUS", "MINUS"}:
+        names -= _OPERATORS
+        words = ["an operator"]
+    elif names >= {"NUMBER", "STRING", "NAME"}:
+        return "a value"
+    words += sorted(written(name) for name in names)
+    return one_of(words) if len(words) <= _MAX_EXPECTED else ""
+
+
+def written(terminal: str) -> str:
+    """How a terminal of the grammar is written in a plan, for a message."""
+    if terminal in _WORDS:
+        return _WORDS[terminal]
+    pattern = parser().get_terminal(terminal).pattern
+    return f"`{pattern.value}`" if isinstance(pattern, PatternStr) else terminal.lower()
