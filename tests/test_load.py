@@ -36,7 +36,7 @@ def home(tmp_path, monkeypatch):
 def written(folder, **fields):
     """A model's folder; a field that is `...` is left out."""
     values = {k: v for k, v in {**CONFIG, **fields}.items() if v is not ...}
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
@@ -71,19 +71,21 @@ def test_a_folder_a_file_and_a_shipped_name(home):
     assert found("gpt2")[0].family == "gpt2"
 
 
-def test_a_hub_name_in_the_local_cache(home, monkeypatch):
+@pytest.mark.parametrize("how", ["folders", "library"])
+def test_a_hub_name_in_the_local_cache(home, monkeypatch, how):
     from huggingface_hub import constants
 
     hub = home / "hub"
-    snapshot = hub / "models--some--Model" / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    snapshot = written(hub / "models--some--Model" / "snapshots" / "0123abc")
     (hub / "models--some--Model" / "refs").mkdir()
     (hub / "models--some--Model" / "refs" / "main").write_text("0123abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub if how == "folders" else home))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub if how == "library" else home))
     facts, said = found("some/Model")
     assert (facts.config_name, said) == ("some/Model/config.json", [])
     assert refused("some/Other") == ["PL600 there is no model 'some/Other'"]
+    (snapshot / "config.json").unlink()
+    assert refused("some/Model") == ["PL600 there is no model 'some/Model'"]
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,8 @@ class _Table:
             self._parameter(name, p) for name, p in module._parameters.items() if p is not None
         )
         children = [(n, self.module(c)) for n, c in module._modules.items() if c is not None]
-        listed = isinstance(module, nn.ModuleList | nn.Sequential) and all(
-            n.isdecimal()
-            for n, _ in children  # an nn.Sequential may name its entries
-        )
+        numbered = all(n.isdecimal() for n, _ in children)  # an nn.Sequential may name its entries
+        listed = numbered and isinstance(module, nn.ModuleList | nn.Sequential)
         facts = _facts(module)
         key = (
             type(module),
