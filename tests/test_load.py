@@ -284,6 +284,7 @@ CONTRADICTIONS = {
     "heads": {"num_attention_heads": 5},
     "activation": {"hidden_act": "no_such_function"},
     "dtype": {"dtype": "float17"},
+    "null where another family takes it": {"intermediate_size": None},
     "layers": {"model_type": "qwen3", "architectures": None, "layer_types": ["full_attention"]},
 }
 
