@@ -131,10 +131,16 @@ def _window(
     canvas = _Canvas()
     canvas.put(0, 0, _ELLIPSIS if left else "", "gutter")
     at = 0
+    first = low
+    kept: list[tuple[str, int]] = []
     for char, size in shown:
         if low <= at and at + size <= high:
-            canvas.put_cells(0, at - left, [(char, size)])
+            if not kept:
+                first = at
+            kept.append((char, size))
         at += size
+    if kept:
+        canvas.put_cells(0, first - left, kept)
     if cut:
         canvas.put(0, room - 1, _ELLIPSIS, "gutter")
     bound = high if cut else total + 1  # a mark may point just behind the last character

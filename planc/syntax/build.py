@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -13,7 +12,6 @@ from planc.source import Source, Span
 from planc.syntax import tree
 
 _LARGEST = 2**63
-_DIGITS = len(str(_LARGEST))
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -262,14 +260,11 @@ def _unquote(token: Token) -> str:
 
 
 def _number(text: str) -> int | float | None:
-    """The value, or None for one that is beyond what a 64-bit integer or a float can hold."""
+    """The value, or None for an integer of more than 64 bits; the grammar bounds the digits."""
     scale = _UNITS.get(text[-1], 1)
     digits = text[:-1] if text[-1] in _UNITS else text
-    if digits.isdigit():
-        digits = digits.lstrip("0") or "0"  # Python refuses to read thousands of them
-        whole = int(digits) * scale if len(digits) <= _DIGITS else _LARGEST
-        return whole if whole < _LARGEST else None
-    value = float(digits) * scale
-    if math.isinf(value):
-        return None
-    return int(value) if scale > 1 and value == int(value) and value < _LARGEST else value
+    value: int | float = int(digits) if digits.isdigit() else float(digits)
+    value *= scale
+    if scale > 1 and value == int(value):
+        value = int(value)
+    return None if isinstance(value, int) and value >= _LARGEST else value

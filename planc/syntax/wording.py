@@ -12,6 +12,7 @@ from planc.source import Source, Span
 from planc.syntax.grammar import parser
 
 CLOSERS = {"{": "}", "(": ")", "[": "]"}
+_DIGITS = re.compile(r"[\d.]+")
 _WORDS = {
     "NAME": "a name",
     "SELECTOR": "a selector",
@@ -44,6 +45,11 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
     found = span.text
     if found.startswith('"') and isinstance(error, UnexpectedCharacters):
         sink.error("PL005", "this string is not closed on its line", span, help='add the `"`')
+        return
+    if found.isdigit() and isinstance(error, UnexpectedCharacters):
+        digits = _DIGITS.match(source.text, span.start)
+        whole = source.span(span.start, digits.end() if digits else span.end)
+        sink.error("PL003", "this number is out of range", whole)
         return
     if lonely:
         sink.error("PL004", f"nothing is open that this `{found}` could close", span)
