@@ -11,66 +11,57 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from planc.emit import words
-from planc.ir.style import Input, Output, style_text
-from planc.lowering.ops import (
-    Checkpoint,
-    Compile,
-    Configure,
-    FullyShard,
-    Lowered,
-    Parallelize,
-    Tie,
-)
+from planc.emit.pairs import Pairs, grown
+from planc.emit.sides import KINDS, Entry, Value, differences, entries, groups
+from planc.ir.style import style_text
+from planc.lowering.ops import Lowered, MeshAxis, Parallelize
 from planc.model.facts import Modules
-
-Parts = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One side's word on a set of modules.
+class Part:
+    """What is different, named as in the lowered JSON; None where one side has no such thing."""
 
-    Args:
-        kind: of the operation, with what it is keyed by beside the module.
-        modules: None for what is not about modules (a tie, a setting).
-        label: what it is about, where that is not a set of modules.
-        parts: what it says, as named texts.
-        place: the `.plan` line.
-        axes: the mesh axes that its numbers depend on.
-    """
-
-    kind: str
-    modules: Modules | None = None
-    label: str = ""
-    parts: Parts = ()
-    place: str = ""
-    axes: tuple[str, ...] = ()
+    name: str
+    old: Value
+    new: Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A line of a diff.
+    """One line of a diff.
 
     Args:
-        kind: of the operation.
-        subject: the modules, or what else it is about.
-        parts: (what, before, after); before or after is empty where there is none.
-        reason: the axes whose sizes brought it about, in words, or empty.
-        old, new: the `.plan` lines.
+        kind: one of `planc.emit.sides.KINDS`.
+        over: the axis of a tensor-parallel style.
+        label: what it is about, where that is not a set of modules.
+        modules: the sets that change alike; they differ in their last name alone.
+        subject: the same for a person: `self_attn.{q,k,v}_proj`.
+        parts: what is different, or all that an added or removed operation says.
+        reason: the axes whose sizes alone brought it about, as `tp 4 -> 8`; else empty.
+        old, new: the `.plan` lines; empty where there is none.
     """
 
     kind: str
-    subject: str
-    parts: tuple[tuple[str, str, str], ...]
+    over: str = ""
+    label: str = ""
+    modules: tuple[Modules, ...] = ()
+    subject: str = field(default="", compare=False)
+    parts: tuple[Part, ...] = ()
     reason: str = ""
     old: str = ""
     new: str = ""
-    modules: Modules | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """All that changes."""
+    """All that changes.
+
+    Args:
+        added, removed, changed: in a fixed order: by kind, then by place in the plan.
+        parameters: bytes of parameters that a rank holds at rest, before and after.
+        gathered: bytes of the largest unit while it is gathered, before and after.
+    """
 
     added: tuple[Change, ...] = ()
     removed: tuple[Change, ...] = ()
@@ -88,212 +79,216 @@ def compare(old: Lowered, new: Lowered) -> Delta:
 
     Only what `apply` does and what a rank holds counts: a plan whose lines moved is the same.
     """
-    sizes = {a.name: a.size for a in old.axes}, {a.name: a.size for a in new.axes}
-    one, two = list(_entries(old, new)), list(_entries(new, old))
-    removed = [_gone(e) for e in _rest(one, two)]
-    added = [_come(e) for e in _rest(two, one)]
-    changed = [*_models(old, new), *_mesh(old, new)]
-    changed += [
-        _both(a, b, sizes)
-        for a in one
-        for b in two
-        if _meet(a, b) is not None and a.parts != b.parts
-    ]
+    common = groups(old) & groups(new)
+    pairs = Pairs(tuple(entries(old, common)), tuple(entries(new, common)))
+    why = _Reasons(old, new, pairs)
+    gone = grown(pairs.removed, new.layers, pairs.old, pairs.new)
+    come = grown(pairs.added, old.layers, pairs.new, pairs.old)
+    removed = _together(_one(e, why.absent(e), gone=True) for e in gone)
+    added = _together(_one(e, why.absent(e), gone=False) for e in come)
+    changed = _together(_both(a, b, why) for a, b in pairs.changed)
+    changed = (*_models(old, new), *_mesh(old, new), *_data(old, new), *changed)
+    totals = (old.parameters, new.parameters), (old.gathered, new.gathered)
+    if not (added or removed or changed) and any(a != b for a, b in totals):
+        names = zip(("parameters", "gathered"), totals, strict=True)
+        parts = tuple(Part(name=n, old=a, new=b) for n, (a, b) in names if a != b)
+        changed = (Change(kind="model", parts=parts),)
     return Delta(
-        added=tuple(_merged(added)),
-        removed=tuple(_merged(removed)),
-        changed=tuple(_merged(changed)),
-        parameters=(old.parameters, new.parameters),
-        gathered=(old.gathered, new.gathered),
+        added=added,
+        removed=removed,
+        changed=changed,
+        parameters=totals[0],
+        gathered=totals[1],
     )
 
 
+# The plan as a whole -----------------------------------------------------------------------------
+
+
+def _differing(*sides: tuple[str, Value, Value]) -> tuple[Part, ...]:
+    return tuple(Part(name=n, old=a, new=b) for n, a, b in sides if a != b)
+
+
 def _models(old: Lowered, new: Lowered) -> Iterator[Change]:
-    before, after = (f"{x.model}, {x.layers} layers" for x in (old, new))
-    if before != after:
-        yield Change(kind="model", subject="", parts=(("", before, after),))
+    parts = _differing(
+        ("class", old.model, new.model),
+        ("family", old.family, new.family),
+        ("layers", old.layers, new.layers),
+    )
+    if parts:
+        yield Change(kind="model", parts=parts)
 
 
 def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
     """The mesh as one change: an axis seldom changes alone."""
-    before = {a.name: a for a in old.axes}
-    after = {a.name: a for a in new.axes}
-    parts = []
-    for name in dict.fromkeys([*before, *after]):
-        one, two = before.get(name), after.get(name)
-        texts = (str(one.size) if one else "none", str(two.size) if two else "none")
-        if texts[0] != texts[1]:
-            parts.append((name, *texts))
-    if not parts and list(before) != list(after):
-        parts.append(("order", " | ".join(before), " | ".join(after)))
+    before, after = ({a.name: a for a in side.axes} for side in (old, new))
+    parts = _differing(
+        *((n, _size(before.get(n)), _size(after.get(n))) for n in dict.fromkeys([*before, *after]))
+    )
+    if list(before) != list(after) and set(before) == set(after):
+        parts += (Part(name="order", old=tuple(before), new=tuple(after)),)
     if parts:
-        places = [
-            [side[p[0]].place for p in parts if p[0] in side and not side[p[0]].inferred]
-            for side in (before, after)
-        ]
-        first, second = (next(iter(p), "") for p in places)
-        yield Change(kind="mesh", subject="", parts=tuple(parts), old=first, new=second)
+        ranks = old.world_size, new.world_size
+        yield Change(
+            kind="mesh",
+            parts=parts,
+            reason=f"{ranks[0]:,} -> {ranks[1]:,} ranks" if ranks[0] != ranks[1] else "",
+            old=_stated(before, parts),
+            new=_stated(after, parts),
+        )
 
 
-# One side as entries -----------------------------------------------------------------------------
+def _size(axis: MeshAxis | None) -> int | None:
+    return axis.size if axis else None
 
 
-def _entries(lowered: Lowered, other: Lowered) -> Iterator[Entry]:
-    groups = {op.members for op in other.ops if isinstance(op, FullyShard) and op.group}
-    for op in lowered.ops:
-        match op:
-            case Configure():
-                parts = (("", str(op.value).lower()),)
-                yield Entry(kind="configure", label=op.name, parts=parts)
-            case Tie():
-                yield Entry(kind="tie", label=f"{op.parameter} = {op.source}")
-            case Parallelize():
-                yield _tensor(op)
-            case Checkpoint():
-                yield Entry(kind="checkpoint", modules=op.modules, place=op.place)
-            case Compile():
-                parts = (("", "full graph" if op.fullgraph else "block"),)
-                yield Entry(kind="compile", modules=op.modules, parts=parts, place=op.place)
-            case FullyShard():
-                yield from _unit(op, lowered, whole=op.members in groups)
+def _stated(axes: dict[str, MeshAxis], parts: Iterable[Part]) -> str:
+    """The places of the changed axes that someone gave a size; `auto` follows from the rest."""
+    own = (axes[p.name] for p in parts if p.name in axes)
+    return ", ".join(dict.fromkeys(a.place for a in own if a.place and not a.inferred))
 
 
-def _tensor(op: Parallelize) -> Entry:
-    aspect = "tensor"
-    if isinstance(op.style, Input | Output):
-        aspect = f"tensor {'input' if isinstance(op.style, Input) else 'output'}"
-    names = ["" if s.name == "weight" else f" {s.name}" for s in op.shapes]
-    local = [(f"local{n}", str(list(s.local))) for n, s in zip(names, op.shapes, strict=True)]
-    whole = [(f"shape{n}", str(list(s.shape))) for n, s in zip(names, op.shapes, strict=True)]
-    return Entry(
-        kind=f"{aspect} on {op.axis}",
-        modules=op.modules,
-        parts=(("style", style_text(op.style)), *whole, *local),
-        place=op.place,
-        axes=(op.axis,),
-    )
+def _data(old: Lowered, new: Lowered) -> Iterator[Change]:
+    if old.data != new.data:
+        yield Change(kind="data", parts=(Part(name="axes", old=old.data, new=new.data),))
 
 
-def _unit(op: FullyShard, lowered: Lowered, *, whole: bool) -> Iterator[Entry]:
-    """A unit; a group that the other side lacks is compared member by member."""
-    over = " * ".join(op.shard)
-    if op.replicate:
-        over += f", replicated on {' * '.join(op.replicate)}"
-    parts: Parts = (
-        ("over", over),
-        ("after forward", words.reshard(op.reshard)),
-        ("precision", words.precision(op)),
-        ("a rank", words.size(op.nbytes)),
-        ("gathered", words.size(op.gathered)),
-    )
-    tensor = tuple(dict.fromkeys(o.axis for o in lowered.ops if isinstance(o, Parallelize)))
-    entry = Entry(
-        kind="fsdp", parts=parts, place=op.place, axes=(*op.shard, *op.replicate, *tensor)
-    )
-    if op.group and whole:
-        yield replace(entry, label=words.unit(op))
-        return
-    for members in op.members:
-        own = (("unit", words.unit(op)), *parts) if op.group else parts
-        yield replace(entry, modules=members, parts=own)
+# Reasons -----------------------------------------------------------------------------------------
 
 
-# Comparing ---------------------------------------------------------------------------------------
+class _Reasons:
+    """Finds the axes whose sizes alone explain a change."""
+
+    def __init__(self, old: Lowered, new: Lowered, pairs: Pairs) -> None:
+        names = [*(a.name for a in old.axes), *(a.name for a in new.axes)]
+        self.sizes = {n: (old.axis_size(n), new.axis_size(n)) for n in dict.fromkeys(names)}
+        ops = [op for op in (*old.ops, *new.ops) if isinstance(op, Parallelize)]
+        self.tensor = tuple(dict.fromkeys(op.axis for op in ops))
+        shapes = (n for a, b in pairs.changed for n, _, _ in differences(a, b))
+        self.resized = any(_models(old, new)) or any(n.endswith(".shape") for n in shapes)
+
+    def moved(self, names: Iterable[str]) -> str:
+        """`tp 4 -> 8` for the axes among these whose size changed."""
+        sizes = ((n, *self.sizes.get(n, (1, 1))) for n in dict.fromkeys(names))
+        return ", ".join(f"{n} {a} -> {b}" for n, a, b in sizes if a != b)
+
+    def to_one(self, names: Iterable[str]) -> str:
+        """The same for axes that have one rank on one side, where lowering leaves things out."""
+        return self.moved(n for n in names if 1 in self.sizes.get(n, (1, 1)))
+
+    def absent(self, entry: Entry) -> str:
+        """Why an operation comes or goes."""
+        if entry.kind.startswith("tensor"):
+            return self.to_one([entry.over])
+        return self.to_one(self.tensor) if entry.kind == "tie" else ""
+
+    def between(self, old: Entry, parts: Iterable[Part]) -> str:
+        """Why an operation changes."""
+        parts = list(parts)
+        telling = [p for p in parts if not words.alike(p.old, p.new)] or parts
+        names = {p.name: p for p in telling}
+        if old.kind == "tensor":
+            return self.moved([old.over]) if all(n.endswith(".local") for n in names) else ""
+        if old.kind != "fsdp" or self.resized or names.keys() - _FOLLOWS:
+            return ""
+        axes: list[str] = []
+        for name in ("shard", "replicate"):
+            if name in names:
+                turned = _names(names[name].old) ^ _names(names[name].new)
+                if not turned or not all(self.to_one([a]) for a in turned):
+                    return ""
+                axes += sorted(turned)
+        if "gathered" in names and not self.moved(self.tensor):
+            return ""
+        if "nbytes" in names:
+            axes += sorted(_names(dict(old.facts)["shard"]))
+        return self.moved([*axes, *self.tensor])
 
 
-def _meet(a: Entry, b: Entry) -> Modules | bool | None:
-    """The modules that both speak of; True for entries that are not about modules."""
-    if a.kind != b.kind or a.label != b.label:
-        return None
-    if a.modules is None or b.modules is None:
-        return True if a.modules is b.modules else None
-    return a.modules.overlap(b.modules)
+_FOLLOWS = {"shard", "replicate", "nbytes", "gathered"}
 
 
-def _rest(entries: Iterable[Entry], others: list[Entry]) -> Iterator[Entry]:
-    """What the others say nothing of."""
-    for entry in entries:
-        met = [o for o in others if _meet(entry, o) is not None]
-        if entry.modules is None:
-            if not met:
-                yield entry
-            continue
-        left = [entry.modules]
-        for other in met:
-            assert other.modules is not None
-            left = [rest for m in left for rest in m.minus(other.modules)]
-        yield from (replace(entry, modules=m) for m in left)
+def _names(value: Value) -> set[str]:
+    return {str(v) for v in value} if isinstance(value, tuple) else set()
 
 
-def _subject(entry: Entry) -> str:
-    return entry.label or str(entry.modules)
+# Changes -----------------------------------------------------------------------------------------
 
 
-def _gone(entry: Entry) -> Change:
-    parts = tuple((name, text, "") for name, text in entry.parts)
+def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
+    """An operation that only one side has, and where it stands."""
+    said: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
+    said += entry.facts
+    if gone:
+        parts = tuple(Part(name=n, old=v, new=None) for n, v in said)
+        return _change(entry, parts, reason, old=entry.place), entry.at
+    parts = tuple(Part(name=n, old=None, new=v) for n, v in said)
+    return _change(entry, parts, reason, new=entry.place), entry.at
+
+
+def _both(old: Entry, new: Entry, why: _Reasons) -> tuple[Change, int]:
+    parts = tuple(Part(name=n, old=a, new=b) for n, a, b in differences(old, new))
+    return _change(old, parts, why.between(old, parts), old=old.place, new=new.place), new.at
+
+
+def _change(
+    entry: Entry, parts: tuple[Part, ...], reason: str, *, old: str = "", new: str = ""
+) -> Change:
     return Change(
         kind=entry.kind,
-        subject=_subject(entry),
+        over=entry.over,
+        label=entry.label,
+        modules=(entry.modules,) if entry.modules is not None else (),
+        subject=entry.label,
         parts=parts,
-        old=entry.place,
-        modules=entry.modules,
+        reason=reason,
+        old=old,
+        new=new,
     )
 
 
-def _come(entry: Entry) -> Change:
-    parts = tuple((name, "", text) for name, text in entry.parts)
-    return Change(
-        kind=entry.kind,
-        subject=_subject(entry),
-        parts=parts,
-        new=entry.place,
-        modules=entry.modules,
-    )
-
-
-def _both(a: Entry, b: Entry, sizes: tuple[dict[str, int], dict[str, int]]) -> Change:
-    meeting = _meet(a, b)
-    before, after = dict(a.parts), dict(b.parts)
-    parts = tuple(
-        (name, before.get(name, ""), after.get(name, ""))
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
-    )
-    numbers = {"a rank", "gathered"}
-    derived = all(name in numbers or name.startswith("local") for name, _, _ in parts)
-    moved = [
-        f"{axis} {sizes[0].get(axis, 1)} -> {sizes[1].get(axis, 1)}"
-        for axis in dict.fromkeys([*a.axes, *b.axes])
-        if sizes[0].get(axis, 1) != sizes[1].get(axis, 1)
-    ]
-    modules = meeting if isinstance(meeting, Modules) else None
-    return Change(
-        kind=a.kind,
-        subject=str(modules) if modules is not None else _subject(a),
-        parts=parts,
-        reason=", ".join(moved) if derived else "",
-        old=a.place,
-        new=b.place,
-        modules=modules,
-    )
-
-
-def _merged(changes: Iterable[Change]) -> list[Change]:
-    """Changes of one kind that say the same of sets which together are one set."""
+def _together(changes: Iterable[tuple[Change, int]]) -> tuple[Change, ...]:
+    """Changes that say the same as one, where their modules are one set but for the last name."""
+    alike: dict[Change, list[tuple[Modules, int]]] = {}
     result: list[Change] = []
-    for change in changes:
-        for i, other in enumerate(result):
-            union = _union(other, change)
-            if union is not None:
-                result[i] = replace(other, modules=union, subject=str(union))
-                break
+    for change, at in changes:
+        if change.modules:
+            content = replace(change, modules=())
+            alike.setdefault(content, []).extend((m, at) for m in change.modules)
         else:
             result.append(change)
-    return result
+    for content, sets in alike.items():
+        families: dict[str, dict[str, Modules]] = {}
+        for modules in _boxes(sets):
+            path = str(modules)
+            families.setdefault(words.parent(path), {})[path] = modules
+        for family in families.values():
+            for paths in words.chunks(list(family)):
+                own = tuple(family[p] for p in sorted(paths))
+                result.append(replace(content, modules=own, subject=words.braced(paths)))
+    return tuple(sorted(result, key=_order))
 
 
-def _union(a: Change, b: Change) -> Modules | None:
-    alike = (a.kind, a.parts, a.reason, a.old, a.new) == (b.kind, b.parts, b.reason, b.old, b.new)
-    if not alike or a.modules is None or b.modules is None:
-        return None
-    return a.modules.union(b.modules)
+def _boxes(sets: Iterable[tuple[Modules, int]]) -> list[Modules]:
+    """Sets of modules as few, first ones first: where one set of indices differs they are one."""
+    boxes: list[tuple[Modules, int]] = []
+    for modules, at in sets:
+        whole, first, i = modules, at, 0
+        while i < len(boxes):
+            union = boxes[i][0].union(whole)
+            if union is None:
+                i += 1
+                continue
+            whole, first = union, min(first, boxes[i][1])
+            del boxes[i]
+            i = 0
+        boxes.append((whole, first))
+    return [modules for modules, _ in sorted(boxes, key=lambda b: (b[1], str(b[0])))]
+
+
+def _order(change: Change) -> tuple[object, ...]:
+    """By kind, then as the plan has them, then by name."""
+    file, _, line = (change.new or change.old).rpartition(":")
+    at = (file, int(line)) if line.isdecimal() else (file + line, 0)
+    paths = (len(change.modules), [str(m) for m in change.modules])
+    return (KINDS.index(change.kind.split()[0]), at, change.label, paths, repr(change.parts))

@@ -6,100 +6,217 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planc.emit import words
-from planc.emit.delta import Change, Delta
+from planc.emit.delta import Change, Delta, Part
+from planc.emit.sides import Value
 
 FORMAT_VERSION = 1
+_WIDEST = (58, 64)  # columns of a subject and of what changes, before a line moves on alone
 
 
 def render(delta: Delta) -> str:
     """The diff as a person reads it; the last line counts, or says `No changes.`."""
     if delta.same:
         return "No changes.\n"
-    changed, removed, added = (
-        list(_together(c)) for c in (delta.changed, delta.removed, delta.added)
+    signs = (("~", delta.changed), ("-", delta.removed), ("+", delta.added))
+    rows = [_row(sign, change) for sign, changes in signs for change in changes]
+    lines = words.table(rows, widest=_WIDEST)
+    totals = _totals(delta)
+    if totals:
+        lines.append(f"  per rank: {totals}")
+    lines.append(
+        f"{len(delta.added)} to add, {len(delta.removed)} to remove, {len(delta.changed)} to change"
     )
-    rows = [_row("~", *item) for item in changed]
-    rows += [_row("-", *item) for item in removed]
-    rows += [_row("+", *item) for item in added]
-    lines = words.table(rows, indent="  ")
-    per_rank = []
-    for name, (old, new) in (
-        ("parameters", delta.parameters),
-        ("gathered at once", delta.gathered),
-    ):
-        if old != new:
-            per_rank.append(f"{name} {words.size(old)} -> {words.size(new)}")
-    if per_rank:
-        lines.append(f"  per rank: {'; '.join(per_rank)}")
-    lines.append(f"{len(added)} to add, {len(removed)} to remove, {len(changed)} to change")
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _together(changes: Sequence[Change]) -> Iterator[tuple[str, Change]]:
-    """Changes that say the same of modules whose last names alone differ, in one line."""
-    groups: dict[object, list[Change]] = {}
-    for change in changes:
-        parent = change.subject.rpartition(".")[0] if change.modules is not None else change.subject
-        key = (change.kind, change.parts, change.reason, change.old, change.new, parent)
-        groups.setdefault(key, []).append(change)
-    for group in groups.values():
-        subjects = [c.subject for c in group]
-        if group[0].modules is None:
-            yield from ((s, c) for s, c in zip(subjects, group, strict=True))
-            continue
-        yield words.together(subjects)[0], group[0]
+def _totals(delta: Delta) -> str:
+    titles = (("parameters", delta.parameters), ("largest gathered unit", delta.gathered))
+    texts = ((title, *words.sizes(*pair)) for title, pair in titles if pair[0] != pair[1])
+    return "; ".join(f"{title} {old} -> {new}" for title, old, new in texts)
 
 
-def _row(sign: str, subject: str, change: Change) -> tuple[str, str, str]:
-    kind = change.kind.partition(" on ")[0]
-    head = f"{sign} {kind}" if not subject else f"{sign} {kind} {subject}"
-    said = ", ".join(filter(None, (_part(*part) for part in change.parts)))
+def _row(sign: str, change: Change) -> tuple[str, str, str]:
+    kind = change.kind.partition(" ")[0]
+    if change.modules and kind == "tensor":  # a style says enough
+        kind = ""
+    head = " ".join(filter(None, (sign, kind, change.subject)))
+    said = _changed(change) if sign == "~" else _whole(change)
     if change.reason:
-        said += f"  ({change.reason})"
+        said = f"{said}  ({change.reason})".lstrip()
     return head, said, _place(sign, change)
 
 
-def _part(name: str, old: str, new: str) -> str:
-    title = f"{name} " if name and name != "style" else ""
-    if old and new:
-        return f"{title}{old} -> {new}"
-    if name.startswith(("shape", "gathered", "precision", "over")):
-        return ""  # of what comes or goes, what it is suffices
-    return f"{title}{old or new}"
-
-
 def _place(sign: str, change: Change) -> str:
+    """The `.plan` lines; none where an axis brought the change about and the line is the same."""
     if sign == "-":
         return f"{change.old} (old)" if change.old else ""
-    if sign == "~" and change.old and change.old != change.new:
-        return f"{change.old} -> {change.new}"
-    return change.new
+    if sign == "+" or change.old == change.new:
+        return "" if sign == "~" and change.reason else change.new
+    if change.old.startswith("--set ") and change.new.startswith("--set "):
+        return f"{change.old} -> {change.new.removeprefix('--set ')}"
+    file, _, line = change.new.rpartition(":")
+    if file and change.old.rpartition(":")[0] == file:
+        return f"{change.old} -> :{line}"
+    return " -> ".join(filter(None, (change.old, change.new)))
+
+
+# What differs ------------------------------------------------------------------------------------
+
+
+_TITLES = {
+    "shard": "over",
+    "replicate": "",
+    "param": "parameters",
+    "reduce": "gradients",
+    "cast_inputs": "cast inputs",
+    "nbytes": "a rank",
+    "reshard": "",
+    "style": "",
+    "value": "",
+    "source": "",
+    "class": "",
+    "axes": "over",
+    "group": "unit",
+    "local": "",
+}
+_BYTES = {"nbytes", "gathered", "parameters"}
+
+
+def _changed(change: Change) -> str:
+    """Before and after, part by part; what says nothing new is left to the JSON."""
+    split = {p.name: p for p in change.parts}
+    telling = [p for p in change.parts if not _follows(p, split)] or change.parts
+    return ", ".join(_part(p, change.kind) for p in telling)
+
+
+def _follows(part: Part, parts: dict[str, Part]) -> bool:
+    """Bytes that round to the same, and a local shape that is the same share of a new shape."""
+    if part.name in _BYTES:
+        return words.alike(part.old, part.new)
+    whole = parts.get(f"{part.name.removesuffix('.local')}.shape")
+    if not part.name.endswith(".local") or whole is None:
+        return False
+    return _shares(whole.old, part.old) == _shares(whole.new, part.new)
+
+
+def _shares(whole: Value, local: Value) -> list[float]:
+    """How many ranks each dim is split over."""
+    if not isinstance(whole, tuple) or not isinstance(local, tuple):
+        return []
+    dims = [(a, b) for a, b in zip(whole, local, strict=False)]
+    return [a / b for a, b in dims if isinstance(a, int) and isinstance(b, int) and b]
+
+
+def _part(part: Part, kind: str) -> str:
+    if part.name in _BYTES and isinstance(part.old, int) and isinstance(part.new, int):
+        old, new = words.sizes(part.old, part.new)
+    else:
+        old, new = _value(part, part.old, kind), _value(part, part.new, kind)
+    return f"{_title(part)} {old} -> {new}".lstrip()
+
+
+def _title(part: Part) -> str:
+    if part.name in _TITLES:
+        return _TITLES[part.name]
+    owner, _, aspect = part.name.rpartition(".")
+    if aspect in ("shape", "local"):
+        return aspect if owner == "weight" else f"{owner} {aspect}"
+    return part.name.replace(".", " ")
+
+
+def _value(part: Part, value: Value, kind: str) -> str:
+    if part.name == "replicate":
+        names = " * ".join(map(str, value)) if isinstance(value, tuple) else ""
+        return f"replicated over {names}" if names else "not replicated"
+    if value is None or value == ():
+        return {"group": "alone", "axes": "no axis"}.get(part.name, "none")
+    if part.name == "reshard":
+        assert isinstance(value, int)
+        return words.reshard(value)
+    if part.name == "fullgraph":
+        return "full graph" if value else "graph with breaks"
+    if part.name == "local":
+        return "local" if value else "dtensor"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        if all(isinstance(v, int) for v in value):
+            return str(list(value))
+        return (" | " if kind == "mesh" else " * ").join(map(str, value))
+    if part.name in _BYTES and isinstance(value, int):
+        return words.size(value)
+    return words.dtype(str(value))
+
+
+def _whole(change: Change) -> str:
+    """What an operation that comes or goes says, as far as it tells it from others."""
+    parts = {p.name: p.new if p.old is None else p.old for p in change.parts}
+    match change.kind:
+        case "layers":
+            operations = parts["operations"]
+            assert isinstance(operations, tuple)
+            return f"as those before: {', '.join(map(str, operations))}"
+        case "configure":
+            return f"= {str(parts['value']).lower()}"
+        case "tie":
+            return f"= {parts['source']}"
+        case "checkpoint":
+            return "full"
+        case "compile":
+            return "full graph" if parts["fullgraph"] else ""
+        case "fsdp":
+            return ", ".join(_unit(parts))
+    return ", ".join([f"{parts['style']} on {change.over}", *_locals(change.parts)])
+
+
+def _locals(parts: Sequence[Part]) -> Iterator[str]:
+    for part in parts:
+        if part.name.endswith(".local"):
+            value = part.new if part.old is None else part.old
+            yield f"{_title(part)} {_value(part, value, 'tensor')}"
+
+
+def _unit(parts: dict[str, Value]) -> Iterator[str]:
+    if parts.get("group"):
+        yield f"in {parts['group']}"
+    reshard, nbytes = parts["reshard"], parts["nbytes"]
+    assert isinstance(reshard, int) and isinstance(nbytes, int)
+    yield words.reshard(reshard)
+    yield f"{words.size(nbytes)} a rank"
+
+
+# JSON --------------------------------------------------------------------------------------------
 
 
 def document(delta: Delta) -> dict[str, Any]:
     """The delta as `grammars/diff.schema.json` has it."""
-
-    def changes(of: Sequence[Change]) -> list[dict[str, Any]]:
-        return [
-            {
-                "kind": c.kind,
-                "subject": c.subject,
-                "parts": [{"name": n, "old": o, "new": w} for n, o, w in c.parts],
-                "reason": c.reason,
-                "old": c.old,
-                "new": c.new,
-            }
-            for c in of
-        ]
-
     return {
         "format_version": FORMAT_VERSION,
         "same": delta.same,
-        "added": changes(delta.added),
-        "removed": changes(delta.removed),
-        "changed": changes(delta.changed),
+        "added": [_entry(c) for c in delta.added],
+        "removed": [_entry(c) for c in delta.removed],
+        "changed": [_entry(c) for c in delta.changed],
         "per_rank": {
             "parameters": {"old": delta.parameters[0], "new": delta.parameters[1]},
             "gathered": {"old": delta.gathered[0], "new": delta.gathered[1]},
         },
     }
+
+
+def _entry(change: Change) -> dict[str, Any]:
+    return {
+        "kind": change.kind,
+        "axis": change.over,
+        "subject": change.subject,
+        "modules": [str(m) for m in change.modules],
+        "parts": [
+            {"name": p.name, "old": _plain(p.old), "new": _plain(p.new)} for p in change.parts
+        ],
+        "reason": change.reason,
+        "old_place": change.old,
+        "new_place": change.new,
+    }
+
+
+def _plain(value: Value) -> Any:
+    return list(value) if isinstance(value, tuple) else value

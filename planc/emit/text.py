@@ -1,13 +1,17 @@
-"""The lowered plan as text: what a person reads before a run."""
+"""The lowered plan as text: what a person reads before a run.
+
+Sections stand in the order in which `apply` works; inside `tensor`, what is inside one list of
+blocks stands together, and names that say the same share a line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
 from planc.emit import words
-from planc.ir.style import style_text
+from planc.ir.style import style_name
 from planc.lowering.ops import (
+    FORMAT_VERSION,
     Checkpoint,
     Compile,
     Configure,
@@ -27,84 +31,139 @@ def render(lowered: Lowered, *, digest: str) -> str:
         lowered: the plan.
         digest: of it, in hex; its beginning is shown.
     """
-    return "\n".join(_lines(lowered, digest)) + "\n"
+    return "".join(f"{line.rstrip()}\n" for line in _lines(lowered, digest))
 
 
 def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
-    layers = f", {lowered.layers} layers" if lowered.layers else ""
-    ranks = f"{lowered.world_size:,} rank{'s' if lowered.world_size > 1 else ''}"
-    left = f"{lowered.plan} for {lowered.model}{layers}, {ranks}"
-    right = f"lowered {digest[:12]}, format 1"
-    yield f"{left}{right.rjust(max(len(right) + 2, _WIDTH - len(left)))}"
+    yield _title(lowered, digest)
     yield ""
     sizes = (f"{a.name} {a.size}{' (auto)' if a.inferred else ''}" for a in lowered.axes)
     yield _head("mesh", " | ".join(sizes))
+    yield _head("data", _data(lowered))
     for op in lowered.ops:
         if isinstance(op, Configure):
-            yield _head("configure", f"{op.name} = {str(op.value).lower()}, because {op.reason}")
+            reason = f": {' '.join(op.reason.split())}" if op.reason else ""
+            yield _head("configure", f"{op.name} = {str(op.value).lower()}{reason}")
     yield from _tensor(lowered)
     for op in lowered.ops:
         if isinstance(op, Tie):
-            yield _head("tie", f"{op.parameter} = {op.source}, which tensor parallelism parted")
-    yield from _wraps(lowered)
-    yield from _units(lowered)
-    yield _head(
-        "per rank",
-        f"{words.size(lowered.parameters)} of parameters at rest, "
-        f"at most {words.size(lowered.gathered)} gathered by one unit",
-    )
+            yield _head("tie", f"{op.parameter} = {op.source}: one parameter in the model")
+    checkpoints = [op for op in lowered.ops if isinstance(op, Checkpoint)]
+    yield from _listed("checkpoint", [str(op.modules) for op in checkpoints])
+    for full in (False, True):
+        own = [o for o in lowered.ops if isinstance(o, Compile) and o.fullgraph is full]
+        note = "  as one graph, or fail" if full else ""
+        yield from _listed("compile", [str(op.modules) for op in own], note)
+    yield from _fsdp(lowered)
+    if not lowered.ops:
+        yield _head("nothing", "to do: the model stays as it is")
+    yield _head("per rank", _total(lowered))
+
+
+def _title(lowered: Lowered, digest: str) -> str:
+    layers = f", {lowered.layers} layers" if lowered.layers else ""
+    ranks = f"{lowered.world_size:,} rank{'' if lowered.world_size == 1 else 's'}"
+    left = f"{lowered.plan} for {lowered.model}{layers}, {ranks}"
+    right = f"lowered {digest[:12]}, format {FORMAT_VERSION}"
+    return f"{left}{right.rjust(max(len(right) + 2, _WIDTH - len(left)))}"
 
 
 def _head(name: str, text: str) -> str:
-    return f"{name:<11}{text}".rstrip()
+    return f"{name:<12}{text}"
+
+
+def _data(lowered: Lowered) -> str:
+    """How many samplers there are: what a batch size is multiplied with."""
+    names = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
+    if not names:
+        return "the same on every rank"
+    return f"split {lowered.axis_size(*names):,} ways, over {' * '.join(names)}"
+
+
+def _total(lowered: Lowered) -> str:
+    text = f"{words.size(lowered.parameters)} of parameters at rest"
+    if lowered.gathered:
+        text += f"; the largest unit is {words.size(lowered.gathered)} while gathered"
+    return text
+
+
+def _listed(name: str, paths: Sequence[str], note: str = "") -> Iterator[str]:
+    for i, path in enumerate(words.together(paths)):
+        yield _head("" if i else name, f"{path}{note}")
+
+
+# Tensor ------------------------------------------------------------------------------------------
 
 
 def _tensor(lowered: Lowered) -> Iterator[str]:
     ops = [op for op in lowered.ops if isinstance(op, Parallelize)]
     for axis in dict.fromkeys(op.axis for op in ops):
         yield _head("tensor", f"on {words.axes([axis], lowered)}")
-        rows: list[tuple[str, str, str]] = []
-        mine = [op for op in ops if op.axis == axis]
-        for block, inside in groupby(mine, key=lambda op: words.block(op.modules)):
+        blocks: dict[str, list[Parallelize]] = {}
+        for op in ops:
+            if op.axis == axis:
+                blocks.setdefault(words.block(op.modules), []).append(op)
+        for block, inside in blocks.items():
             if block:
-                rows.append((block, "", ""))
-            for (style, shapes), group in groupby(inside, key=lambda op: (op.style, op.shapes)):
-                names = [words.inside(op.modules) for op in group]
-                for path in words.together(names):
-                    indented = f"  {path}" if block else path
-                    rows.append((indented, style_text(style), words.shapes(shapes)))
-        yield from words.table(rows)
+                yield f"  {block}"
+            yield from words.table(_rules(inside), indent="    " if block else "  ")
 
 
-def _wraps(lowered: Lowered) -> Iterator[str]:
-    for name, kind in (("checkpoint", Checkpoint), ("compile", Compile)):
-        ops = [op for op in lowered.ops if isinstance(op, Checkpoint | Compile)]
-        own = [op for op in ops if isinstance(op, kind)]
-        full = [isinstance(op, Compile) and op.fullgraph for op in own]
-        for fullgraph in dict.fromkeys(full):
-            chosen = [op for op, f in zip(own, full, strict=True) if f is fullgraph]
-            paths = words.together([str(op.modules) for op in chosen])
-            note = " as full graphs" if fullgraph else ""
-            yield _head(name, f"{paths[0]}{note}")
-            yield from (_head("", path) for path in paths[1:])
+def _rules(ops: Sequence[Parallelize]) -> list[tuple[str, str, str, str]]:
+    """(modules, style, layouts, shapes) of each rule; names that say the same as one."""
+    alike: dict[tuple[object, ...], list[Parallelize]] = {}
+    for op in ops:
+        key = (words.parent(words.inside(op.modules)), op.style, op.shapes)
+        alike.setdefault(key, []).append(op)
+    rows = []
+    for group in alike.values():
+        first = group[0]
+        said = (style_name(first.style), words.flow(first.style), words.shapes(first.shapes))
+        for path in words.together([words.inside(op.modules) for op in group]):
+            rows.append((path, *said))
+    return rows
 
 
-def _units(lowered: Lowered) -> Iterator[str]:
+# FSDP --------------------------------------------------------------------------------------------
+
+
+def _fsdp(lowered: Lowered) -> Iterator[str]:
+    """The units in the order of their calls, with a new head where the axes change."""
     ops = [op for op in lowered.ops if isinstance(op, FullyShard)]
-    for (shard, replicate), group in groupby(ops, key=lambda op: (op.shard, op.replicate)):
-        units = list(group)
+    start = 0
+    for i, op in enumerate(ops):
+        following = ops[i + 1] if i + 1 < len(ops) else None
+        if following and (following.shard, following.replicate) == (op.shard, op.replicate):
+            continue
+        units = ops[start : i + 1]
+        text = f"on {words.axes(op.shard, lowered)}"
+        if op.replicate:
+            text += f", replicated on {words.axes(op.replicate, lowered)}"
         common = words.precision(units[0])
-        text = f"on {words.axes(shard, lowered)}"
-        if replicate:
-            text += f", replicated on {words.axes(replicate, lowered)}"
         yield _head("fsdp", f"{text}, {common}")
-        rows = []
-        for op in units:
-            own = words.precision(op)
-            row = [words.unit(op), words.reshard(op.reshard)]
-            if op.nbytes:
-                row.append(f"{words.size(op.nbytes)} a rank, {words.size(op.gathered)} gathered")
-            else:
-                row.append("nothing of its own")
-            rows.append((*row, own if own != common else ""))
-        yield from words.table(rows)
+        yield from words.table(_units(units, common))
+        start = i + 1
+
+
+def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, str, str]]:
+    """(unit, reshard, bytes, a precision of its own) of each unit."""
+    columns = (
+        [f"{len(op.members[0])} x " if _several(op) else "" for op in ops],
+        [words.size(op.nbytes) for op in ops],
+        [words.size(op.gathered) for op in ops],
+    )
+    widths = [max(map(len, column)) for column in columns]
+    for op, *cells in zip(ops, *columns, strict=True):
+        times, rest, whole = (c.rjust(w) for c, w in zip(cells, widths, strict=True))
+        numbers = f"{times}{rest} a rank, {whole} gathered"
+        own = words.precision(op)
+        yield (
+            words.unit(op),
+            words.reshard(op.reshard),
+            numbers if op.nbytes or op.gathered else "nothing of its own",
+            own if own != common else "",
+        )
+
+
+def _several(op: FullyShard) -> bool:
+    return not op.group and len(op.members[0]) > 1

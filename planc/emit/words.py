@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 
+from planc.ir import style as ir
 from planc.lowering.ops import FullyShard, Lowered, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
+
+_BRACES = 40  # columns of a name with braces, before it is two
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
@@ -15,11 +18,26 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "f
 def size(count: int) -> str:
     """Bytes for a person: `27.3 MiB`."""
     value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    for unit in units:
+        # what would be rounded up to 1024.0 is better said in the next unit
+        if unit == units[-1] or value < (1024 if unit == "B" else 1023.95):
+            break
         value /= 1024
-    raise AssertionError  # the loop ends at TiB
+    return f"{value:.0f} B" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def alike(old: object, new: object) -> bool:
+    """Whether two numbers of bytes read the same, rounded."""
+    return isinstance(old, int) and isinstance(new, int) and size(old) == size(new)
+
+
+def sizes(old: int, new: int) -> tuple[str, str]:
+    """Two numbers of bytes, exact where rounding would make them the same."""
+    texts = size(old), size(new)
+    if old != new and texts[0] == texts[1]:
+        return f"{old:,} B", f"{new:,} B"
+    return texts
 
 
 def shape(of: Shape) -> str:
@@ -34,29 +52,48 @@ def shapes(of: Sequence[Shape]) -> str:
 def axes(names: Iterable[str], lowered: Lowered) -> str:
     """`dp_shard * cp = 8`."""
     names = list(names)
-    return f"{' * '.join(names)} = {lowered.axis_size(*names)}"
+    return f"{' * '.join(names)} = {lowered.axis_size(*names):,}"
+
+
+def flow(style: ir.Style) -> str:
+    """The layouts of a style where they are not torch's own, as a plan writes them in brackets.
+
+    What a module hands on is a DTensor or a rank's own part; where that is not the style's
+    default, `dtensor` or `local` says so.
+    """
+    default = next(f.default for f in fields(style) if f.name == "local")
+    layouts = ir.style_arguments(replace(style, local=bool(default)))
+    kept = "" if style.local == default else "local" if style.local else "dtensor"
+    return ", ".join(filter(None, (layouts, kept)))
 
 
 def precision(op: FullyShard) -> str:
-    """`bf16 / fp32`: what it computes in, what gradients are summed in."""
-    words = [SHORT.get(op.param or "", op.param or "as it is")]
-    words.append(SHORT.get(op.reduce or "", op.reduce or "as computed"))
-    text = " / ".join(words) if op.param or op.reduce else "no mixed precision"
+    """What a unit computes in and what its gradients are summed in."""
+    words = []
+    if op.param:
+        words.append(f"parameters {dtype(op.param)}")
+    if op.reduce:
+        words.append(f"gradients {dtype(op.reduce)}")
     if op.output:
-        text += f", output {SHORT.get(op.output, op.output)}"
-    return text + ("" if op.cast_inputs else ", inputs not cast")
+        words.append(f"output {dtype(op.output)}")
+    text = ", ".join(words) or "no mixed precision"
+    return text if op.cast_inputs else f"{text}, inputs not cast"
+
+
+def dtype(name: str) -> str:
+    return SHORT.get(name, name)
 
 
 def reshard(value: bool | int) -> str:
     """What a unit does with its gathered parameters after forward."""
     if value is True:
-        return "reshard"
-    return "keep" if value is False else f"reshard to {value}"
+        return "reshard after forward"
+    return "keep" if value is False else f"reshard to {value} after forward"
 
 
 def unit(op: FullyShard) -> str:
     """What a plan calls the unit."""
-    names = ", ".join(str(m) for m in op.members)
+    names = ", ".join(together([str(m) for m in op.members]))
     return f"group({names})" if op.group else names
 
 
@@ -78,24 +115,57 @@ def inside(modules: Modules) -> str:
     return str(modules).removeprefix(block(modules)).removeprefix(".")
 
 
-def together(paths: Sequence[str]) -> list[str]:
-    """Paths whose last names alone differ, as one with braces: `mlp.{gate,up}_proj`."""
-    result = []
-    for parent, group in groupby(paths, key=lambda p: p.rpartition(".")[0]):
-        names = [p.rpartition(".")[2] for p in group]
-        last = names[0] if len(names) == 1 else _braced(names)
-        result.append(f"{parent}.{last}" if parent else last)
-    return result
+def parent(path: str) -> str:
+    """What `together` keys on: the path but for its last name; a path that ends in indices whole.
+
+    `model.layers[0:32].mlp` and `model.layers[0:32].self_attn` have one parent.
+    """
+    return path if path.endswith("]") else path.rpartition(".")[0]
 
 
-def _braced(names: list[str]) -> str:
+def together(paths: Iterable[str]) -> list[str]:
+    """Paths whose last names alone differ, as one with braces: `mlp.{gate,up}_proj`.
+
+    Each stands where the first of them stood.
+    """
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(parent(path), []).append(path)
+    return [braced(chunk) for group in groups.values() for chunk in chunks(group)]
+
+
+def chunks(paths: Sequence[str]) -> Iterator[list[str]]:
+    """Paths of one parent in parts that are short enough for a line with braces."""
+    chunk: list[str] = []
+    for path in paths:
+        if chunk and len(_braces([_last(p) for p in (*chunk, path)])) > _BRACES:
+            yield chunk
+            chunk = []
+        chunk.append(path)
+    yield chunk
+
+
+def braced(paths: Sequence[str]) -> str:
+    """Paths of one parent as one: `mlp.{gate,up}_proj`."""
+    if len(paths) == 1:
+        return paths[0]
+    head = parent(paths[0])
+    last = _braces([_last(p) for p in paths])
+    return f"{head}.{last}" if head else last
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _braces(names: list[str]) -> str:
+    """Names with what they share outside the braces, cut at an underscore: `{q,k,v}_proj`."""
     head = _common(names)
+    head = head[: head.rfind("_") + 1]
     tail = _common([n[::-1] for n in names])[::-1]
-    shortest = min(len(n) for n in names)
-    if len(head) + len(tail) >= shortest or not (head.endswith("_") or tail.startswith("_")):
+    tail = tail[tail.find("_") :] if "_" in tail else ""
+    if any(len(head) + len(tail) >= len(n) for n in names):
         head = tail = ""
-    head = head if head.endswith("_") else ""
-    tail = tail if tail.startswith("_") else ""
     inner = ",".join(n[len(head) : len(n) - len(tail)] for n in names)
     return f"{head}{{{inner}}}{tail}"
 
@@ -110,14 +180,28 @@ def _common(names: list[str]) -> str:
     return "".join(letters)
 
 
-def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Rows in aligned columns, without spaces at the end."""
-    if not rows:
-        return []
-    count = max(len(r) for r in rows)
-    padded = [[*row, *[""] * (count - len(row))] for row in rows]
-    widths = [max(len(r[i]) for r in padded) for i in range(count)]
+def table(
+    rows: Iterable[Sequence[str]], indent: str = "  ", *, widest: Sequence[int] = ()
+) -> list[str]:
+    """Rows in aligned columns, without spaces at the end.
+
+    Args:
+        rows: cells; a row may end early, and its last cell may then be as long as it likes.
+        indent: what each line begins with.
+        widest: for each column, the columns of text after which a cell moves its own row on,
+            and no other.
+    """
+    cut = [list(row) for row in rows]
+    for row in cut:
+        while row and not row[-1]:
+            row.pop()
+    limits = dict(enumerate(widest))
+    widths: dict[int, int] = {}
+    for row in cut:
+        for i, cell in enumerate(row[:-1]):
+            if len(cell) <= limits.get(i, len(cell)):
+                widths[i] = max(widths.get(i, 0), len(cell))
     return [
-        (indent + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True))).rstrip()
-        for r in padded
+        indent + "  ".join(cell.ljust(widths.get(i, 0)) for i, cell in enumerate(row)).rstrip()
+        for row in cut
     ]

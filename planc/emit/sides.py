@@ -1,0 +1,198 @@
+"""One side of a diff: what a lowered plan says of each set of modules, whatever its order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from planc.emit import words
+from planc.ir import style as ir
+from planc.lowering.ops import (
+    AnyOp,
+    Checkpoint,
+    Compile,
+    Configure,
+    FullyShard,
+    Lowered,
+    Parallelize,
+    Tie,
+)
+from planc.model.facts import Modules
+
+Value = str | int | bool | tuple[int, ...] | tuple[str, ...] | None
+Facts = tuple[tuple[str, Value], ...]
+
+KINDS = (
+    "model",
+    "mesh",
+    "data",
+    "configure",
+    "layers",
+    "tensor",
+    "tensor input",
+    "tensor output",
+    "tie",
+    "checkpoint",
+    "compile",
+    "fsdp",
+)
+"""What a change can be about, in the order in which a diff lists it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a plan says of a set of modules.
+
+    Args:
+        kind: one of `KINDS`.
+        over: the axis of a tensor-parallel style.
+        label: what it is about, where that is not a set of modules.
+        modules: the set.
+        style: of a tensor-parallel rule.
+        facts: the rest of what it says, named as in the lowered JSON.
+        place: the `.plan` line.
+        at: where the operation stands in its plan, which decides nothing but the order of names.
+    """
+
+    kind: str
+    over: str = ""
+    label: str = ""
+    modules: Modules | None = None
+    style: ir.Style | None = None
+    facts: Facts = ()
+    place: str = ""
+    at: int = field(default=0, compare=False)
+
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """Two entries of one subject speak of the same, as far as their indices meet."""
+        key = None if self.modules is None else self.modules.key
+        return (self.kind, self.over, self.label, key)
+
+    @property
+    def said(self) -> str:
+        """All that it says, strictly: to reshard to 1 rank is not to reshard to all."""
+        return repr((self.style, self.facts))
+
+    def order(self) -> tuple[str, str]:
+        """A fixed order of entries, so that the order of operations does not matter."""
+        return (str(self.modules), self.said)
+
+
+Group = frozenset[str]
+
+
+def groups(lowered: Lowered) -> set[Group]:
+    """The groups that are one FSDP unit, by the paths of their members."""
+    return {_members(op) for op in lowered.ops if isinstance(op, FullyShard) and op.group}
+
+
+def _members(op: FullyShard) -> Group:
+    return frozenset(str(m) for m in op.members)
+
+
+def entries(lowered: Lowered, common: set[Group]) -> Iterator[Entry]:
+    """Each operation as entries.
+
+    Args:
+        lowered: one side.
+        common: the groups that both sides have; any other is compared member by member.
+    """
+    for at, op in enumerate(lowered.ops):
+        for entry in _said(op, common):
+            yield replace(entry, at=at)
+
+
+def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
+    match op:
+        case Configure():
+            yield Entry(kind="configure", label=op.name, facts=(("value", op.value),))
+        case Tie():
+            facts = (("source", op.source),)
+            yield Entry(kind="tie", label=op.parameter, facts=facts, place=op.place)
+        case Parallelize():
+            yield _tensor(op)
+        case Checkpoint():
+            yield Entry(kind="checkpoint", modules=op.modules, place=op.place)
+        case Compile():
+            full: Facts = (("fullgraph", op.fullgraph),)
+            yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
+        case FullyShard():
+            yield from _unit(op, common)
+
+
+def _tensor(op: Parallelize) -> Entry:
+    kind = "tensor"
+    if isinstance(op.style, ir.Input | ir.Output):
+        kind = f"tensor {ir.style_name(op.style)}"
+    facts = [(f"{s.name}.shape", s.shape) for s in op.shapes]
+    facts += [(f"{s.name}.local", s.local) for s in op.shapes]
+    return Entry(
+        kind=kind,
+        over=op.axis,
+        modules=op.modules,
+        style=op.style,
+        facts=tuple(facts),
+        place=op.place,
+    )
+
+
+def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
+    facts: Facts = (
+        ("shard", op.shard),
+        ("replicate", op.replicate),
+        ("reshard", op.reshard),
+        ("param", op.param),
+        ("reduce", op.reduce),
+        ("output", op.output),
+        ("cast_inputs", op.cast_inputs),
+        ("nbytes", op.nbytes),
+        ("gathered", op.gathered),
+    )
+    entry = Entry(kind="fsdp", facts=facts, place=op.place)
+    if op.group and _members(op) in common:
+        yield replace(entry, label=words.unit(op))
+        return
+    for members in op.members:
+        own: Facts = (("group", words.unit(op)), *facts) if op.group else facts
+        yield replace(entry, modules=members, facts=own)
+
+
+def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
+    """(what, before, after) of all that two entries on the same modules say differently."""
+    if old.style != new.style:
+        yield from _styles(old.style, new.style)
+    before, after = dict(old.facts), dict(new.facts)
+    for name in dict.fromkeys([*before, *after]):
+        one, two = before.get(name), after.get(name)
+        if (one, type(one)) != (two, type(two)):  # resharding to 1 rank is not True
+            yield name, one, two
+
+
+def _styles(old: ir.Style | None, new: ir.Style | None) -> Iterator[tuple[str, Value, Value]]:
+    """Layout by layout where the style is the same; else the whole."""
+    assert old is not None and new is not None
+    if type(old) is not type(new):
+        yield "style", ir.style_text(old), ir.style_text(new)
+        return
+    before, after = dict(_layouts(old)), dict(_layouts(new))
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            yield name, before.get(name), after.get(name)
+
+
+def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
+    match style:
+        case ir.Colwise() | ir.Rowwise():
+            yield "input", str(style.input)
+            yield "output", str(style.output)
+        case ir.Sequence():
+            yield "dim", style.dim
+        case ir.Input() | ir.Output():
+            sides = [(str(i), c) for i, c in enumerate(style.positional) if c]
+            if isinstance(style, ir.Input):
+                sides += style.named
+            for name, change in sides:
+                yield f"{name}.source", str(change.source)
+                yield f"{name}.target", str(change.target)
+    yield "local", style.local
