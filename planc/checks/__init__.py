@@ -1,17 +1,62 @@
-"""Floor 3: what a plan that is well formed can still get wrong. One rule a file."""
+"""Floor 3: what a plan that is well formed can still get wrong. One rule a file, in this order.
+
+A rule looks at the whole plan and reports what it finds. It concludes nothing from what is missing
+in a section that has findings of its own (`Plan.broken`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from planc.checks.blocks import blocks
+from planc.checks.checkpoints import checkpoints
+from planc.checks.compiled import compiled
+from planc.checks.coverage import coverage
+from planc.checks.dtypes import dtypes
+from planc.checks.fused import fused
+from planc.checks.heads import heads
+from planc.checks.kinds import kinds
+from planc.checks.norms import norms
+from planc.checks.pairs import pairs
+from planc.checks.precision import precision
+from planc.checks.reshard import reshard
+from planc.checks.ties import ties
+from planc.checks.uneven import uneven
+from planc.checks.units import units
+from planc.checks.unsharded import unsharded
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan
 from planc.model.facts import Facts
 
-RULES: tuple[Callable[[Plan, Facts, Sink], None], ...] = ()
+Rule = Callable[[Plan, Facts, Sink], None]
+
+RULES: tuple[Rule, ...] = (
+    kinds,
+    fused,
+    heads,
+    uneven,
+    pairs,
+    norms,
+    ties,
+    units,
+    blocks,
+    unsharded,
+    dtypes,
+    precision,
+    reshard,
+    checkpoints,
+    compiled,
+    coverage,
+)
 
 
 def check(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Runs every rule; the findings go to the sink."""
+    """Runs every rule; the findings go to the sink.
+
+    Args:
+        plan: what elaboration made of it.
+        facts: the model that it was elaborated for.
+        sink: receives PL15x (kinds and pairs), PL2xx (shapes) and PL4xx (composition).
+    """
     for rule in RULES:
         rule(plan, facts, sink)

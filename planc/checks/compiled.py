@@ -1,0 +1,36 @@
+"""PL432: compiled blocks right behind an embedding whose sum is handed on as a local tensor."""
+
+from __future__ import annotations
+
+from planc.checks.table import active
+from planc.diagnostic import Label, Sink
+from planc.ir.plan import Plan
+from planc.ir.style import Replicate, Rowwise
+from planc.model.facts import Facts
+
+
+def compiled(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """torch 2.13 loses the gradient of a vocabulary-parallel embedding in this arrangement.
+
+    Seen on four gloo processes with torch.compile's aot_eager and inductor backends: the forward
+    pass and all other gradients are right, the embedding's gradient is 0. Under sequence
+    parallelism (the output stays a DTensor) and with a colwise embedding it is right. In gemma3,
+    which scales its embeddings before the first block, it is right too, but that can't be told
+    from structure, so it is reported there as well.
+    """
+    if not plan.compile:
+        return
+    for rule in active(plan):
+        style = rule.style
+        if rule.modules.module.kind != "embedding" or not isinstance(style, Rowwise):
+            continue
+        if style.local and isinstance(style.output, Replicate):
+            sink.error(
+                "PL432",
+                f"torch loses the gradient of `{rule.modules}` where compiled blocks follow it",
+                Label(span=rule.origin, text="its output is a sum over the ranks"),
+                Label(span=plan.compile[0].origin, text="compiled"),
+                facts=["torch 2.13: the embedding's gradient is 0, all others are right"],
+                help="use sequence parallelism (`rowwise(-> shard(1), local = false)`), or "
+                "`colwise(-> replicate)` where the embedding is not tied",
+            )

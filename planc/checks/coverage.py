@@ -1,0 +1,36 @@
+"""PL204: what tensor parallelism leaves whole."""
+
+from __future__ import annotations
+
+from planc.checks.table import active, axis_label, ranks, split_dim
+from planc.diagnostic import Sink
+from planc.ir.plan import Plan
+from planc.model.facts import Facts, Modules
+
+
+def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """An info: the share of parameters that every rank of the tensor axis holds whole."""
+    rules = active(plan)
+    if not rules or "tensor" in plan.broken:
+        return
+    whole: list[tuple[int, str]] = []
+    for modules in facts.model.below():
+        for parameter in modules.module.parameters:
+            left: list[Modules] = [modules]
+            for rule in rules:
+                if split_dim(rule, parameter) is not None:
+                    left = [rest for part in left for rest in part.minus(rule.modules)]
+            whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
+    total = facts.root.count
+    kept = sum(count for count, _ in whole)
+    if not kept:
+        return
+    share = 100 * kept / total
+    largest = sorted(whole, reverse=True)[:3]
+    sink.info(
+        "PL204",
+        f"{share:.2g}% of the parameters stay whole on every rank of {rules[0].axis} = "
+        f"{ranks(plan, rules[0])}",
+        axis_label(plan, rules[0]),
+        facts=[f"{name}: {count:,}" for count, name in largest],
+    )

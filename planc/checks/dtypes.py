@@ -1,0 +1,36 @@
+"""PL415: a unit whose trainable parameters have several dtypes."""
+
+from __future__ import annotations
+
+from planc.checks.table import owned
+from planc.diagnostic import Sink
+from planc.ir.plan import Plan, Unit
+from planc.model.facts import Facts
+
+
+def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A unit is gathered as one flat tensor, so its trainable parameters have one dtype.
+
+    Source: `FSDPParamGroup._init_mp_dtypes` in torch, which raises in the first forward.
+    """
+    if plan.fsdp is None:
+        return
+    found: dict[int, dict[str, str]] = {}
+    origins: dict[int, Unit] = {}
+    for modules, unit in owned(plan, facts):
+        if unit is None:
+            continue
+        origins[id(unit)] = unit
+        for parameter in modules.module.parameters:
+            if parameter.trainable:
+                name = f"{modules}.{parameter.name}"
+                found.setdefault(id(unit), {}).setdefault(parameter.dtype, name)
+    for key, by_type in found.items():
+        if len(by_type) > 1:
+            sink.error(
+                "PL415",
+                f"the unit `{origins[key].members[0]}` mixes {' and '.join(sorted(by_type))}",
+                origins[key].origin,
+                facts=[f"{name} is {dtype}" for dtype, name in sorted(by_type.items())],
+                help="give the modules of one dtype a unit of their own, or cast the model",
+            )

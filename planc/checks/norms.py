@@ -1,0 +1,78 @@
+"""PL161, PL162: norms that see a part of the activations and have no rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planc.checks.table import active, inside, parents, splits_output
+from planc.diagnostic import Label, Sink
+from planc.ir.plan import Plan, TensorRule
+from planc.ir.style import Rowwise, Sequence, Shard
+from planc.model.facts import Facts, Modules
+
+
+def norms(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A whole weight that works on a part of the heads or of the sequence gets a part of its
+    gradient on each rank, and without a rule nothing adds them up: the copies drift apart.
+
+    Seen on qwen3 (tp 2, torch 2.13) without a rule for q_norm: losses look right, and after three
+    steps the copies of the weight differ by 4%.
+    """
+    if "tensor" in plan.broken:
+        return
+    rules = active(plan)
+    seen: set[Modules] = set()
+    for rule in rules:
+        for parent in parents(facts, rule.modules):
+            if parent in seen:
+                continue
+            seen.add(parent)
+            own = list(inside(parent, rules))
+            split = [r for r in own if splits_output(r) and r.modules.module.kind == "linear"]
+            sequence = [r for r in own if isinstance(r.style, Sequence) and not r.style.local]
+            for norm in _without_rule(parent, own):
+                if split:
+                    _on_heads(norm, split, sink)
+                elif sequence and _residual_is_split(parent, rules):
+                    _on_sequence(norm, sequence, sink)
+
+
+def _without_rule(parent: Modules, own: list[TensorRule]) -> Iterator[Modules]:
+    for child in parent.module.children:
+        if child.module.kind != "norm" or not child.module.parameters:
+            continue
+        at = Modules((*parent.path, child.segment), child.module)
+        if not any(r.modules.overlap(at) for r in own):
+            yield at
+
+
+def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
+    """Whether some layer below hands the sequence on in parts, as sequence parallelism does."""
+    return any(
+        isinstance(r.style, Rowwise)
+        and isinstance(r.style.output, Shard)
+        and r.style.output.dim == 1
+        and r.modules.within(parent)
+        for r in rules
+    )
+
+
+def _on_heads(norm: Modules, split: list[TensorRule], sink: Sink) -> None:
+    sink.error(
+        "PL161",
+        f"`{norm}` works on a part of the heads, and nothing sums its gradient",
+        *(Label(span=s, text="split here") for s in dict.fromkeys(r.origin for r in split)),
+        facts=[f"`{norm}` is a {norm.module.cls} with a weight of its own, and no rule"],
+        help=f"`{norm.path[-1]} : sequence(dim = 2, local = true)`, where dim is the dim of the "
+        "heads as the norm sees them (1 if they were transposed before it)",
+    )
+
+
+def _on_sequence(norm: Modules, sequence: list[TensorRule], sink: Sink) -> None:
+    sink.error(
+        "PL162",
+        f"`{norm}` gets a part of the sequence, and has no rule",
+        *(Label(span=s, text="these have one") for s in dict.fromkeys(r.origin for r in sequence)),
+        facts=[f"`{norm}` is a {norm.module.cls} with a weight of its own"],
+        help=f"`{norm.path[-1]} : sequence`",
+    )

@@ -1,0 +1,35 @@
+"""PL417: a partial reshard that the ranks cannot make."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink, one_of
+from planc.ir.plan import Plan
+from planc.model.facts import Facts
+
+
+def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`reshard = N` keeps shards of N ranks, so N divides the number that share a unit.
+
+    Source: `fully_shard` in torch takes a non-trivial divisor of the shard mesh's size.
+    """
+    if plan.fsdp is None:
+        return
+    size = plan.mesh.size(*plan.fsdp.shard)
+    for unit in plan.fsdp.units:
+        count = unit.reshard
+        if isinstance(count, bool) or size == 1 or (1 < count < size and size % count == 0):
+            continue
+        choices = [n for n in range(2, min(size, 1024)) if size % n == 0]
+        labels = [
+            Label(span=a.origin, text=f"{a.name} is {a.size}")
+            for a in plan.mesh.axes
+            if a.name in plan.fsdp.shard
+        ]
+        told = f"it can be {one_of(map(str, choices[:8]))}" if choices else "use `always`"
+        sink.error(
+            "PL417",
+            f"{size} ranks cannot reshard to {count}",
+            Label(span=unit.origin),
+            *labels,
+            help=f"{told}, or `always`" if choices else told,
+        )

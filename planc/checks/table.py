@@ -1,0 +1,151 @@
+"""What several rules ask of a plan and a model: who holds what, and who decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from planc.diagnostic import Label
+from planc.ir.plan import Plan, TensorRule, Unit
+from planc.ir.style import Colwise, Input, Output, Rowwise, Shard, weight_shard
+from planc.model.facts import Facts, Modules, Parameter
+from planc.model.indices import Indices
+
+
+def ranks(plan: Plan, rule: TensorRule) -> int:
+    """The number of ranks that a rule splits over."""
+    return plan.mesh.size(rule.axis)
+
+
+def active(plan: Plan) -> tuple[TensorRule, ...]:
+    """The tensor rules that do something: those over more than one rank."""
+    return tuple(r for r in plan.tensor if ranks(plan, r) > 1)
+
+
+def axis_label(plan: Plan, rule: TensorRule) -> Label:
+    """The place that gave the rule's axis its size."""
+    axis = plan.mesh.axis(rule.axis)
+    assert axis is not None  # a rule over an axis that is not there was reported earlier
+    return Label(span=axis.origin, text=f"{axis.name} is {axis.size}")
+
+
+def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:
+    """The modules right around; those of unlike structure as sets of their own."""
+    path = modules.path[:-1]
+    return tuple(
+        both
+        for at in facts.model.below()
+        if len(at.path) == len(path) and (both := at.overlap(Modules(path, at.module))) is not None
+    )
+
+
+def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
+    """The rules on modules right inside."""
+    n = len(outer.path)
+    for rule in rules:
+        if len(rule.modules.path) == n + 1 and rule.modules.within(outer):
+            yield rule
+
+
+def splits_output(rule: TensorRule) -> bool:
+    """Whether a rule leaves its module's output split by features."""
+    style = rule.style
+    return isinstance(style, Colwise) and _last(style.output)
+
+
+def takes_split(rule: TensorRule) -> bool:
+    """Whether a rule takes an input that is split by features."""
+    style = rule.style
+    return isinstance(style, Rowwise) and _last(style.input)
+
+
+def _last(layout: object) -> bool:
+    return isinstance(layout, Shard) and layout.dim in (-1, 2)
+
+
+def split_dim(rule: TensorRule, parameter: Parameter) -> int | None:
+    """The dim along which a rule splits a parameter of its modules."""
+    kind = rule.modules.module.kind
+    return weight_shard(rule.style, kind, parameter.name, len(parameter.shape))
+
+
+def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
+    """The rules that decide about weights."""
+    return (r for r in rules if not isinstance(r.style, Input | Output))
+
+
+def find(facts: Facts, name: str) -> tuple[Modules, Parameter] | None:
+    """A parameter by its torch name, and the one module that holds it."""
+    *path, last = name.split(".")
+    at = facts.model
+    for part in path:
+        child = next(
+            (
+                c
+                for c in at.module.children
+                if (c.name == part if c.indices is None else _entry(part, c.indices))
+            ),
+            None,
+        )
+        if child is None:
+            return None
+        segment = part if child.indices is None else Indices.of([int(part)])
+        at = Modules((*at.path, segment), child.module)
+    parameter = next((p for p in at.module.parameters if p.name == last), None)
+    return None if parameter is None else (at, parameter)
+
+
+def _entry(part: str, indices: Indices) -> bool:
+    return part.isdecimal() and int(part) in indices
+
+
+def unit_of(plan: Plan, modules: Modules) -> Unit | None:
+    """The innermost unit around (all of) the modules."""
+    assert plan.fsdp is not None
+    around = [
+        (len(member.path), -i, unit)
+        for i, unit in enumerate(plan.fsdp.units)
+        for member in unit.members
+        if holds(member, modules)
+    ]
+    return max(around, key=lambda item: item[:2])[2] if around else None
+
+
+def holds(outer: Modules, modules: Modules) -> bool:
+    """Whether every one of the modules is in (or is) one of the outer ones."""
+    n = len(outer.path)
+    if modules.key[:n] != outer.key:
+        return False
+    head = Modules(modules.path[:n], outer.module)
+    return not head.minus(outer)
+
+
+def owned(plan: Plan, facts: Facts) -> Iterator[tuple[Modules, Unit | None]]:
+    """Every module that has parameters of its own, by the unit that shards them."""
+    assert plan.fsdp is not None
+    members = [(m, u) for u in plan.fsdp.units for m in u.members]
+    members.sort(key=lambda item: -len(item[0].path))
+    for modules in facts.model.below():
+        if not modules.module.parameters:
+            continue
+        left = [modules]
+        for member, unit in members:
+            for part in list(left):
+                both = _within(part, member)
+                if both is not None:
+                    left.remove(part)
+                    left.extend(part.minus(both))
+                    yield both, unit
+        yield from ((part, None) for part in left)
+
+
+def _within(modules: Modules, outer: Modules) -> Modules | None:
+    n = len(outer.path)
+    if modules.key[:n] != outer.key:
+        return None
+    head = Modules(modules.path[:n], outer.module).overlap(outer)
+    return None if head is None else Modules((*head.path, *modules.path[n:]), modules.module)
+
+
+def legal(*counts: int) -> list[int]:
+    """The numbers of ranks that divide all of the counts."""
+    return [n for n in range(1, min(counts) + 1) if all(c % n == 0 for c in counts)]

@@ -1,0 +1,34 @@
+"""PL410, PL411: units that hold each other, or nothing."""
+
+from __future__ import annotations
+
+from planc.checks.table import holds
+from planc.diagnostic import Sink
+from planc.ir.plan import Plan
+from planc.model.facts import Facts
+
+
+def units(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A group is one set of parameters, so no member can be inside another; a unit has some."""
+    if plan.fsdp is None:
+        return
+    for unit in plan.fsdp.units:
+        for member in unit.members:
+            outer = next(
+                (o for o in unit.members if o.path != member.path and holds(o, member)), None
+            )
+            if outer is not None:
+                sink.error(
+                    "PL410",
+                    f"`{member}` is inside `{outer}`, a member of the same group",
+                    unit.origin,
+                    help=f"take `{member}` out of the group",
+                )
+        if sum(m.module.count for m in unit.members) == 0:
+            sink.error(
+                "PL411",
+                f"the unit `{unit.members[0]}` has no parameters to shard",
+                unit.origin,
+                facts=[f"`{unit.members[0]}` is a {unit.members[0].module.cls}"],
+                help="take the rule out",
+            )
