@@ -1,0 +1,135 @@
+"""Every code has a page, every page has its form, and every example gives the code of its page."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from planc.cli import main
+from planc.diagnostic import Sink
+from planc.driver import compile_plan
+from planc.report import explain
+from planc.source import Source
+from planc.syntax import parse
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "diagnostics"
+CODES = sorted(p.stem for p in PAGES.glob("PL*.md"))
+FORM = re.compile(
+    r"# (?P<code>PL\d{3}): (?P<title>[^\n]*[^\n.])\n"
+    r"\n(?P<text>(?!#).+?)\n"
+    r"\n## Example\n\n(?P<example> {4}.+?)\n"
+    r"\n## How to mend it\n\n(?P<mend>(?!#).+)\n",
+    re.S,
+)
+PARSER = ("PL001", "PL002", "PL003", "PL004", "PL005")
+
+
+def part(code, name):
+    form = FORM.fullmatch((PAGES / f"{code}.md").read_text())
+    assert form, f"{code}.md is not in the form that the other pages have"
+    return form[name]
+
+
+def example(code):
+    return textwrap.dedent(part(code, "example")) + "\n"
+
+
+def test_the_codes_of_the_source_are_those_with_a_page():
+    used = set()
+    for path in (ROOT / "planc").rglob("*.py"):
+        used |= set(re.findall(r'"(PL\d{3})"', path.read_text()))
+    assert used - set(CODES) == set(), "these need a page"
+    assert set(CODES) - used == set(), "these pages are of no code"
+    assert explain.codes() == tuple(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_form(code):
+    text = (PAGES / f"{code}.md").read_text()
+    assert part(code, "code") == code
+    assert text.count("\n## ") == 2
+    assert max(map(len, text.splitlines())) <= 160
+    for line in part(code, "example").splitlines():
+        assert not line or line.startswith("    "), line
+    assert code[:3] in explain.GROUPS
+
+
+@pytest.mark.parametrize("code", PARSER)
+def test_the_parser_gives_the_code_of_its_example(code):
+    sink = Sink()
+    parse(Source("example.plan", example(code)), sink)
+    assert [d.code for d in sink] == [code]
+
+
+HEADER = re.compile(r"## Example\n\n    plan (\w+) for ")
+WHOLE = [code for code in CODES if HEADER.search((PAGES / f"{code}.md").read_text())]
+
+
+@pytest.mark.parametrize("code", WHOLE)
+def test_a_whole_plan_gives_the_code_of_its_page(code, tmp_path):
+    name = HEADER.search((PAGES / f"{code}.md").read_text())[1]
+    path = tmp_path / f"{name}.plan"
+    path.write_text(example(code))
+    sink = Sink()
+    compile_plan("llama-3.1-8b", str(path), sink, world_size=64)
+    assert code in [d.code for d in sink], [d.message for d in sink]
+
+
+def test_most_pages_have_a_whole_plan():
+    about_plans = [code for code in CODES if code[2] in "01235"]
+    assert len(WHOLE) > 0.8 * len(about_plans)
+
+
+def test_the_index_is_fresh():
+    assert explain.index() == (PAGES / "README.md").read_text(), "run make pages"
+    command = [sys.executable, "-m", "planc.report.explain"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == explain.index()
+
+
+def test_the_index_lists_each_code_once_under_its_group():
+    text = explain.index()
+    assert re.findall(r"^- \[(PL\d{3})\]\(\1\.md\): \S", text, re.M) == CODES
+    group = ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            group = line[3:6]
+        elif line.startswith("- "):
+            assert line[3:6] == group
+
+
+def test_explain():
+    assert explain.explain("PL004") == (PAGES / "PL004.md").read_text()
+    assert explain.explain(" pl004 ") == explain.explain("PL004")
+    for nothing in ("PL000", "PL00", "README", "../README", "PL004.md", "../../pyproject", ""):
+        assert explain.explain(nothing) is None
+
+
+def test_a_page_on_a_terminal():
+    text = "# PL001: `x` and *y*\n\nUse `a b` or [this](PL002.md).\n\n    `code`\n\n## Example\n"
+    assert explain.terminal(text, False) == (
+        "PL001: `x` and *y*\n\nUse `a b` or this.\n\n    `code`\n\nExample\n"
+    )
+    assert explain.terminal(text, True) == (
+        "\x1b[1mPL001: `x` and *y*\x1b[0m\n\nUse \x1b[36ma b\x1b[0m or this.\n\n"
+        "\x1b[36m    `code`\x1b[0m\n\n\x1b[1mExample\x1b[0m\n"
+    )
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["explain", "pl004"]) == 0
+    assert capsys.readouterr().out == explain.terminal(explain.explain("PL004"), False)
+    assert main(["explain", "PL000"]) == 2
+    assert "there is no code PL000" in capsys.readouterr().err
+
+
+def test_json_of_the_command_is_one_document_even_where_nothing_could_run(tmp_path, capsys):
+    assert main(["check", "llama-3.1-8b", str(tmp_path / "no.plan"), "--format", "json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert [d["code"] for d in document["diagnostics"]] == ["PL006"]
