@@ -1,87 +1,115 @@
-"""Every code has a page, every page its form, and its example gives its code."""
+"""Every code has a page, every page has its form, and every example gives the code of its page."""
 
-import contextlib
-import io
+import json
 import re
-import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from planc.cli import main
+from planc.diagnostic import Sink
 from planc.report import explain
+from planc.source import Source
+from planc.syntax import parse
 
 ROOT = Path(__file__).parent.parent
-MODELS = {
-    "llama": "llama-3.1-8b",
-    "qwen2": "qwen2.5-0.5b",
-    "qwen3": "qwen3-8b",
-    "phi3": "phi-4",
-    "gpt2": "gpt2",
-}
-PARTS = re.compile(
-    r"# (PL\d{3}): [^\n]+[^.\n]\n\n.+?\n\n## Example\n\n(.+?)\n\n## How to mend it\n\n.+\n", re.S
+PAGES = ROOT / "docs" / "diagnostics"
+CODES = sorted(p.stem for p in PAGES.glob("PL*.md"))
+FORM = re.compile(
+    r"# (?P<code>PL\d{3}): (?P<title>[^\n]*[^\n.])\n"
+    r"\n(?P<text>(?!#).+?)\n"
+    r"\n## Example\n\n(?P<example> {4}.+?)\n"
+    r"\n## How to mend it\n\n(?P<mend>(?!#).+)\n",
+    re.S,
 )
-UNREACHED = {
-    "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",
-    "PL650": "the model of the plan's header is taken; tests/test_elaborate.py gives another",
-    "PL900": "a bug in planc; tests/test_cli.py makes one",
-}
-"""Codes whose example can't be run here, with the reason. PL49x are in tests/dist."""
+PARSER = ("PL001", "PL002", "PL003", "PL004", "PL005")
 
 
-def codes_in_source():
-    found = set()
+def part(code, name):
+    form = FORM.fullmatch((PAGES / f"{code}.md").read_text())
+    assert form, f"{code}.md is not in the form that the other pages have"
+    return form[name]
+
+
+def example(code):
+    return textwrap.dedent(part(code, "example")) + "\n"
+
+
+def test_the_codes_of_the_source_are_those_with_a_page():
+    used = set()
     for path in (ROOT / "planc").rglob("*.py"):
-        found |= set(re.findall(r'"(PL\d{3})"', path.read_text()))
-    return found
+        used |= set(re.findall(r'"(PL\d{3})"', path.read_text()))
+    assert used - set(CODES) == set(), "these need a page"
+    assert set(CODES) - used == set(), "these pages are of no code"
+    assert explain.codes() == tuple(CODES)
 
 
-def test_the_codes_of_the_source_are_the_pages():
-    assert codes_in_source() == set(explain.codes())
+@pytest.mark.parametrize("code", CODES)
+def test_form(code):
+    text = (PAGES / f"{code}.md").read_text()
+    assert part(code, "code") == code
+    assert text.count("\n## ") == 2
+    assert max(map(len, text.splitlines())) <= 160
+    for line in part(code, "example").splitlines():
+        assert not line or line.startswith("    "), line
+    assert code[:3] in explain.GROUPS
+
+
+@pytest.mark.parametrize("code", PARSER)
+def test_the_parser_gives_the_code_of_its_example(code):
+    sink = Sink()
+    parse(Source("example.plan", example(code)), sink)
+    assert [d.code for d in sink] == [code]
 
 
 def test_the_index_is_fresh():
-    text = (ROOT / "docs" / "diagnostics" / "README.md").read_text()
-    assert text == explain.index(), "run `make pages`"
+    assert explain.index() == (PAGES / "README.md").read_text(), "run make pages"
+    command = [sys.executable, "-m", "planc.report.explain"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == explain.index()
 
 
-@pytest.mark.parametrize("code", explain.codes())
-def test_page(code, tmp_path, monkeypatch):
-    page = explain.explain(code)
-    match = PARTS.fullmatch(page)
-    assert match, "a page has a title, a text, an example and a remedy"
-    assert match[1] == code
-    if code in UNREACHED or code.startswith("PL49"):
-        return
-    example = textwrap.dedent(match[2]).strip() + "\n"
-    monkeypatch.chdir(tmp_path)
-    assert code in findings(example, tmp_path)
+def test_the_index_lists_each_code_once_under_its_group():
+    text = explain.index()
+    assert re.findall(r"^- \[(PL\d{3})\]\(\1\.md\): \S", text, re.M) == CODES
+    group = ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            group = line[3:6]
+        elif line.startswith("- "):
+            assert line[3:6] == group
 
 
-def findings(example, folder):
-    """What planc prints of an example: a command, a config.json, or a plan for its family."""
-    (folder / "old.json").write_text("{}")
-    (folder / "checkpoints" / "run-7").mkdir(parents=True)
-    lines = example.splitlines()
-    command = next((line.removeprefix("$ ") for line in lines if "planc check" in line), None)
-    command = command or next((line for line in lines if line.startswith("planc ")), None)
-    if command:
-        if lines[0].startswith("# "):  # a file that the command names
-            file = folder / lines[0][2:]
-            file.parent.mkdir(parents=True)
-            file.write_text("\n".join(lines[1 : lines.index("")]) + "\n")
-        words = shlex.split(command)[1:]
-    elif example.startswith("{"):
-        (folder / "config.json").write_text(example)
-        words = ["check", ".", "llama"]
-    else:
-        (folder / "a.plan").write_text(example)
-        header = re.search(r"plan \w+ for (\w+)", example)
-        model = MODELS.get(header[1] if header else "", "llama-3.1-8b")
-        words = ["check", model, "a.plan", "--world-size", "24"]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        main([*words, *(["--format", "concise"] if words[0] == "check" else [])])
-    return output.getvalue()
+def test_explain():
+    assert explain.explain("PL004") == (PAGES / "PL004.md").read_text()
+    assert explain.explain(" pl004 ") == explain.explain("PL004")
+    for nothing in ("PL000", "PL00", "README", "../README", "PL004.md", "../../pyproject", ""):
+        assert explain.explain(nothing) is None
+
+
+def test_a_page_on_a_terminal():
+    text = "# PL001: `x` and *y*\n\nUse `a b` or [this](PL002.md).\n\n    `code`\n\n## Example\n"
+    assert explain.terminal(text, False) == (
+        "PL001: `x` and *y*\n\nUse `a b` or this.\n\n    `code`\n\nExample\n"
+    )
+    assert explain.terminal(text, True) == (
+        "\x1b[1mPL001: `x` and *y*\x1b[0m\n\nUse \x1b[36ma b\x1b[0m or this.\n\n"
+        "\x1b[36m    `code`\x1b[0m\n\n\x1b[1mExample\x1b[0m\n"
+    )
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["explain", "pl004"]) == 0
+    assert capsys.readouterr().out == explain.terminal(explain.explain("PL004"), False)
+    assert main(["explain", "PL000"]) == 2
+    assert "there is no code PL000" in capsys.readouterr().err
+
+
+def test_json_of_the_command_is_one_document_even_where_nothing_could_run(tmp_path, capsys):
+    assert main(["check", "llama-3.1-8b", str(tmp_path / "no.plan"), "--format", "json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert [d["code"] for d in document["diagnostics"]] == ["PL006"]

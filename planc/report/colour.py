@@ -14,7 +14,6 @@ _CODES = {
     "secondary": "34",
     "gutter": "34",
     "bold": "1",
-    "heading": "1;4",
     "code": "36",
 }
 

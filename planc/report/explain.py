@@ -21,6 +21,7 @@ GROUPS = {
     "PL9": "planc itself",
 }
 _CODE = re.compile(r"PL\d{3}")
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 
 
@@ -39,9 +40,8 @@ def explain(code: str) -> str | None:
 
 
 def terminal(text: str, colour: bool) -> str:
-    """A page as a terminal shows it: without the signs of Markdown where colours stand for them."""
-    lines = [_line(line, colour) for line in text.splitlines()]
-    return "\n".join(lines) + "\n"
+    """A page as a terminal shows it: headings without their `#`, links without their address."""
+    return "".join(f"{_line(line, colour)}\n" for line in text.splitlines())
 
 
 def index() -> str:
@@ -62,12 +62,13 @@ def _title(page: Path) -> str:
 
 
 def _line(line: str, colour: bool) -> str:
-    if not colour or not line:
-        return line
     if line.startswith("#"):
-        return paint([(line.lstrip("# "), "heading")], colour)
+        return paint([(line.lstrip("# "), "bold")], colour)
     if line.startswith("    "):
         return paint([(line, "code")], colour)
+    line = _LINK.sub(r"\1", line)
+    if not colour:
+        return line
     pieces = _SPAN.split(line)  # text, code, text, code, ..., text
     return paint([(p, "code" if i % 2 else "") for i, p in enumerate(pieces)], colour)
 

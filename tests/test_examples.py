@@ -1,0 +1,65 @@
+"""The example of every page of the diagnostics gives the code of its page, when it is run."""
+
+import contextlib
+import io
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from planc.cli import main
+from planc.report import explain
+
+ROOT = Path(__file__).parent.parent
+MODELS = {
+    "llama": "llama-3.1-8b",
+    "qwen2": "qwen2.5-0.5b",
+    "qwen3": "qwen3-8b",
+    "phi3": "phi-4",
+    "gpt2": "gpt2",
+}
+EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
+UNREACHED = {
+    "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",
+    "PL650": "the model of the plan's header is taken; tests/test_elaborate.py gives another",
+    "PL900": "a bug in planc; tests/test_cli.py makes one",
+}
+"""Codes whose example can't be run here, with the reason. PL49x are in tests/dist."""
+
+
+@pytest.mark.parametrize(
+    "code", [c for c in explain.codes() if c not in UNREACHED and not c.startswith("PL49")]
+)
+def test_example(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = EXAMPLE.search(explain.explain(code))[1]
+    assert code in findings(textwrap.dedent(text).strip() + "\n", tmp_path)
+
+
+def findings(example, folder):
+    """What planc prints of an example: a command, a config.json, or a plan for its family."""
+    (folder / "old.json").write_text("{}")
+    (folder / "checkpoints" / "run-7").mkdir(parents=True)
+    lines = example.splitlines()
+    command = next((line.removeprefix("$ ") for line in lines if "planc check" in line), None)
+    command = command or next((line for line in lines if line.startswith("planc ")), None)
+    if command:
+        if lines[0].startswith("# "):  # a file that the command names
+            file = folder / lines[0][2:]
+            file.parent.mkdir(parents=True)
+            file.write_text("\n".join(lines[1 : lines.index("")]) + "\n")
+        words = shlex.split(command)[1:]
+    elif example.startswith("{"):
+        (folder / "config.json").write_text(example)
+        words = ["check", ".", "llama"]
+    else:
+        (folder / "a.plan").write_text(example)
+        header = re.search(r"plan \w+ for (\w+)", example)
+        model = MODELS.get(header[1] if header else "", "llama-3.1-8b")
+        words = ["check", model, "a.plan", "--world-size", "24"]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        main([*words, *(["--format", "concise"] if words[0] == "check" else [])])
+    return output.getvalue()
