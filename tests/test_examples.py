@@ -40,7 +40,8 @@ def test_example(code, tmp_path, monkeypatch):
 
 def findings(example, folder):
     """What planc prints of an example: a command, a config.json, or a plan for its family."""
-    (folder / "old.json").write_text("{}")
+    for name in re.findall(r"\w+\.json", example):
+        (folder / name).write_text("{}")
     (folder / "checkpoints" / "run-7").mkdir(parents=True)
     lines = example.splitlines()
     command = next((line.removeprefix("$ ") for line in lines if "planc check" in line), None)

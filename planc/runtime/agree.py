@@ -18,12 +18,11 @@ def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
     return PlanError([Diagnostic(code=code, severity=Severity.ERROR, message=message, help=help)])
 
 
-def fits(model: nn.Module, lowered: Lowered) -> dict[str, nn.Module]:
-    """Every module that the operations name, by name.
+def fresh(model: nn.Module) -> None:
+    """The model is as its maker built it.
 
     Raises:
-        PlanError: PL493, the model is parallel already; PL494, it is not the model that was
-            lowered for.
+        PlanError: PL493, it is parallel already.
     """
     found = already_parallel(model)
     if found:
@@ -32,6 +31,16 @@ def fits(model: nn.Module, lowered: Lowered) -> dict[str, nn.Module]:
             f"this model is parallel already: {found}",
             help="apply a plan once, to a model as transformers built it",
         )
+
+
+def fits(model: nn.Module, lowered: Lowered) -> dict[str, nn.Module]:
+    """Every module that the operations name, by name.
+
+    Raises:
+        PlanError: PL493, the model is parallel already; PL494, it is not the model that was
+            lowered for.
+    """
+    fresh(model)
     if type(model).__name__ != lowered.model:
         raise stop(
             "PL494", f"the plan was lowered for {lowered.model}, this is {type(model).__name__}"

@@ -4,12 +4,15 @@ These functions run on every rank of a pool. The errors that they give are relat
 absolute difference of a tensor over the largest absolute value of the right one.
 """
 
+from dataclasses import replace
+
 import torch
 import transformers
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
+from planc.lowering.ops import Parallelize
 
 LENGTH, BATCH = 16, 4
 
@@ -88,8 +91,13 @@ def plain(name):
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def compare(model, plan, overrides=(), changes=None, script=False):
-    """Errors of a plan against the single process: logits, loss, and the worst gradient."""
+def compare(model, plan, overrides=(), changes=None, script=False, without=None):
+    """Errors of a plan against the single process: logits, loss, and the worst gradient.
+
+    Args:
+        script: run the emitted Python instead of planc's own apply.
+        without: leave out the operations on modules of this name, to break the plan on purpose.
+    """
     single = build(model, **(changes or {}))
     tokens, labels = data(single.config.vocab_size)
     right = single(input_ids=tokens, labels=labels, use_cache=False)
@@ -99,7 +107,14 @@ def compare(model, plan, overrides=(), changes=None, script=False):
     if script:
         rank, size = by_script(parallel, plan, overrides)
     else:
-        run = planc.apply(parallel, plan, overrides=overrides, device_type="cpu")
+        lowered = planc.lower(
+            parallel, plan, world_size=distributed.get_world_size(), overrides=overrides
+        )
+        if without:
+            kept = tuple(op for op in lowered.ops if not names(op, without))
+            assert len(kept) < len(lowered.ops), f"nothing is named {without}"
+            lowered = replace(lowered, ops=kept)
+        run = planc.apply(parallel, lowered, device_type="cpu")
         rank, size = run.data_rank, run.data_size
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
@@ -124,6 +139,11 @@ def compare(model, plan, overrides=(), changes=None, script=False):
         "gradient": gradients[worst],
         "worst": worst,
     }
+
+
+def names(op, last):
+    """Whether an operation gives a style to modules of a name."""
+    return isinstance(op, Parallelize) and str(op.modules).endswith(last)
 
 
 def by_script(model, plan, overrides):

@@ -1,0 +1,86 @@
+"""`planc.apply` on four real processes: what it gives, and what stops it before anything is touched."""
+
+import pytest
+from pool import RankError
+
+OVERRIDES = ["tp=2", "param_dtype=fp32"]
+
+
+def message(four, function, **arguments):
+    """What the ranks raised."""
+    with pytest.raises(RankError) as caught:
+        four.run(f"applying.{function}", **arguments)
+    return str(caught.value)
+
+
+def test_the_handle(four):
+    for rank, handle in enumerate(four.run("applying.handle", overrides=OVERRIDES)):
+        assert handle["data"] == (rank // 2, 2)
+        assert handle["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+        assert handle["data_mesh"] == 2
+        assert "model.layers[0:2]" in handle["text"]
+        assert handle["digest"] == four.run("applying.handle", overrides=OVERRIDES)[0]["digest"]
+
+
+def test_one_line_of_log_on_rank_0(four):
+    lines = four.run("applying.logged", overrides=OVERRIDES)
+    assert len(lines[0]) == 1 and "plan llama" in lines[0][0]
+    assert lines[1:] == [[], [], []]
+
+
+def test_every_way_to_name_a_plan_gives_the_same(four, tmp_path):
+    digests = four.run("applying.named", folder=str(tmp_path), overrides=OVERRIDES)
+    assert len({d for rank in digests for d in rank}) == 1
+
+
+def test_ranks_that_disagree_stop_before_anything_is_touched(four):
+    for told, untouched in four.run("applying.disagree"):
+        assert "PL491" in told and told.count(" on rank") == 2
+        assert untouched
+
+
+def test_one_rank_with_another_model_stops_all(four):
+    told = four.run("applying.another_model")
+    assert all("PL494" in text for text in told)
+    assert "rank 2" in told[0] and "shape" not in told[0].partition("rank 2")[0]
+
+
+def test_a_second_plan_is_refused(four):
+    assert "PL493" in message(four, "twice", overrides=OVERRIDES)
+
+
+def test_another_world_size_is_refused(four):
+    assert "PL490" in message(four, "wrong_world")
+
+
+def test_what_torch_refuses_names_the_line(four):
+    told = message(four, "refused")
+    assert "PL492" in told and "mine.plan:8" in told
+
+
+def test_a_plan_with_errors_raises_all_of_them(four):
+    told = message(four, "wrong_plan")
+    assert "PL101" in told and "PL105" in told
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "without", "sequence_parallel"),
+    [
+        ("qwen3", "qwen3", "q_norm", True),  # its gradient stays a part of a sum
+        ("llama", "llama", "post_attention_layernorm", True),
+        ("llama", "llama", "o_proj", False),
+        ("llama", "llama", "down_proj", False),
+        ("llama", "llama", "embed_tokens", True),
+        ("gemma3", "gemma3", "k_norm", False),
+        ("phi3", "phi3", "qkv_proj", True),
+    ],
+)
+def test_a_broken_plan_is_seen(four, model, plan, without, sequence_parallel):
+    """The comparison that proves the plans can fail: an operation is left out, on purpose."""
+    overrides = [*OVERRIDES, f"sequence_parallel={str(sequence_parallel).lower()}"]
+    arguments = {"model": model, "plan": plan, "overrides": overrides}
+    try:
+        results = four.run("numerics.compare", without=without, **arguments)
+    except RankError:
+        return
+    assert max(max(r["logits"], r["gradient"]) for r in results) > 1e-4

@@ -1,0 +1,51 @@
+"""`apply` without real ranks: on meta with a fake process group, and alone in one process."""
+
+import subprocess
+import sys
+import textwrap
+
+HEAD = """
+import torch, transformers, planc
+from torch import distributed
+config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=8, num_key_value_heads=8, vocab_size=128)
+"""
+
+
+def python(text):
+    code = HEAD + textwrap.dedent(text)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_meta_under_a_fake_process_group():
+    out = python("""
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        distributed.init_process_group("fake", rank=5, world_size=64, store=FakeStore())
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+        run = planc.apply(model, "llama", overrides=["tp=8"], device_type="cpu")
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        print(run.data_rank, run.data_size, weight.device, tuple(weight.to_local().shape))
+    """)
+    assert out.split() == ["0", "8", "meta", "(1,", "64)"]
+
+
+def test_alone_without_a_process_group():
+    out = python("""
+        model = transformers.LlamaForCausalLM(config)
+        run = planc.apply(model, "llama", device_type="cpu")
+        loss = model(input_ids=torch.ones(2, 8, dtype=torch.long),
+                     labels=torch.ones(2, 8, dtype=torch.long)).loss
+        loss.backward()
+        print(run.data_rank, run.data_size, distributed.get_world_size(), bool(loss > 0))
+        distributed.destroy_process_group()
+    """)
+    assert out.split() == ["0", "1", "1", "True"]
