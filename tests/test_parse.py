@@ -68,7 +68,7 @@ def test_five_errors_give_five_diagnostics():
         (6, "PL001", "unexpected `=`: expected a value"),
         (11, "PL001", "unexpected `colwise`: expected `:`, `has`, `{` or a class"),
         (17, "PL001", "unexpected `dp_shard`: expected `*`, `,` or `{`"),
-        (18, "PL001", "unexpected `bf16`"),
+        (18, "PL001", "unexpected `bf16`: expected an operator or `,`"),
     ]
 
 
@@ -102,6 +102,18 @@ def test_an_unclosed_block_keeps_its_rules_and_what_follows():
     assert [m.span.line for d in sink for m in d.labels] == [4, 8]
 
 
+def test_one_brace_too_few_and_one_too_many():
+    file, sink = read(PLAN.replace("tp       = 1\n}", "tp       = 1") + "}\n")
+    assert sorted(found(sink)) == [(4, "PL004", LONELY), (20, "PL004", CLOSES.format("}"))]
+    assert file.statements == read(PLAN)[0].statements
+
+
+def test_a_string_that_takes_a_bracket_in_is_one_error():
+    _, sink = read(PLAN.replace("reshard = never)", 'reshard = "never)'))
+    assert found(sink) == [(19, "PL005", "this string is not closed on its line")]
+    assert sink.diagnostics[0].labels[0].span.text == '"never)'
+
+
 def test_where_the_indentation_says_nothing_the_innermost_brace_is_named():
     _, sink = read("plan a for llama\ntensor on tp {\nlm_head : colwise\n")
     assert found(sink) == [(2, "PL004", LONELY)]
@@ -110,7 +122,7 @@ def test_where_the_indentation_says_nothing_the_innermost_brace_is_named():
 def test_an_error_in_a_call_of_several_lines_is_one():
     text = "fsdp on dp {\n    group(\n        a b,\n        c\n    ) : unit\n    root : unit\n}\n"
     file, sink = read(text)
-    assert found(sink) == [(3, "PL001", "unexpected `b`")]
+    assert found(sink) == [(3, "PL001", "unexpected `b`: expected an operator, `,` or `=`")]
     assert len(file.statements[0].items) == 1
 
 

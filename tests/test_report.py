@@ -329,7 +329,7 @@ def test_the_order_is_that_of_the_text():
         error("share", severity=Severity.INFO),
         error("late", at(PLAN, "tensor")),
         error("base", at(BASE, "tp")),
-        error("early", at(PLAN, "mesh"), severity=Severity.WARNING),
+        error("early", at(PLAN, "plan llama"), severity=Severity.WARNING),
         error("slow", severity=Severity.WARNING),
         error("no model"),
     ]

@@ -24,20 +24,27 @@ from planc.lowering.ops import (
     Shape,
     Tie,
 )
-from planc.model.facts import Module, Modules, parse_path
-from planc.share import GRAMMARS
-
-_MAX_FINDINGS = 20
+from planc.lowering.schema import findings, modules_of, short
 
 
 def dumps(lowered: Lowered) -> str:
-    """The lowered plan as JSON text; keys in a fixed order, two spaces, a newline at the end."""
-    return json.dumps(_plan(lowered), indent=2) + "\n"
+    """The lowered plan as JSON text.
+
+    Keys are in a fixed order, indented by two spaces; a field of an operation stays on its line;
+    a newline ends the text.
+    """
+    return f"{_written(_plan(lowered))}\n"
 
 
 def digest(lowered: Lowered) -> str:
-    """The sha256, in hex, of everything that decides what `apply` does and prints as numbers."""
-    content = _without(_plan(lowered), {"place", "reason"})
+    """The sha256, in hex, of the canonical JSON without `place` and `reason`.
+
+    So neither a comment nor a line that moved changes it.
+    """
+    content = _plan(lowered)
+    for part in (*content["mesh"], *content["ops"]):
+        part.pop("place", None)
+        part.pop("reason", None)
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -45,53 +52,76 @@ def digest(lowered: Lowered) -> str:
 def loads(text: str, name: str, sink: Sink) -> Lowered | None:
     """The lowered plan that `dumps` wrote, or None after findings (PL007).
 
+    The modules know their paths alone: their `module` is empty.
+
     Args:
         text: JSON.
         name: what messages call it.
-        sink: receives PL007 for text that is no JSON, of another version, or against the schema.
+        sink: receives PL007 for text that is no JSON, of another version, against the schema, or
+            that names an axis which its mesh lacks.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        sink.error("PL007", f"{name} is not JSON: {str(error).lower()}")
-        return None
-    if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
-        version = data.get("format_version") if isinstance(data, dict) else None
+        said = "it nests too deep" if isinstance(error, RecursionError) else str(error)
         sink.error(
             "PL007",
-            f"{name} is not a lowered plan of format {FORMAT_VERSION}: its format_version is "
-            f"{json.dumps(version)[:40]}",
-            help="write it with `planc lower --format json`",
+            f"{name} is not JSON: {said[:1].lower()}{said[1:]}",
+            help="`planc lower --format json` writes a lowered plan",
         )
         return None
-    if not _valid(data, name, sink):
+    if not _known(data, name, sink):
         return None
-    try:
-        return _read_plan(data)
-    except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        sink.error("PL007", f"{name} is not a lowered plan: {error}")
-        return None
+    problems = findings(data)
+    for where, said in problems:
+        sink.error("PL007", f"{name}, at {where}: {said}")
+    return None if problems else _read_plan(data)
 
 
-def _valid(data: Any, name: str, sink: Sink) -> bool:
-    import jsonschema
-
-    schema = json.loads((GRAMMARS / "lowered.schema.json").read_text(encoding="utf-8"))
-    validator = jsonschema.Draft202012Validator(schema)
-    problems = sorted(validator.iter_errors(data), key=lambda e: [str(p) for p in e.absolute_path])
-    for problem in problems[:_MAX_FINDINGS]:
-        where = "/".join(str(p) for p in problem.absolute_path) or "the top"
-        sink.error("PL007", f"{name}, at {where}: {problem.message[:200]}")
-    return not problems
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; Python would drop all but the last of its like keys in silence."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [n for n, _ in pairs]
+        twice = next(n for n in names if names.count(n) > 1)
+        raise ValueError(f"an object has the key {short(twice)} twice")
+    return result
 
 
-def _without(value: Any, names: set[str]) -> Any:
-    if isinstance(value, dict):
-        return {k: _without(v, names) for k, v in value.items() if k not in names}
-    return [_without(v, names) for v in value] if isinstance(value, list) else value
+def _known(data: Any, name: str, sink: Sink) -> bool:
+    """Whether the format is one that this planc reads."""
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if type(version) is int and version == FORMAT_VERSION:
+        return True
+    if version is None:
+        message = f"{name} is not a lowered plan: it has no format_version"
+        help = "`planc lower --format json` writes one"
+    else:
+        message = f"{name} has format_version {short(version)}; this planc reads {FORMAT_VERSION}"
+        help = "write it again from its `.plan` with `planc lower --format json`"
+    sink.error("PL007", message, help=help)
+    return False
 
 
 # Writing -----------------------------------------------------------------------------------------
+
+
+def _written(value: Any, indent: str = "", levels: int = 3) -> str:
+    """JSON with a line for each field of an operation; what is inside a field stays on its line."""
+    if not levels or not isinstance(value, dict | list) or not value:
+        return json.dumps(value)
+    inner = f"{indent}  "
+    if isinstance(value, dict):
+        lines = [
+            f"{inner}{json.dumps(k)}: {_written(v, inner, levels - 1)}" for k, v in value.items()
+        ]
+    elif isinstance(value[0], dict):
+        lines = [f"{inner}{_written(v, inner, levels - 1)}" for v in value]
+    else:
+        return json.dumps(value)
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    body = ",\n".join(lines)
+    return f"{left}\n{body}\n{indent}{right}"
 
 
 def _plan(lowered: Lowered) -> dict[str, Any]:
@@ -193,15 +223,10 @@ def _read_plan(data: dict[str, Any]) -> Lowered:
     )
 
 
-def _modules(path: str) -> Modules:
-    """A set whose structure is not known: a lowered plan names modules and no more."""
-    return Modules(parse_path(path), Module(cls="", kind="other"))
-
-
 def _read_op(data: dict[str, Any]) -> AnyOp:
     body = {k: v for k, v in data.items() if k != "op"}
     if "modules" in body:
-        body["modules"] = _modules(body["modules"])
+        body["modules"] = modules_of(body["modules"])
     match data["op"]:
         case "configure":
             return Configure(**body)
@@ -219,7 +244,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "compile":
             return Compile(**body)
         case _:
-            body["members"] = tuple(_modules(m) for m in body["members"])
+            body["members"] = tuple(modules_of(m) for m in body["members"])
             body["shard"] = tuple(body["shard"])
             body["replicate"] = tuple(body["replicate"])
             return FullyShard(**body)

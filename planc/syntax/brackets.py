@@ -8,11 +8,12 @@ nothing but where a mistake is reported and how the rest is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 _BRACKET = re.compile(r"[{}()\[\]]")
 _TEXT = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"?')
+_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
 _STATEMENT = re.compile(r"\s*(override|plan|extend|option|let|require|style)\b|.*\{\s*$")
 _SELECTOR_END = re.compile(r"\}[\w.*\[]")
 _OPENERS = {")": "(", "]": "[", "}": "{"}
@@ -89,9 +90,12 @@ class Brackets:
                 break
         self.lonely.add(position)
 
-    def scan(self, *, indented: bool) -> Brackets:
+    def scan(self, ends: Collection[int] = (), *, indented: bool) -> Brackets:
         start = 0
         for line in self.text.split("\n"):
+            for _ in range(list(ends).count(start)):
+                if self._stack and self._stack[-1].block:
+                    self._stack.pop()
             if indented and line.strip():
                 self._indented(start, line)
             for match in _BRACKET.finditer(line):
@@ -115,14 +119,33 @@ class Brackets:
         return self
 
 
-def brackets(text: str) -> Brackets:
-    """The brackets without a partner in a masked text."""
-    plain = Brackets(text).scan(indented=False)
+def brackets(text: str, ends: Collection[int] = ()) -> Brackets:
+    """The brackets without a partner in a masked text.
+
+    Args:
+        text: without comments and strings.
+        ends: offsets of lines before which a `}` is taken to stand, one for each.
+    """
+    plain = Brackets(text).scan(ends, indented=False)
     if not any(u.end is not None for u in plain.unclosed):
         return plain
-    guess = Brackets(text).scan(indented=True)
+    guess = Brackets(text).scan(ends, indented=True)
     agree = len(guess.unclosed) == len(plain.unclosed) and guess.lonely == plain.lonely
     return guess if agree else plain
+
+
+def guessed(text: str) -> list[Unclosed]:
+    """The blocks that the indentation of a masked text says are not closed, whatever the count."""
+    return [u for u in Brackets(text).scan(indented=True).unclosed if u.end is not None]
+
+
+def open_string(text: str, position: int) -> int | None:
+    """The offset of a `"` without a partner on the line of a position, in a text as written."""
+    start, end = _lines(text, position, position)
+    for match in _TEXT.finditer(text, start, end):
+        if match[0][0] == '"' and not _STRING.fullmatch(match[0]):
+            return match.start()
+    return None
 
 
 def partner(text: str, position: int) -> int | None:

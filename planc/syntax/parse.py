@@ -152,23 +152,32 @@ def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]
     """
     ends = []
     for one in brackets.brackets(brackets.masked(text)).unclosed[:MAX_ERRORS]:
-        span = source.span(one.start, one.start + 1)
-        labels = [Label(span=span)]
-        if one.end is not None and one.end < len(source.text):
-            next_ = text.find("\n", one.end)
-            told = "by the indentation, it ends before this line"
-            labels.append(Label(span=source.span(one.end, next_), text=told))
-        sink.error(
-            "PL004",
-            f"this `{span.text}` is never closed",
-            *labels,
-            help=f"close it with `{wording.CLOSERS[span.text]}`",
-        )
+        quote = None if one.end is not None else brackets.open_string(text, one.start)
+        if quote is None:
+            _unclosed(one, source, sink)
+        else:  # it took the partner in
+            wording.unclosed_string(source, quote, sink)
         if one.end is None:
             text = _blank(text, one.start)
         else:
             ends.append(one.end)
     return text, tuple(sorted(ends))
+
+
+def _unclosed(one: brackets.Unclosed, source: Source, sink: Sink) -> None:
+    span = source.span(one.start, one.start + 1)
+    labels = [Label(span=span)]
+    if one.end is not None and one.end < len(source.text):
+        line, _ = source.position(one.end)
+        end = one.end + len(source.line(line))
+        told = "by the indentation, it ends before this line"
+        labels.append(Label(span=source.span(one.end, end), text=told))
+    sink.error(
+        "PL004",
+        f"this `{span.text}` is never closed",
+        *labels,
+        help=f"close it with `{wording.CLOSERS[span.text]}`",
+    )
 
 
 def _parsed(text: str, ends: Sequence[int]) -> Parsed:
@@ -209,10 +218,27 @@ def _recovered(
         sink.error("PL001", "the file ends too early", span)
         return "\n", ()
     span = _place(error, source)
-    lonely = brackets.brackets(brackets.masked(text)).lonely
+    forgotten = _forgotten(span, text, ends)
+    if forgotten:
+        for one in forgotten:
+            _unclosed(one, source, sink)
+        return text, tuple(sorted((*ends, *(u.end for u in forgotten if u.end is not None))))
+    lonely = brackets.brackets(brackets.masked(text), ends).lonely
     if not _orphaned(error, source, text):
         wording.report(error, span, source, sink, lonely=span.start in lonely)
     return _blank(text, span.start, lonely, head=bool(lonely) and _lacks_brace(error)), ends
+
+
+def _forgotten(span: Span, text: str, ends: tuple[int, ...]) -> list[brackets.Unclosed]:
+    """The blocks before a misplaced `{` that the indentation says were to end before it.
+
+    Their missing `}` does not show in the number of braces where another one is too many.
+    """
+    if span.text != "{":
+        return []
+    line = text.rfind("\n", 0, span.start) + 1
+    unclosed = brackets.guessed(brackets.masked(text))
+    return [u for u in unclosed if u.end == line and u.end not in ends]
 
 
 def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:

@@ -7,7 +7,7 @@ import re
 from lark import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 from lark.lexer import PatternStr
 
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostic import Sink, one_of
 from planc.source import Source, Span
 from planc.syntax.grammar import parser
 
@@ -24,6 +24,7 @@ _WORDS = {
 }
 _SILENT = {"COMMENT", "_NL", "$END", "OPTIONAL", "OVERRIDE"}
 _OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "COMPARE", "AND", "OR", "NOT", "IN"}
+_FREQUENT = {"COLON", "COMMA", "EQUAL"}
 _MAX_EXPECTED = 5
 
 
@@ -39,12 +40,12 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
         error: what the parser raised.
         span: the token that does not fit.
         source: the text that it is in.
-        sink: receives PL001, PL004 or PL005.
+        sink: receives PL001, PL003, PL004 or PL005.
         lonely: whether the token is a closing bracket that nothing is open for.
     """
     found = span.text
     if found.startswith('"') and isinstance(error, UnexpectedCharacters):
-        sink.error("PL005", "this string is not closed on its line", span, help='add the `"`')
+        unclosed_string(source, span.start, sink)
         return
     if found.isdigit() and isinstance(error, UnexpectedCharacters):
         digits = _DIGITS.match(source.text, span.start)
@@ -58,14 +59,21 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
     spaced = re.search(r"\{[\w*]*,?\s[^{}\n]*\}", line) or re.search(
         r"\{[^{}\n]*,\s[^{}\n]*\}", line
     )
-    expected = _expected(error)
+    expected = "" if spaced else _expected(error)
     message = f"unexpected `{found}`" if found.strip() else "the line ends too early"
     if expected:
         message += f": expected {expected}"
     tip = None
     if spaced:
         tip = f"a selector has no spaces inside: write `{''.join(spaced[0].split())}`"
-    sink.error("PL001", message, Label(span=span, text="here"), help=tip)
+    sink.error("PL001", message, span, help=tip)
+
+
+def unclosed_string(source: Source, start: int, sink: Sink) -> None:
+    """Tells the sink of a `"` at an offset without a partner on its line."""
+    end = source.text.find("\n", start)
+    span = source.span(start, end if end >= 0 else len(source.text))
+    sink.error("PL005", "this string is not closed on its line", span, help='add the `"`')
 
 
 def _expected(error: UnexpectedInput) -> str:
@@ -83,6 +91,8 @@ def _expected(error: UnexpectedInput) -> str:
         words = ["an operator"]
     elif names >= {"NUMBER", "STRING", "NAME"}:
         return "a value"
+    if len(words) + len(names) > _MAX_EXPECTED:
+        names &= _FREQUENT
     words += sorted(written(name) for name in names)
     return one_of(words) if len(words) <= _MAX_EXPECTED else ""
 

@@ -1,0 +1,265 @@
+"""Lowered plans by hand, and hypothesis strategies for any."""
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from planc.ir.style import (
+    Change,
+    Colwise,
+    Input,
+    Output,
+    Partial,
+    Replicate,
+    Rowwise,
+    Sequence,
+    Shard,
+)
+from planc.lowering.ops import (
+    Checkpoint,
+    Compile,
+    Configure,
+    FullyShard,
+    Lowered,
+    MeshAxis,
+    Parallelize,
+    Shape,
+    Tie,
+)
+from planc.model.facts import Module, Modules, parse_path
+from planc.model.indices import Indices
+
+NOTHING = Module(cls="", kind="other")
+TO_SEQUENCE = Rowwise(output=Shard(1), local=False)
+
+
+def modules(path):
+    return Modules(parse_path(path), NOTHING)
+
+
+def rule(path, style, *shape, split=None, tp=8, line=0, axis="tp"):
+    """A style; the weight of `shape` is split along the dim `split`."""
+    local = tuple(n // tp if i == split else n for i, n in enumerate(shape))
+    shapes = (Shape(name="weight", shape=shape, local=local),) if shape else ()
+    place = f"plans/llama.plan:{line}" if line else ""
+    return Parallelize(modules=modules(path), axis=axis, style=style, shapes=shapes, place=place)
+
+
+def unit(*paths, reshard=True, nbytes=0, gathered=0, line=0, group=False, **more):
+    return FullyShard(
+        members=tuple(modules(p) for p in paths),
+        group=group or len(paths) > 1,
+        shard=("dp_shard",),
+        reshard=reshard,
+        param="bfloat16",
+        reduce="float32",
+        nbytes=nbytes,
+        gathered=gathered,
+        place=f"plans/llama.plan:{line}" if line else "",
+        **more,
+    )
+
+
+def styles(layers, tp):
+    """The tensor-parallel rules of a llama of 8B, with sequence parallelism."""
+    block = f"model.layers[0:{layers}]"
+
+    def own(path, *rest, **more):
+        return rule(f"{block}.{path}", *rest, tp=tp, **more)
+
+    into = Change(Shard(1), Replicate())
+    return (
+        own("self_attn.q_proj", Colwise(), 4096, 4096, split=0, line=17),
+        own("self_attn.k_proj", Colwise(), 1024, 4096, split=0, line=17),
+        own("self_attn.v_proj", Colwise(), 1024, 4096, split=0, line=17),
+        own("mlp.gate_proj", Colwise(), 14336, 4096, split=0, line=18),
+        own("mlp.up_proj", Colwise(), 14336, 4096, split=0, line=18),
+        own("input_layernorm", Sequence(), line=20),
+        own("post_attention_layernorm", Sequence(), line=20),
+        own("self_attn", Input(named=(("hidden_states", into),)), line=21),
+        own("self_attn.o_proj", TO_SEQUENCE, 4096, 4096, split=1, line=22),
+        own("mlp", Input(positional=(into,)), line=23),
+        own("mlp.down_proj", TO_SEQUENCE, 4096, 14336, split=1, line=24),
+        rule(
+            "model.embed_tokens",
+            Rowwise(input=Replicate(), output=Shard(1), local=False),
+            *(128256, 4096),
+            split=0,
+            tp=tp,
+            line=31,
+        ),
+        rule("model.norm", Sequence(), tp=tp, line=32),
+        rule(
+            "lm_head",
+            Colwise(input=Shard(1), output=Replicate()),
+            *(128256, 4096),
+            split=0,
+            tp=tp,
+            line=33,
+        ),
+    )
+
+
+def llama(*, layers=32, ranks=64, tp=8, checkpoint=True):
+    """A llama of 8B with tensor and sequence parallelism, checkpointing and FSDP."""
+    block = f"model.layers[0:{layers}]"
+    shards = ranks // tp
+    whole = {"layer": 436_224_000 // tp, "vocabulary": 1_050_673_152 // tp}
+    bare = {name: count // shards for name, count in whole.items()}
+    layer = {"nbytes": bare["layer"], "gathered": whole["layer"], "line": 48}
+    vocabulary = {"nbytes": bare["vocabulary"], "gathered": whole["vocabulary"]}
+    return Lowered(
+        plan="llama",
+        model="LlamaForCausalLM",
+        family="llama",
+        layers=layers,
+        axes=(
+            MeshAxis(name="pp", size=1, place="plans/llama.plan:9"),
+            MeshAxis(name="dp_shard", size=shards, inferred=True, place="plans/llama.plan:10"),
+            MeshAxis(name="tp", size=tp, place=f"--set tp={tp}"),
+        ),
+        data=("dp_shard",),
+        ops=(
+            Configure(name="use_cache", value=False, reason="training keeps no key/value cache"),
+            *(styles(layers, tp) if tp > 1 else ()),
+            *([Checkpoint(modules=modules(block), place="plans/llama.plan:42")] * checkpoint),
+            unit(f"model.layers[0:{layers - 1}]", **layer),
+            unit(f"model.layers[{layers - 1}]", reshard=False, **layer),
+            unit("model.embed_tokens", line=52, **vocabulary),
+            unit("model.norm", "lm_head", reshard=False, line=53, **vocabulary),
+            unit("root", reshard=False, line=55),
+        ),
+        parameters=layers * bare["layer"] + 2 * bare["vocabulary"],
+        gathered=whole["vocabulary"],
+    )
+
+
+def with_ops(lowered, *ops):
+    return dataclasses.replace(lowered, ops=tuple(ops))
+
+
+def moved(lowered, lines=100):
+    """The same plan with every line of the `.plan` moved down."""
+
+    def place(old):
+        file, _, line = old.rpartition(":")
+        return f"{file}:{int(line) + lines}" if line.isdecimal() else old
+
+    def each(nodes):
+        return tuple(dataclasses.replace(n, place=place(n.place)) for n in nodes)
+
+    return dataclasses.replace(lowered, ops=each(lowered.ops), axes=each(lowered.axes))
+
+
+# Any lowered plan --------------------------------------------------------------------------------
+
+AXES = ("dp_shard", "tp", "ep")
+layouts = st.sampled_from([Replicate(), Partial(), Shard(0), Shard(1), Shard(-1)])
+changes = st.builds(Change, layouts, layouts)
+counts = st.integers(0, 2**40)
+words = st.sampled_from(["weight", "bias", "place", "reason", "x"])
+any_style = st.one_of(
+    st.builds(Colwise, input=layouts, output=layouts, local=st.booleans()),
+    st.builds(Rowwise, input=layouts, output=layouts, local=st.booleans()),
+    st.builds(Sequence, dim=st.integers(-3, 3), local=st.booleans()),
+    st.builds(
+        Input,
+        positional=st.lists(st.none() | changes, max_size=2).map(tuple),
+        named=st.dictionaries(words, changes, max_size=2).map(lambda d: tuple(d.items())),
+        local=st.booleans(),
+    ),
+    st.builds(
+        Output,
+        positional=st.lists(st.none() | changes, min_size=1, max_size=2).map(tuple),
+        local=st.booleans(),
+    ),
+)
+indices = st.sets(st.integers(0, 9), min_size=1).map(Indices.of)
+paths = st.one_of(
+    st.sampled_from(["root", "lm_head", "model.norm", "model.embed_tokens"]).map(modules),
+    st.builds(
+        lambda i, rest: Modules(("model", "layers", i, *rest), NOTHING),
+        indices,
+        st.sampled_from([(), ("mlp",), ("self_attn", "q_proj"), ("self_attn", "k_proj")]),
+    ),
+    st.builds(
+        lambda i, j: Modules(("model", "layers", i, "experts", j, "up"), NOTHING), indices, indices
+    ),
+)
+places = st.sampled_from(["", "a.plan:1", "a.plan:20", "b.plan:3", "--set tp=2"])
+
+
+@st.composite
+def shapes(draw):
+    dims = draw(st.lists(st.integers(1, 9), min_size=1, max_size=2))
+    local = tuple(-(-d // 2) for d in dims)
+    return Shape(name=draw(words), shape=tuple(dims), local=local)
+
+
+some_shapes = st.lists(shapes(), max_size=2, unique_by=lambda s: s.name).map(tuple)
+dtypes = st.sampled_from([None, "bfloat16", "float32"])
+sharded = st.permutations(["dp_shard", "ep"]).flatmap(
+    lambda names: st.sampled_from(
+        [(tuple(names), ()), ((names[0],), ()), ((names[0],), (names[1],))]
+    )
+)
+
+
+@st.composite
+def units(draw):
+    group = draw(st.booleans())
+    shard, replicate = draw(sharded)
+    several = st.lists(paths, min_size=1, max_size=3, unique_by=str)
+    return FullyShard(
+        members=tuple(draw(several)) if group else (draw(paths),),
+        group=group,
+        shard=shard,
+        replicate=replicate,
+        reshard=draw(st.booleans() | st.integers(1, 8)),
+        param=draw(dtypes),
+        reduce=draw(dtypes),
+        output=draw(dtypes),
+        cast_inputs=draw(st.booleans()),
+        nbytes=draw(counts),
+        gathered=draw(counts),
+        place=draw(places),
+    )
+
+
+any_op = st.one_of(
+    st.builds(
+        Configure, name=st.just("use_cache"), value=st.booleans(), reason=st.text(max_size=9)
+    ),
+    st.builds(
+        Parallelize,
+        modules=paths,
+        axis=st.sampled_from(["tp", "ep"]),
+        style=any_style,
+        shapes=some_shapes,
+        place=places,
+    ),
+    st.builds(Tie, parameter=st.sampled_from(["a.w", "b.w"]), source=st.just("c.w"), place=places),
+    st.builds(Checkpoint, modules=paths, place=places),
+    st.builds(Compile, modules=paths, fullgraph=st.booleans(), place=places),
+    units(),
+)
+
+
+@st.composite
+def plans(draw):
+    """Any lowered plan that the schema takes; it need not make sense as a whole."""
+    sizes = [draw(st.sampled_from([1, 2, 4, 8])) for _ in AXES]
+    return Lowered(
+        plan="any",
+        model=draw(st.sampled_from(["A", "B"])),
+        family="any",
+        layers=draw(st.integers(0, 10)),
+        axes=tuple(
+            MeshAxis(name=n, size=s, inferred=draw(st.booleans()), place=draw(places))
+            for n, s in zip(AXES, sizes, strict=True)
+        ),
+        data=draw(st.sampled_from([(), ("dp_shard",), ("dp_shard", "ep")])),
+        ops=tuple(draw(st.lists(any_op, max_size=7))),
+        parameters=draw(counts),
+        gathered=draw(counts),
+    )
