@@ -44,7 +44,9 @@ def findings(example, folder):
         (folder / name).write_text("{}")
     (folder / "checkpoints" / "run-7").mkdir(parents=True)
     lines = example.splitlines()
-    command = next((line.removeprefix("$ ") for line in lines if "planc check" in line), None)
+    commands = [line.removeprefix("$ ") for line in lines if "planc " in line and "->" not in line]
+    commands = [c.partition(" > ")[0] for c in commands if c.startswith("planc ")]
+    command = commands[-1] if commands else None
     command = command or next((line for line in lines if line.startswith("planc ")), None)
     if command:
         if lines[0].startswith("# "):  # a file that the command names

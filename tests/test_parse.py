@@ -207,3 +207,10 @@ def test_a_string_means_what_it_says():
 def test_numbers():
     file, _ = read("let a = 007\nlet b = 1.5K\nlet c = 2M\nlet d = 1.5\n")
     assert [s.value.value for s in file.statements] == [7, 1500, 2_000_000, 1.5]
+
+
+def test_a_brace_that_stands_for_a_missing_one_is_not_reported():
+    """Found by fuzzing: a head without its brace before a block."""
+    text = 'plan q \n q\n\nextend "l.plan"\n\ntensor on tp {\n    a : colwise\n}for'
+    _, sink = read(text)
+    assert sink.failed

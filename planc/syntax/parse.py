@@ -218,7 +218,7 @@ def _recovered(
         sink.error("PL001", "the file ends too early", span)
         return "\n", ()
     span = _place(error, source)
-    forgotten = _forgotten(span, text, ends)
+    forgotten = _forgotten(span, source, text, ends)
     if forgotten:
         for one in forgotten:
             _unclosed(one, source, sink)
@@ -229,7 +229,9 @@ def _recovered(
     return _blank(text, span.start, lonely, head=bool(lonely) and _lacks_brace(error)), ends
 
 
-def _forgotten(span: Span, text: str, ends: tuple[int, ...]) -> list[brackets.Unclosed]:
+def _forgotten(
+    span: Span, source: Source, text: str, ends: tuple[int, ...]
+) -> list[brackets.Unclosed]:
     """The blocks before a misplaced `{` that the indentation says were to end before it.
 
     Their missing `}` does not show in the number of braces where another one is too many.
@@ -238,7 +240,9 @@ def _forgotten(span: Span, text: str, ends: tuple[int, ...]) -> list[brackets.Un
         return []
     line = text.rfind("\n", 0, span.start) + 1
     unclosed = brackets.guessed(brackets.masked(text))
-    return [u for u in unclosed if u.end == line and u.end not in ends]
+    found = [u for u in unclosed if u.end == line and u.end not in ends]
+    # a brace that stands for one that was reported as missing is not in the source
+    return [u for u in found if source.text.startswith("{", u.start)]
 
 
 def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:
