@@ -138,7 +138,7 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
         units = ops[start : i + 1]
         text = f"on {words.axes(op.shard, lowered)}"
         if op.replicate:
-            text += f", replicated on {words.axes(op.replicate, lowered)}"
+            text += f", replicated over {words.axes(op.replicate, lowered)}"
         common = words.precision(units[0])
         yield _head("fsdp", f"{text}, {common}")
         yield from words.table(_units(units, common))

@@ -93,7 +93,9 @@ def reshard(value: bool | int) -> str:
 
 def unit(op: FullyShard) -> str:
     """What a plan calls the unit."""
-    names = ", ".join(together([str(m) for m in op.members]))
+    paths = [str(m) for m in op.members]
+    inner = together(p for p in paths if parent(p))
+    names = ", ".join([*inner, *(p for p in paths if not parent(p))])
     return f"group({names})" if op.group else names
 
 
@@ -186,12 +188,15 @@ def table(
     """Rows in aligned columns, without spaces at the end.
 
     Args:
-        rows: cells; a row may end early, and its last cell may then be as long as it likes.
+        rows: cells, as many in each; after the last that is not empty a row ends, and that cell
+            may be as long as it likes. A column without any text takes no room.
         indent: what each line begins with.
         widest: for each column, the columns of text after which a cell moves its own row on,
             and no other.
     """
     cut = [list(row) for row in rows]
+    used = [any(column) for column in zip(*cut, strict=True)]
+    cut = [[cell for cell, shown in zip(row, used, strict=True) if shown] for row in cut]
     for row in cut:
         while row and not row[-1]:
             row.pop()
