@@ -1,4 +1,4 @@
-"""The whole compiler on plans that are well formed and mostly nonsense: findings, never an exception.
+"""The whole compiler on plans that are well formed and mostly nonsense: no exception ever.
 
 What comes through without an error must lower, print, and survive JSON unchanged.
 """
