@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
-from planc.lowering.ops import FullyShard, Lowered, Op, Parallelize, Tie
+from planc.lowering.ops import Configure, FullyShard, Lowered, Op, Parallelize, Tie
 from planc.model.facts import Modules
 from planc.model.table import already_parallel
 
+_MOST = 8  # findings about a wrong model; the first few say it all
+
+
+def problem(code: str, message: str, *, help: str | None = None) -> Diagnostic:
+    """A finding of the runtime: it has no span, an operation's place is part of its message."""
+    return Diagnostic(code=code, severity=Severity.ERROR, message=message, help=help)
+
 
 def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
-    """The error of the runtime: one diagnostic without a place."""
-    return PlanError([Diagnostic(code=code, severity=Severity.ERROR, message=message, help=help)])
+    """The error of one finding."""
+    return PlanError([problem(code, message, help=help)])
 
 
 def fresh(model: nn.Module) -> None:
@@ -29,34 +38,27 @@ def fresh(model: nn.Module) -> None:
         raise stop(
             "PL493",
             f"this model is parallel already: {found}",
-            help="apply a plan once, to a model as transformers built it",
+            help="apply a plan once, to a model as it was built",
         )
 
 
-def fits(model: nn.Module, lowered: Lowered) -> dict[str, nn.Module]:
-    """Every module that the operations name, by name.
+def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Module]:
+    """Every module of a model that all ranks can go on with, by name.
+
+    What one rank finds stops all of them, so that none waits for another in vain.
+
+    Args:
+        model: not touched.
+        lowered: what is to be done to it.
+        digest: of `lowered`, on this rank.
 
     Raises:
-        PlanError: PL493, the model is parallel already; PL494, it is not the model that was
-            lowered for.
+        PlanError: PL490, another number of ranks; PL491, the digests differ; PL493, the model is
+            parallel already; PL494, it is not the model that was lowered for. On every rank.
     """
-    fresh(model)
-    if type(model).__name__ != lowered.model:
-        raise stop(
-            "PL494", f"the plan was lowered for {lowered.model}, this is {type(model).__name__}"
-        )
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    for op in lowered.ops:
-        for name in (n for members in members_of(op) for n in members.names()):
-            if name not in modules:
-                raise stop("PL494", f"{_what(op)}: the model has no module {name!r}")
-        if isinstance(op, Parallelize):
-            _shapes(op, modules)
-        if isinstance(op, Tie):
-            for name in (op.parameter, op.source):
-                owner, _, last = name.rpartition(".")
-                if owner not in modules or last not in modules[owner]._parameters:
-                    raise stop("PL494", f"tie: the model has no parameter {name!r}")
+    own = list(_world(lowered)) or list(_fits(model, lowered, modules))[:_MOST]
+    _together(digest, own)
     return modules
 
 
@@ -68,73 +70,119 @@ def members_of(op: Op) -> tuple[Modules, ...]:
     return (modules,) if modules is not None else ()
 
 
-def _what(op: Op) -> str:
-    return f"{type(op).__name__.lower()} ({op.place})" if op.place else type(op).__name__.lower()
+def called(op: Op) -> str:
+    """An operation in a message: its torch call, and the line of the plan."""
+    name = "fully_shard" if isinstance(op, FullyShard) else type(op).__name__.lower()
+    return f"{name} ({op.place})" if op.place else name
 
 
-def _shapes(op: Parallelize, modules: dict[str, nn.Module]) -> None:
-    for name in op.modules.names():
-        for shape in op.shapes:
-            parameter = modules[name]._parameters.get(shape.name)
-            actual = None if parameter is None else tuple(parameter.shape)
-            if actual != shape.shape:
-                shown = list(actual) if actual is not None else "missing"
-                raise stop(
-                    "PL494",
-                    f"{_what(op)}: {name}.{shape.name} is {shown}, "
-                    f"the plan was lowered for {list(shape.shape)}",
-                    help="lower the plan for this model's configuration",
-                )
+# This rank ---------------------------------------------------------------------------------------
 
 
-def world(lowered: Lowered) -> None:
-    """The process group has as many ranks as the mesh.
-
-    Raises:
-        PlanError: PL490.
-    """
+def _world(lowered: Lowered) -> Iterator[Diagnostic]:
     size = distributed.get_world_size()
-    if size != lowered.world_size:
-        axes = " * ".join(f"{a.name} {a.size}" for a in lowered.axes)
-        raise stop(
-            "PL490",
-            f"the plan is lowered for {lowered.world_size:,} ranks ({axes}), this run has {size:,}",
-            help="lower it for this world size, or start as many ranks",
-        )
+    if size == lowered.world_size:
+        return
+    axes = " * ".join(f"{a.name} {a.size}" for a in lowered.axes)
+    alone = size == 1 and "WORLD_SIZE" not in os.environ
+    yield problem(
+        "PL490",
+        f"the plan is lowered for {lowered.world_size:,} ranks ({axes}), this run has {size:,}",
+        help="start it with torchrun, as many ranks as the plan is for"
+        if alone
+        else "lower it for this world size, or start as many ranks",
+    )
 
 
-def same(digest: str, problem: PlanError | None) -> None:
-    """All ranks are about to do the same, or none does anything.
+def _fits(
+    model: nn.Module, lowered: Lowered, modules: dict[str, nn.Module]
+) -> Iterator[Diagnostic]:
+    try:
+        fresh(model)
+    except PlanError as error:
+        yield from error.diagnostics
+        return
+    if type(model).__name__ != lowered.model:
+        name = type(model).__name__
+        yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
+        return
+    for op in lowered.ops:
+        # a set holds like modules: what is wrong with one of them is wrong with the next
+        text = next(_misfits(op, model, modules), None)
+        if text:
+            yield problem(
+                "PL494",
+                f"{called(op)}: {text}",
+                help="lower the plan for this model's configuration",
+            )
 
-    Args:
-        digest: of this rank's lowered plan.
-        problem: what this rank alone found, so that the others don't wait for it in vain.
 
-    Raises:
-        PlanError: PL491 on every rank where the digests differ; this rank's own problem; PL494
-            where another rank has one.
-    """
-    everyone: list[Any] = [(digest, str(problem) if problem else None)]
+def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """What an operation names and the model lacks."""
+    for name in (n for members in members_of(op) for n in members.names()):
+        if name not in modules:
+            yield f"the model has no module {name!r}"
+        elif isinstance(op, Parallelize):
+            yield from _shapes(op, name, modules[name])
+    if isinstance(op, Configure) and not hasattr(getattr(model, "config", None), op.name):
+        yield f"the model has no config.{op.name}"
+    if isinstance(op, Tie):
+        for path in (op.parameter, op.source):
+            owner, _, last = path.rpartition(".")
+            if owner not in modules or last not in modules[owner]._parameters:
+                yield f"the model has no parameter {path!r}"
+
+
+def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
+    for shape in op.shapes:
+        parameter = module._parameters.get(shape.name)
+        actual = None if parameter is None else tuple(parameter.shape)
+        if actual != shape.shape:
+            shown = list(actual) if actual is not None else "missing"
+            yield f"{name}.{shape.name} is {shown}, the plan was lowered for {list(shape.shape)}"
+
+
+# All ranks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    """What one rank says of itself."""
+
+    digest: str
+    code: str
+    message: str
+
+
+def _together(digest: str, own: list[Diagnostic]) -> None:
+    """All ranks are about to do the same, or none does anything."""
+    first = own[0] if own else None
+    mine = _Voice(digest, first.code if first else "", first.message if first else "")
+    everyone: list[Any] = [mine]
     if distributed.get_world_size() > 1 and distributed.get_backend() != "fake":
         everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, (digest, str(problem) if problem else None))
-    if problem:
-        raise problem
-    troubled = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone) if text]
-    if troubled:
-        raise stop("PL494", f"another rank cannot apply the plan; {troubled[0]}")
-    if len({d for d, _ in everyone}) > 1:
-        groups = _groups([d for d, _ in everyone])
-        told = one_of((f"{d[:12]} on {ranks}" for d, ranks in groups), last="and")
+        distributed.all_gather_object(everyone, mine)
+    if len({v.digest for v in everyone}) > 1:
+        told = one_of(_digests([v.digest for v in everyone]), last="and")
         raise stop(
             "PL491",
             f"the ranks disagree on the lowered plan: {told}",
             help="every rank must read the same plan, settings and model configuration",
         )
+    if own:
+        raise PlanError(own)
+    for rank, voice in enumerate(everyone):
+        if voice.code:
+            raise stop(voice.code, f"rank {rank} cannot apply the plan: {voice.message}")
 
 
-def _groups(digests: list[str]) -> Iterator[tuple[str, str]]:
+def _digests(digests: list[str]) -> Iterator[str]:
+    """Each digest, long enough to tell it from the others, and the ranks that have it."""
+    different = set(digests)
+    length = next(
+        (n for n in range(12, 64) if len({d[:n] for d in different}) == len(different)), 64
+    )
     for digest in dict.fromkeys(digests):
         ranks = [i for i, d in enumerate(digests) if d == digest]
         names = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
-        yield digest, f"rank{'s' if len(ranks) > 1 else ''} {names}"
+        yield f"{digest[:length]} on rank{'s' if len(ranks) > 1 else ''} {names}"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, assert_never
 
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
+    CheckpointWrapper,
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,7 +30,7 @@ from planc.lowering.ops import (
     Parallelize,
     Tie,
 )
-from planc.runtime import agree
+from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.styles import build
@@ -45,34 +48,31 @@ def apply_lowered(
 ) -> Run:
     """Spreads a model over the ranks of this run, in place.
 
+    Inside a process group it works over that one; outside, it starts one: torchrun's, or one of
+    a single rank.
+
     Args:
         model: on meta, CPU or CUDA, and not parallel yet.
         lowered: the operations.
         digest: of `lowered`; all ranks must have the same.
-        device_type: `cpu` or `cuda`; by default where the model is.
+        device_type: `cpu` or `cuda`; by default where the model is, from meta `cuda` if there is
+            any.
         describe: gives the text of `Run.describe`.
 
     Raises:
         PlanError: PL490 (world size), PL491 (digests differ), PL493 (parallel already), PL494
-            (another model), all before the model is touched; PL492 (torch refused an operation).
+            (another model), PL495 (no process group or mesh), all before the model is touched;
+            PL492 (torch refused an operation).
     """
     began = time.perf_counter()
-    device = device_of(model, device_type)
-    start(device)
-    agree.world(lowered)
-    modules: dict[str, nn.Module] = {}
-    problem = None
-    try:
-        modules = agree.fits(model, lowered)
-    except PlanError as error:
-        problem = error
-    agree.same(digest, problem)
-    meshes = Meshes(lowered, device)
-    for op in lowered.ops:
-        try:
-            _run(op, model, modules, meshes)
-        except Exception as error:
-            raise _refused(op, error) from error
+    with _without_collection():
+        modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
+        worker = _Worker(model, modules, meshes)
+        for op in lowered.ops:
+            try:
+                worker.run(op)
+            except Exception as error:
+                raise _refused(op, worker.at, error) from error
     if distributed.get_rank() == 0:
         taken = time.perf_counter() - began
         shape = " | ".join(f"{a.name} {a.size}" for a in lowered.axes)
@@ -89,57 +89,123 @@ def apply_lowered(
     )
 
 
-def _refused(op: AnyOp, error: Exception) -> PlanError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    names = ", ".join(str(m) for m in agree.members_of(op))
-    where = f" ({op.place})" if op.place else ""
-    message = f"torch refused {type(op).__name__.lower()} of {names or 'the model'}{where}: {first}"
-    return agree.stop("PL492", message)
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection: torch makes so many small objects that it would be half the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _run(op: AnyOp, model: nn.Module, modules: dict[str, nn.Module], meshes: Meshes) -> None:
-    """One operation. `modules` follows the model: a wrapped module stands under its old name."""
-    match op:
-        case Configure():
-            setattr(model.config, op.name, op.value)
-        case Parallelize():
-            mesh, style = meshes.part(op.axis), build(op.style)
-            for name in op.modules.names():
-                parallelize_module(modules[name], mesh, style)
-        case Tie():
-            (owner, _, name), (source, _, other) = (
-                path.rpartition(".") for path in (op.parameter, op.source)
-            )
-            setattr(modules[owner], name, getattr(modules[source], other))
-        case Checkpoint():
-            for name in op.modules.names():
-                parent, _, last = name.rpartition(".")
-                wrapped = checkpoint_wrapper(
-                    modules[name], checkpoint_impl=CheckpointImpl.NO_REENTRANT
-                )
-                modules[parent].register_module(last, wrapped)
-                modules[name] = wrapped
-        case Compile():
-            for name in op.modules.names():
-                modules[name].compile(fullgraph=op.fullgraph)
-        case FullyShard():
-            _shard(op, modules, meshes)
-        case _:
-            assert_never(op)
+def _prepare(
+    model: nn.Module, lowered: Lowered, digest: str, device: str
+) -> tuple[dict[str, nn.Module], Meshes]:
+    """All that can fail before the model is touched; a process group of its own goes with it."""
+    started = False
+    try:
+        started = start(device)
+        return ready(model, lowered, digest), Meshes(lowered, device)
+    except Exception as error:
+        if started:
+            distributed.destroy_process_group()
+        if isinstance(error, PlanError):
+            raise
+        raise stop("PL495", f"no process group or mesh on {device}: {_first(error)}") from error
 
 
-def _shard(op: FullyShard, modules: dict[str, nn.Module], meshes: Meshes) -> None:
-    mesh = meshes.data(op.shard, op.replicate)
-    policy = MixedPrecisionPolicy(
-        param_dtype=_dtype(op.param),
-        reduce_dtype=_dtype(op.reduce),
-        output_dtype=_dtype(op.output),
-        cast_forward_inputs=op.cast_inputs,
-    )
-    names = [name for members in op.members for name in members.names()]
-    units = [[modules[n] for n in names]] if op.group else [modules[n] for n in names]
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=op.reshard)
+def _refused(op: AnyOp, at: str, error: Exception) -> PlanError:
+    return stop("PL492", f"torch refused {called(op)} of {at or 'the model'}: {_first(error)}")
+
+
+def _first(error: Exception) -> str:
+    """The first line that an error says; the rest is in the error that this one is chained to."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class _Worker:
+    """Runs operations on one model.
+
+    Args:
+        model: what `modules` belong to.
+        modules: every module under the name that it had at first, whatever was wrapped since.
+        meshes: the mesh and its parts.
+        at: the names that torch is at work on, for a message.
+    """
+
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], meshes: Meshes) -> None:
+        self.model = model
+        self.modules = modules
+        self.meshes = meshes
+        self.at = ""
+
+    def run(self, op: AnyOp) -> None:
+        self.at = ""
+        match op:
+            case Configure():
+                setattr(self.model.config, op.name, op.value)
+            case Parallelize():
+                mesh, style = self.meshes.part(op.axis), build(op.style)
+                for self.at in op.modules.names():
+                    # by name, and not by a dictionary of names, which torch would search for again
+                    parallelize_module(self.modules[self.at], mesh, style)
+            case Tie():
+                self._tie(op)
+            case Checkpoint():
+                for self.at in op.modules.names():
+                    self._checkpoint(self.at)
+            case Compile():
+                for self.at in op.modules.names():
+                    self.modules[self.at].compile(fullgraph=op.fullgraph)
+            case FullyShard():
+                self._shard(op)
+            case _:
+                assert_never(op)
+
+    def _inner(self, name: str) -> nn.Module:
+        """The module itself, whatever it is wrapped in: the one that holds its children."""
+        module = self.modules[name]
+        return (
+            module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
+        )
+
+    def _tie(self, op: Tie) -> None:
+        self.at = op.parameter
+        owner, _, name = op.parameter.rpartition(".")
+        source, _, other = op.source.rpartition(".")
+        setattr(self._inner(owner), name, getattr(self._inner(source), other))
+
+    def _checkpoint(self, name: str) -> None:
+        parent, _, last = name.rpartition(".")
+        wrapped = checkpoint_wrapper(
+            self.modules[name], checkpoint_impl=CheckpointImpl.NO_REENTRANT
+        )
+        self._inner(parent).register_module(last, wrapped)
+        self.modules[name] = wrapped
+
+    def _shard(self, op: FullyShard) -> None:
+        mesh = self.meshes.data(op.shard, op.replicate)
+        policy = MixedPrecisionPolicy(
+            param_dtype=_dtype(op.param),
+            reduce_dtype=_dtype(op.reduce),
+            output_dtype=_dtype(op.output),
+            cast_forward_inputs=op.cast_inputs,
+        )
+        shared: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": policy,
+            "reshard_after_forward": op.reshard,
+        }
+        names = [name for members in op.members for name in members.names()]
+        if op.group:
+            self.at = f"[{', '.join(names)}]"
+            fully_shard([self.modules[name] for name in names], **shared)
+            return
+        for self.at in names:
+            fully_shard(self.modules[self.at], **shared)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

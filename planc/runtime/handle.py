@@ -20,6 +20,10 @@ class Run:
         model: the model, changed in place.
         lowered: the operations that were run.
         digest: of the lowered plan, the same on every rank.
+        meshes: one-dimensional parts of the mesh by name: `meshes["tp"]`, `meshes["dp"]` for the
+            ranks that read different data, `meshes["dp_shard_cp"]` for axes flattened to one. A
+            part of several axes that no operation used makes process groups when it is first
+            asked for, so every rank must ask for it.
     """
 
     model: nn.Module
@@ -37,6 +41,9 @@ class Run:
         """One dimension of the mesh: an axis, or several flattened to one, outermost first.
 
         Several axes make a process group, so every rank must ask for them.
+
+        Raises:
+            KeyError: the mesh has no such axis.
         """
         return self.meshes.part(*axes)
 

@@ -3,72 +3,114 @@
 from __future__ import annotations
 
 import os
+from itertools import combinations
 
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from planc.diagnostic import one_of
 from planc.lowering.ops import Lowered
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
-    """Where a model is to run: as asked, else where it is; from meta, CUDA where there is one."""
+    """Where a model is to run, as the type of a torch device.
+
+    What was asked for; else what the backend of the process group can do alone; else where the
+    model is; from the meta device, CUDA where there is one.
+    """
     if asked:
         return asked
+    backend = distributed.get_backend() if distributed.is_initialized() else ""
+    if backend == "nccl":
+        return "cuda"
     first = next(model.parameters(), None)
     kind = first.device.type if first is not None else "meta"
     if kind != "meta":
         return kind
-    if distributed.is_initialized() and distributed.get_backend() == "gloo":
-        return "cpu"
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() and backend != "gloo" else "cpu"
 
 
-def start(device_type: str) -> None:
-    """Starts the default process group where there is none: torchrun's, or one of one rank."""
+def start(device_type: str) -> bool:
+    """Starts the default process group where there is none: torchrun's, or one of one rank.
+
+    Returns:
+        Whether it was started here, so that whoever fails next can take it down again.
+    """
     if distributed.is_initialized():
-        return
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return False
+    local = os.environ.get("LOCAL_RANK")
+    if device_type == "cuda" and local is not None:
+        torch.cuda.set_device(int(local) % max(torch.cuda.device_count(), 1))
+    backend = distributed.get_default_backend_for_device(device_type)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         distributed.init_process_group(backend)
     else:
         store = distributed.HashStore()
         distributed.init_process_group(backend, rank=0, world_size=1, store=store)
+    return True
 
 
 class Meshes:
-    """The mesh of a lowered plan, and the parts of it that its operations work over."""
+    """The mesh of a lowered plan, and the parts of it that its operations work over.
+
+    A part of several axes is made when it is first asked for, which makes process groups, so every
+    rank must ask. The one that every training loop needs, `dp`, is there from the beginning.
+    """
 
     def __init__(self, lowered: Lowered, device_type: str) -> None:
-        names = tuple(a.name for a in lowered.axes)
-        sizes = tuple(a.size for a in lowered.axes)
-        self.root: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
-        self._flat: dict[tuple[str, ...], str] = {}
+        self._sizes = {a.name: a.size for a in lowered.axes}
+        self.root: DeviceMesh = init_device_mesh(
+            device_type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
+        )
+        self._flat: dict[tuple[str, ...], DeviceMesh] = {}
+        self._data = lowered.data
+        if lowered.data:
+            self.part(*lowered.data)
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        """One dimension by name: an axis, `dp` for the data axes, or axes joined by `_`.
+
+        `dp_shard_cp` is `dp_shard` and `cp` flattened to one dimension.
+
+        Raises:
+            KeyError: the mesh has no such axes.
+        """
+        if name in self._sizes:
+            return self.root[name]
+        if name == "dp" and self._data:
+            return self.part(*self._data)
+        for count in range(2, len(self._sizes) + 1):
+            for axes in combinations(self._sizes, count):
+                if "_".join(axes) == name:
+                    return self.part(*axes)
+        raise KeyError(f"the mesh has no {name!r}; its axes are {one_of(self._sizes, last='and')}")
 
     def part(self, *axes: str) -> DeviceMesh:
-        """One dimension: an axis, or several flattened to one, outermost first."""
-        return self.root[self._one(axes)]
+        """One dimension: an axis, or several flattened to one, outermost first.
+
+        Raises:
+            KeyError: the mesh has no such axis.
+        """
+        unknown = [a for a in axes if a not in self._sizes]
+        if unknown or not axes:
+            known = one_of(self._sizes, last="and")
+            raise KeyError(f"the mesh has no axis {one_of(unknown)!r}; its axes are {known}")
+        # an axis of one rank adds nothing but another process group
+        wide = tuple(n for n, size in self._sizes.items() if n in axes and size > 1)
+        if len(wide) < 2:
+            return self.root[wide[0] if wide else axes[0]]
+        if wide not in self._flat:
+            self._flat[wide] = self.root[wide]._flatten("_".join(wide))
+        return self._flat[wide]
 
     def data(self, shard: tuple[str, ...], replicate: tuple[str, ...]) -> DeviceMesh:
         """What `fully_shard` takes: (shard), or (replicate, shard) for hybrid sharding."""
-        key = (shard, replicate)
-        if key not in self._parts:
-            inner = self._one(shard)
-            names = (self._one(replicate), inner) if replicate else (inner,)
-            self._parts[key] = self.root[names] if len(names) > 1 else self.root[inner]
-        return self._parts[key]
-
-    def _one(self, axes: tuple[str, ...]) -> str:
-        """The name of one mesh dimension that stands for these axes."""
-        if len(axes) == 1:
-            return axes[0]
-        order = list(self.root.mesh_dim_names or ())
-        axes = tuple(sorted(axes, key=order.index))
-        if axes not in self._flat:
-            name = "_".join(axes)
-            self.root[axes]._flatten(name)
-            self._flat[axes] = name
-        return self._flat[axes]
+        if not replicate:
+            return self.part(*shard)
+        names = (*replicate, *shard)
+        if len(names) == 2 and names == tuple(n for n in self._sizes if n in names):
+            return self.root[names]
+        # The root mesh gives its own axes in their order alone, so other pairs are put together
+        # as FSDP itself does it (torch.distributed.fsdp._fully_shard._fsdp_init).
+        return DeviceMesh._concatenate([self.part(*replicate), self.part(*shard)])
