@@ -218,7 +218,7 @@ def _names(value: Value) -> set[str]:
 def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
     """An operation that only one side has, and where it stands."""
     said: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
-    said += entry.facts
+    said += [(name, value) for name, value in entry.facts if value is not None]
     if gone:
         parts = tuple(Part(name=n, old=v, new=None) for n, v in said)
         return _change(entry, parts, reason, old=entry.place), entry.at

@@ -78,6 +78,7 @@ _TITLES = {
     "axes": "over",
     "group": "unit",
     "local": "",
+    "fullgraph": "",
 }
 _BYTES = {"nbytes", "gathered", "parameters"}
 

@@ -51,7 +51,7 @@ class Entry:
         style: of a tensor-parallel rule.
         facts: the rest of what it says, named as in the lowered JSON.
         place: the `.plan` line.
-        at: where the operation stands in its plan, which decides nothing but the order of names.
+        at: where it stands in its plan, which decides nothing but the order of names.
     """
 
     kind: str
@@ -98,9 +98,9 @@ def entries(lowered: Lowered, common: set[Group]) -> Iterator[Entry]:
         lowered: one side.
         common: the groups that both sides have; any other is compared member by member.
     """
-    for at, op in enumerate(lowered.ops):
-        for entry in _said(op, common):
-            yield replace(entry, at=at)
+    said = (entry for op in lowered.ops for entry in _said(op, common))
+    for at, entry in enumerate(said):
+        yield replace(entry, at=at)
 
 
 def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
@@ -153,9 +153,9 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
     if op.group and _members(op) in common:
         yield replace(entry, label=words.unit(op))
         return
+    group = words.unit(op) if op.group else None
     for members in op.members:
-        own: Facts = (("group", words.unit(op)), *facts) if op.group else facts
-        yield replace(entry, modules=members, facts=own)
+        yield replace(entry, modules=members, facts=(("group", group), *facts))
 
 
 def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
