@@ -167,7 +167,8 @@ def _whole(change: Change) -> str:
             return "full graph" if parts["fullgraph"] else ""
         case "fsdp":
             return ", ".join(_unit(parts))
-    return ", ".join([f"{parts['style']} on {change.over}", *_locals(change.parts)])
+    over = "" if change.reason else f" on {change.over}"  # a reason names the axis
+    return ", ".join([f"{parts['style']}{over}", *_locals(change.parts)])
 
 
 def _locals(parts: Sequence[Part]) -> Iterator[str]:
