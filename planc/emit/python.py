@@ -1,149 +1,128 @@
-"""Pieces of Python source: imports, calls that break over lines, loops over module sets, styles."""
+"""Pieces of Python source, laid out as a formatter would: imports, calls, styles.
+
+What does not fit on a line is broken with one item a line and a comma after the last, which
+formatters leave as it is whatever their line length.
+"""
 
 from __future__ import annotations
 
+import json
+import keyword
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planc.ir import style as ir
-from planc.model.facts import Modules
-from planc.model.indices import Indices
 
-_WIDTH = 100
+WIDTH = 88  # the default of ruff and black
 
-IMPORTS = (
-    ("torch", ()),
+_PARALLEL = "torch.distributed.tensor.parallel"
+_IMPORTS = (
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         ("CheckpointImpl", "checkpoint_wrapper"),
     ),
-    ("torch.distributed.device_mesh", ("init_device_mesh",)),
+    ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
     ("torch.distributed.fsdp", ("MixedPrecisionPolicy", "fully_shard")),
     ("torch.distributed.tensor", ("Partial", "Replicate", "Shard")),
-    (
-        "torch.distributed.tensor.parallel",
-        (
-            "ColwiseParallel",
-            "PrepareModuleInput",
-            "PrepareModuleOutput",
-            "RowwiseParallel",
-            "SequenceParallel",
-            "parallelize_module",
-        ),
-    ),
+    (_PARALLEL, ("ColwiseParallel", "PrepareModuleInput", "PrepareModuleOutput")),
+    (_PARALLEL, ("RowwiseParallel", "SequenceParallel", "parallelize_module")),
 )
 
 
-def call(
-    head: str, arguments: list[str], *, room: int = 0, place: str = "", brackets: bool = True
-) -> str:
-    """A call on one line, or with each argument on its own where it does not fit.
-
-    Args:
-        head: what stands before the bracket.
-        arguments: their sources; one empty text is no argument.
-        room: columns that are taken already.
-        place: a comment for the first line.
-        brackets: False for an import of one name.
-    """
-    inner = ", ".join(arguments)
-    if not brackets:
-        return f"{head}{inner}"
-    imported = head.startswith("from ")
-    line = f"{head}{inner}" if imported else f"{head}({inner})"
-    if len(line + place) + room <= _WIDTH:
-        return line + place
-    rest = "".join(f"    {a},\n" for a in arguments)
-    return f"{head}({place}\n{rest})"
-
-
 @dataclass(frozen=True, slots=True)
-class Loop:
-    """A way to reach each module of a set.
+class Group:
+    """Something in brackets that can be broken over lines: a call, a list, a dictionary.
 
     Args:
-        item: the expression of one module inside the loops, to assign to or to use.
-        read: a shorter one to use where the other is assigned to.
-        head: the lines of the loops around.
-        indent: what stands before a line inside them.
+        head: what stands before the items, with the opening bracket.
+        items: in order.
+        close: the closing bracket.
+        notes: a comment for each item; a group with notes is broken always.
     """
 
-    item: str
-    read: str
-    head: tuple[str, ...] = ()
-    indent: str = ""
+    head: str
+    items: tuple[Source, ...]
+    close: str = ")"
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.head}{', '.join(str(i) for i in self.items)}{self.close}"
 
 
-def loop_over(
-    modules: Modules, layers: int, *, inside: bool = False, assigned: bool = False, place: str = ""
-) -> Loop:
-    """Loops over all modules of a set.
+Source = str | Group
+
+
+def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> Iterator[str]:
+    """Lines of source, a comment behind them or, where that is too far right, above them.
 
     Args:
-        modules: the set.
-        layers: the length of the model's list of blocks.
-        inside: whether to stop at the innermost list, and leave the path below it to the caller.
-        assigned: whether the item is assigned to, so that it must be reached by its index.
-        place: a comment for the first loop.
+        source: a statement or an item of one.
+        indent: what stands before each line.
+        note: the comment's text, or nothing.
+        end: a comma, for an item.
     """
-    path = modules.path
-    last = max((i for i, s in enumerate(path) if isinstance(s, Indices)), default=len(path) - 1)
-    kept = path[: last + 1] if inside else path
-    head: list[str] = []
-    reached: list[str] = []
-    letters = iter("ijkl")
-    for at, segment in enumerate(kept):
-        if isinstance(segment, str):
-            reached.append(segment)
-            continue
-        if len(segment) == 1:
-            reached.append(f"[{segment.first}]")
-            continue
-        letter, items, indent = next(letters), reach(reached), "    " * len(head)
-        whole = segment.runs() == (range(layers),)
-        if whole and not head:
-            own = assigned and at == len(kept) - 1
-            each = f"{letter}, block in enumerate({items})" if own else f"block in {items}"
-            head.append(f"{indent}for {each}:{place}")
-            if own:
-                return Loop(f"{items}[{letter}]", "block", tuple(head), "    ")
-            reached = ["block"]
-        else:
-            head.append(f"{indent}for {letter} in {_range(segment)}:{place}")
-            reached.append(f"[{letter}]")
-        place = ""
-    item = reach(reached)
-    return Loop(item, item, tuple(head), "    " * len(head))
+    flat = f"{indent}{source}{end}"
+    broken = isinstance(source, Group) and source.items and (source.notes or len(flat) > WIDTH)
+    beside = f"{flat}  # {note}" if note else flat
+    if len(beside) <= WIDTH and not broken:
+        yield beside
+        return
+    if note:
+        yield f"{indent}# {note}"
+    if not broken or isinstance(source, str):
+        yield flat
+        return
+    yield f"{indent}{source.head}"
+    for item, about in zip(source.items, source.notes or ("",) * len(source.items), strict=True):
+        yield from lay(item, f"{indent}    ", note=about, end=",")
+    yield f"{indent}{source.close}{end}"
 
 
-def _range(indices: Indices) -> str:
-    runs = indices.runs()
-    if len(runs) == 1:
-        run = runs[0]
-        return f"range({run.start}, {run.stop}{f', {run.step}' if run.step > 1 else ''})"
-    texts = [
-        f"{r.start}"
-        if len(r) == 1
-        else f"*range({r.start}, {r.stop}{f', {r.step}' if r.step > 1 else ''})"
-        for r in runs
-    ]
-    return f"({', '.join(texts)})"
+def assign(target: str, value: str, indent: str = "") -> Iterator[str]:
+    """An assignment, its right side in brackets where it is too long."""
+    line = f"{indent}{target} = {value}"
+    if len(line) <= WIDTH:
+        yield line
+        return
+    yield from (f"{indent}{target} = (", f"{indent}    {value}", f"{indent})")
 
 
-def reach(parts: list[str]) -> str:
-    """`model.model.layers[i].mlp`; what starts with `block` is a loop's own name."""
-    text = "" if parts[:1] == ["block"] else "model"
-    for part in parts:
-        if part.startswith("["):
-            text += part
-        elif part.isidentifier():
-            text += f".{part}" if text else part
-        else:
-            text += f'.get_submodule("{part}")'
-    return text
+def remark(text: str) -> str:
+    """The text of a comment, on one line whatever it was."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def style_source(style: ir.Style) -> str:
-    """A style as Python; torch's defaults are left out."""
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def attribute(name: str) -> bool:
+    """Whether `module.name` is Python."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def imports(body: str) -> str:
+    """The imports that a body needs, in order."""
+    lines = ["import torch"] if "torch." in body else []
+    found: dict[str, list[str]] = {}
+    for module, names in _IMPORTS:
+        found.setdefault(module, []).extend(n for n in names if f"{n}(" in body or f"{n}." in body)
+    for module, used in found.items():
+        line = f"from {module} import {', '.join(used)}"
+        if used and len(line) <= WIDTH:
+            lines.append(line)
+        elif used:
+            lines += [f"from {module} import (", *(f"    {n}," for n in used), ")"]
+    return "\n".join(lines) + "\n"
+
+
+def style_source(style: ir.Style, head: str = "") -> Group:
+    """The call of a torch style; torch's defaults are left out.
+
+    Args:
+        style: of the plan.
+        head: what stands before the call.
+    """
     arguments: list[str] = []
     local = True
     match style:
@@ -161,16 +140,21 @@ def style_source(style: ir.Style) -> str:
         case ir.Input():
             name, local = "PrepareModuleInput", False
             arguments += _sides("input_layouts", "desired_input_layouts", style.positional)
-            for argument, side in (("input_kwarg_layouts", 0), ("desired_input_kwarg_layouts", 1)):
-                pairs = (f'"{n}": {_layout((c.source, c.target)[side])}' for n, c in style.named)
-                if style.named:
-                    arguments.append(f"{argument}={{{', '.join(pairs)}}}")
+            arguments += _named(style)
         case ir.Output():
             name = "PrepareModuleOutput"
             arguments += _sides("output_layouts", "desired_output_layouts", style.positional)
     if style.local != local:
         arguments.append(f"use_local_output={style.local}")
-    return f"{name}({', '.join(arguments)})"
+    return Group(f"{head}{name}(", tuple(arguments))
+
+
+def _named(style: ir.Input) -> Iterator[str]:
+    if not style.named:
+        return
+    for argument, side in (("input_kwarg_layouts", 0), ("desired_input_kwarg_layouts", 1)):
+        pairs = (f"{quoted(n)}: {_layout((c.source, c.target)[side])}" for n, c in style.named)
+        yield f"{argument}={{{', '.join(pairs)}}}"
 
 
 def _sides(arrives: str, wanted: str, changes: tuple[ir.Change | None, ...]) -> list[str]:

@@ -1,17 +1,22 @@
 """The lowered plan as Python that needs no planc: what one would write by hand.
 
-The file imports torch alone. Its functions are the stages of the plan, in order; each line that a
-line of the `.plan` asked for says so in a comment.
+The file imports torch alone. Its functions are the stages of the plan, in order; what a line of the
+`.plan` asked for says so in a comment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from textwrap import dedent
+from typing import TypeVar, assert_never
 
-from planc.emit import words
-from planc.emit.python import IMPORTS, call, loop_over, reach, style_source
+from planc.emit.python import Group, Source, assign, imports, lay, quoted, remark, style_source
+from planc.emit.reach import entries, loop_over, parameter, replace
 from planc.lowering.ops import (
+    AnyOp,
     Checkpoint,
     Compile,
     Configure,
@@ -20,29 +25,108 @@ from planc.lowering.ops import (
     Parallelize,
     Tie,
 )
+from planc.model.facts import Modules, Segment
+from planc.model.indices import Indices
+
+_IN = "    "  # the body of a function
 
 Lines = Iterator[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A function of the script.
+
+    Args:
+        name: of the function; a stage that comes again is numbered.
+        about: its docstring.
+        meshed: whether it works over the mesh.
+    """
+
+    name: str
+    about: str
+    meshed: bool = False
+
+
+_CONFIGURE = _Stage("configure", "Sets what training needs of the configuration.")
+_TENSOR = _Stage("tensor_parallel", "Splits weights and activations over the tensor axes.", True)
+_CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to save memory.")
+_COMPILE = _Stage("compile_blocks", "Compiles the blocks, each by itself.")
+_SHARD = _Stage("shard", "Shards parameters, gradients and optimizer state.", True)
+
+
 def render(lowered: Lowered, *, digest: str) -> str:
-    """Python source with `build_mesh` and `parallelize`, formatted, the same for the same plan.
+    """Python source with `build_mesh` and `parallelize`; the same for the same plan.
+
+    It is laid out as `ruff format` would.
 
     Args:
         lowered: the plan.
         digest: of it, in hex, for the docstring.
     """
-    stages = [
-        ("configure", "what training needs of the configuration", _configure(lowered)),
-        ("tensor_parallel", "splits weights over the tensor axes", _tensor(lowered)),
-        ("checkpoint", "computes activations again in backward", _checkpoint(lowered)),
-        ("compile_blocks", "compiles the blocks, each by itself", _compile(lowered)),
-        ("shard", "shards parameters, gradients and optimizer state", _shard(lowered)),
-    ]
-    written = [(name, about, body) for name, about, lines in stages if (body := list(lines))]
-    functions = [_function(name, about, body) for name, about, body in written]
-    calls = "".join(f"    {name}(model, mesh)\n" for name, _, _ in written)
-    source = "\n\n".join([_mesh(lowered), *functions, _main(calls)])
-    return f"{_docstring(lowered, digest)}\n{_imports(source)}\n{source}"
+    names: list[str] = []
+    functions: list[str] = []
+    calls: list[str] = []
+    for stage, group in groupby(lowered.ops, key=_stage):
+        names.append(stage.name)
+        again = names.count(stage.name)
+        name = stage.name if again == 1 else f"{stage.name}_{again}"
+        arguments = "(model, mesh)" if stage.meshed else "(model)"
+        body = "\n".join(_body(stage, list(group), lowered))
+        functions.append(f'def {name}{arguments}:\n    """{stage.about}"""\n{body}\n')
+        calls.append(f"    {name}{arguments}\n")
+    body = "\n\n".join([_mesh(lowered), *functions, _main("".join(calls))])
+    return f"{_docstring(lowered, digest)}\n{imports(body)}\n{body}"
+
+
+def _stage(op: AnyOp) -> _Stage:
+    match op:
+        case Configure():
+            return _CONFIGURE
+        case Parallelize() | Tie():
+            return _TENSOR
+        case Checkpoint():
+            return _CHECKPOINT
+        case Compile():
+            return _COMPILE
+        case FullyShard():
+            return _SHARD
+        case _:
+            assert_never(op)
+
+
+def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
+    if stage is _TENSOR:
+        yield from _tensor(ops, lowered)
+        return
+    if stage is _SHARD:
+        yield from _shard([op for op in ops if isinstance(op, FullyShard)], lowered)
+        return
+    for op in ops:
+        match op:
+            case Configure():
+                note = remark(op.reason)
+                yield from lay(f"model.config.{op.name} = {op.value}", _IN, note=note)
+            case Checkpoint():
+                loop = loop_over(op.modules, lowered.layers, assigned=True)
+                how = "checkpoint_impl=CheckpointImpl.NO_REENTRANT"
+                yield from _looped(loop.head, replace(loop, "checkpoint_wrapper", how), op.place)
+            case Compile():
+                loop = loop_over(op.modules, lowered.layers)
+                how = "fullgraph=True" if op.fullgraph else ""
+                yield from _looped(loop.head, f"{loop.item}.compile({how})", op.place)
+
+
+def _looped(head: Sequence[str], statement: Source, place: str) -> Lines:
+    """A statement in its loops; what asked for it stands at the first line."""
+    note = remark(place)
+    for number, line in enumerate(head):
+        yield from lay(line, _IN, note="" if number else note)
+    indent = _IN + "    " * len(head)
+    yield from lay(statement, indent, note="" if head else note)
+
+
+# The frame ---------------------------------------------------------------------------------------
 
 
 def _docstring(lowered: Lowered, digest: str) -> str:
@@ -54,220 +138,182 @@ def _docstring(lowered: Lowered, digest: str) -> str:
     )
 
 
-def _imports(body: str) -> str:
-    """The imports that the body uses, sorted as isort does."""
-    lines = []
-    for module, names in IMPORTS:
-        used = [n for n in names if f"{n}(" in body or f"{n}." in body]
-        if module == "torch" and "torch." in body:
-            lines.append("import torch")
-        elif used:
-            lines.append(call(f"from {module} import ", used, brackets=len(used) > 1))
-    return "\n".join(lines) + "\n"
-
-
 def _mesh(lowered: Lowered) -> str:
-    sizes = "".join(f'    "{a.name}": {a.size},{_note(a.place)}\n' for a in lowered.axes)
-    return (
-        f"MESH = {{\n{sizes}}}\n\n\n"
-        'def build_mesh(device_type="cuda"):\n'
-        '    """The device mesh, axes outermost first."""\n'
-        "    sizes, names = tuple(MESH.values()), tuple(MESH)\n"
-        "    return init_device_mesh(device_type, sizes, mesh_dim_names=names)\n"
-    )
+    items = tuple(f"{quoted(a.name)}: {a.size}" for a in lowered.axes)
+    notes = tuple(remark(a.place) for a in lowered.axes)
+    constant = "\n".join(lay(Group("MESH = {", items, "}", notes)))
+    return constant + dedent('''
+
+
+        def build_mesh(device_type="cuda"):
+            """The device mesh, axes outermost first."""
+            sizes, names = tuple(MESH.values()), tuple(MESH)
+            return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        ''')
 
 
 def _main(calls: str) -> str:
     return (
-        "def parallelize(model, mesh):\n"
-        '    """Spreads the model over the mesh, in place."""\n'
+        "def parallelize(model, mesh=None):\n"
+        '    """Spreads the model over the mesh, in place, and returns it."""\n'
+        "    mesh = build_mesh() if mesh is None else mesh\n"
         f"{calls}    return model\n"
     )
 
 
-def _function(name: str, about: str, body: list[str]) -> str:
-    lines = "\n".join(f"    {line}" if line else "" for line in body)
-    return f'def {name}(model, mesh):\n    """{about[0].upper()}{about[1:]}."""\n{lines}\n'
+# Tensor parallelism ------------------------------------------------------------------------------
 
 
-def _note(place: str) -> str:
-    return f"  # {place}" if place else ""
-
-
-# Stages ------------------------------------------------------------------------------------------
-
-
-def _configure(lowered: Lowered) -> Lines:
-    for op in lowered.ops:
-        if isinstance(op, Configure):
-            yield f"model.config.{op.name} = {op.value}  # {op.reason}"
-
-
-def _tensor(lowered: Lowered) -> Lines:
-    ops = [op for op in lowered.ops if isinstance(op, Parallelize)]
-    for axis in dict.fromkeys(op.axis for op in ops):
-        yield f'{axis} = mesh["{axis}"]'
-    for (axis, _), group in groupby(ops, key=lambda op: (op.axis, words.block(op.modules))):
-        yield from _styles(axis, list(group), lowered)
-    ties = [op for op in lowered.ops if isinstance(op, Tie)]
+def _tensor(ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
+    styled = [op for op in ops if isinstance(op, Parallelize)]
+    names = {axis: _variable(axis) for axis in dict.fromkeys(op.axis for op in styled)}
+    for axis, name in names.items():
+        yield f"{_IN}{name} = mesh[{quoted(axis)}]"
+    for (axis, block), group in groupby(styled, key=lambda op: (op.axis, _block(op.modules))):
+        for batch in _batches(group, len(block)):
+            yield from _styles(names[axis], batch, len(block), lowered)
+    ties = [op for op in ops if isinstance(op, Tie)]
     if ties:
-        yield "# parallelize_module made new parameters, so those that are one are tied again"
-    yield from (f"model.{op.parameter} = model.{op.source}" for op in ties)
+        yield f"{_IN}# a split weight is a new parameter: what was one is tied again"
+    for tie in ties:
+        yield from assign(parameter(tie.parameter), parameter(tie.source), _IN)
 
 
-def _styles(axis: str, ops: list[Parallelize], lowered: Lowered) -> Lines:
-    """One `parallelize_module` for each block, with the styles of everything inside it."""
-    for batch in _batches(ops):
-        first = batch[0]
-        if words.is_block(first.modules) or not first.modules.path:
-            yield from _alone(axis, first, lowered)
-            continue
-        item, indent = "model", ""
-        if words.block(first.modules):
-            loop = loop_over(first.modules, lowered.layers, inside=True)
-            item, indent = loop.item, loop.indent
-            yield from loop.head
-        yield f"{indent}parallelize_module("
-        yield f"{indent}    {item},"
-        yield f"{indent}    {axis},"
-        yield f"{indent}    {{"
-        for op in batch:
-            yield from _entry(f"{indent}        ", words.inside(op.modules), op)
-        yield f"{indent}    }},"
-        yield f"{indent})"
+def _variable(axis: str) -> str:
+    """A name that no other of the function has."""
+    return re.sub(r"\W", "_", f"{axis}_mesh")
 
 
-def _alone(axis: str, op: Parallelize, lowered: Lowered) -> Lines:
-    """A style on the blocks themselves."""
-    loop = loop_over(op.modules, lowered.layers, place=_note(op.place))
-    yield from loop.head
-    arguments = [loop.item, axis, style_source(op.style)]
-    lines = call("parallelize_module", arguments, room=4 + len(loop.indent))
-    yield from (f"{loop.indent}{line}" for line in lines.split("\n"))
+def _block(modules: Modules) -> tuple[Segment, ...]:
+    """The path of the repeated block that the modules are in (or are); empty for none."""
+    last = max((i + 1 for i, s in enumerate(modules.path) if isinstance(s, Indices)), default=0)
+    return modules.path[:last]
 
 
-def _batches(ops: Iterable[Parallelize]) -> list[list[Parallelize]]:
-    """A dictionary holds a module once: an input or output style on a styled module comes after."""
+def _batches(ops: Iterable[Parallelize], depth: int) -> list[list[Parallelize]]:
+    """Styles that one dictionary can hold, in order; a style on the block itself goes alone.
+
+    A dictionary has a module once, so an input or output style on a styled module comes after.
+    """
     batches: list[list[Parallelize]] = []
+    taken: set[tuple[Segment, ...]] = {()}
     for op in ops:
-        name = "" if op.modules.path and words.is_block(op.modules) else words.inside(op.modules)
-        fits = batches and name and all(words.inside(o.modules) != name for o in batches[-1])
-        if fits:
-            batches[-1].append(op)
-        else:
-            batches.append([op])
+        name = op.modules.path[depth:]
+        if () in taken or not name or name in taken:
+            batches.append([])
+            taken = set()
+        batches[-1].append(op)
+        taken.add(name)
     return batches
 
 
-def _entry(indent: str, key: str, op: Parallelize) -> Lines:
-    source = style_source(op.style)
-    line = f'{indent}"{key}": {source},'
-    if len(line + _note(op.place)) <= 96:
-        yield line + _note(op.place)
+def _styles(mesh: str, ops: Sequence[Parallelize], depth: int, lowered: Lowered) -> Lines:
+    """One `parallelize_module` for each block, with the styles of everything inside it."""
+    first = ops[0].modules
+    loop = loop_over(Modules(first.path[:depth], first.module), lowered.layers)
+    if len(ops) == 1 and len(first.path) == depth:
+        call = Group("parallelize_module(", (loop.item, mesh, style_source(ops[0].style)))
+        yield from _looped(loop.head, call, ops[0].place)
         return
-    name, _, arguments = source.partition("(")
-    yield f'{indent}"{key}": {name}({_note(op.place)}'
-    for argument in _split(arguments.removesuffix(")")):
-        yield f"{indent}    {argument},"
-    yield f"{indent}),"
+    entries = tuple(style_source(op.style, f"{quoted(_key(op.modules, depth))}: ") for op in ops)
+    notes = tuple(remark(op.place) for op in ops)
+    plan = Group("{", entries, "}", notes)
+    call = Group("parallelize_module(", (loop.item, mesh, plan), notes=("", "", ""))
+    yield from _looped(loop.head, call, "")
 
 
-def _split(arguments: str) -> Iterator[str]:
-    """Arguments at the commas that no bracket holds."""
-    depth, start = 0, 0
-    for i, char in enumerate(arguments):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            yield arguments[start:i].strip()
-            start = i + 1
-    yield arguments[start:].strip()
+def _key(modules: Modules, depth: int) -> str:
+    """How `parallelize_module` names a module inside another; empty for that one itself."""
+    return ".".join(str(s) for s in modules.path[depth:])
 
 
-def _checkpoint(lowered: Lowered) -> Lines:
-    for op in lowered.ops:
-        if not isinstance(op, Checkpoint):
-            continue
-        loop = loop_over(op.modules, lowered.layers, assigned=True, place=_note(op.place))
-        yield from loop.head
-        yield from (
-            f"{loop.indent}{line}"
-            for line in call(
-                f"{loop.item} = checkpoint_wrapper",
-                [loop.read, "checkpoint_impl=CheckpointImpl.NO_REENTRANT"],
-                room=4 + len(loop.indent),
-            ).split("\n")
+# FSDP --------------------------------------------------------------------------------------------
+
+
+def _shard(ops: Sequence[FullyShard], lowered: Lowered) -> Lines:
+    flat: dict[tuple[str, ...], str] = {}
+    for axes in (axes for op in ops for axes in (op.replicate, op.shard)):
+        if len(axes) > 1 and axes not in flat:
+            flat[axes] = _variable("_".join(_ordered(axes, lowered)))
+            yield from lay(_flat(flat[axes], _ordered(axes, lowered)), _IN)
+    paired = _numbered("hsdp_mesh", (pair for op in ops if (pair := _pair(op, flat, lowered))))
+    for pair, name in paired.items():
+        yield from lay(Group(f"{name} = DeviceMesh._concatenate([", pair, "])"), _IN)
+    policies = _numbered("policy", (policy for op in ops if (policy := _policy(op))))
+    for policy, name in policies.items():
+        yield from lay(Group(f"{name} = MixedPrecisionPolicy(", policy), _IN)
+    kinds = {
+        op: (
+            paired.get(_pair(op, flat, lowered)) or _data(op, flat),
+            policies.get(_policy(op)),
         )
-
-
-def _compile(lowered: Lowered) -> Lines:
-    for op in lowered.ops:
-        if isinstance(op, Compile):
-            loop = loop_over(op.modules, lowered.layers, place=_note(op.place))
-            yield from loop.head
-            yield f"{loop.indent}{loop.item}.compile({'fullgraph=True' if op.fullgraph else ''})"
-
-
-def _shard(lowered: Lowered) -> Lines:
-    ops = [op for op in lowered.ops if isinstance(op, FullyShard)]
-    meshes = dict.fromkeys((op.shard, op.replicate) for op in ops)
-    policies = dict.fromkeys(_policy(op) for op in ops)
-    names: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
-    for number, key in enumerate(meshes):
-        names[key] = "data" if len(meshes) == 1 else f"data_{number}"
-        yield from _data_mesh(names[key], *key)
-    rules: dict[str, str] = {}
-    for number, policy in enumerate(policies):
-        rules[policy] = "policy" if len(policies) == 1 else f"policy_{number}"
-        yield from call(f"{rules[policy]} = MixedPrecisionPolicy", [policy], room=4).split("\n")
+        for op in ops
+    }
+    names = _numbered("fsdp", kinds.values())
+    for (mesh, rule), name in names.items():
+        items = (f'"mesh": {mesh}', *([f'"mp_policy": {rule}'] if rule else []))
+        yield from lay(Group(f"{name} = {{", items, "}"), _IN)
     for op in ops:
-        shared = [
-            f"mesh={names[op.shard, op.replicate]}",
-            f"reshard_after_forward={op.reshard}",
-            f"mp_policy={rules[_policy(op)]}",
-        ]
-        yield from _unit(op, shared, lowered)
+        yield from _unit(op, f"**{names[kinds[op]]}", lowered)
 
 
-def _unit(op: FullyShard, shared: list[str], lowered: Lowered) -> Lines:
+Key = TypeVar("Key")
+
+
+def _numbered(name: str, keys: Iterable[Key]) -> dict[Key, str]:
+    """A variable for each of the different keys, numbered where they are several."""
+    different = list(dict.fromkeys(keys))
+    if len(different) == 1:
+        return {different[0]: name}
+    return {key: f"{name}_{number}" for number, key in enumerate(different, start=1)}
+
+
+def _unit(op: FullyShard, shared: str, lowered: Lowered) -> Lines:
+    reshard = f"reshard_after_forward={op.reshard}"
     if op.group:
-        items = [_torch_path(n) for m in op.members for n in m.names()]
-        yield "# one unit: what is gathered together"
-        target = f"[{', '.join(items)}]"
-        yield from call("fully_shard", [target, *shared], room=4, place=_note(op.place)).split("\n")
+        members = Group("[", tuple(e for m in op.members for e in entries(m)), "]")
+        call = Group("fully_shard(", (members, shared, reshard))
+        yield from _looped((), call, op.place)
         return
-    loop = loop_over(op.members[0], lowered.layers, place=_note(op.place))
-    yield from loop.head
-    place = "" if loop.head else _note(op.place)
-    lines = call("fully_shard", [loop.item, *shared], room=4 + len(loop.indent), place=place)
-    yield from (f"{loop.indent}{line}" for line in lines.split("\n"))
+    loop = loop_over(op.members[0], lowered.layers)
+    yield from _looped(loop.head, Group("fully_shard(", (loop.item, shared, reshard)), op.place)
 
 
-def _torch_path(name: str) -> str:
-    """The expression of a module by its torch name."""
-    return reach([f"[{p}]" if p.isdecimal() else p for p in name.split(".")] if name else [])
+def _data(op: FullyShard, flat: Mapping[tuple[str, ...], str]) -> str:
+    """The mesh of a unit, where the root mesh can give it."""
+    if op.replicate:
+        return f"mesh[{quoted(op.replicate[0])}, {quoted(op.shard[0])}]"
+    return _dimension(op.shard, flat)
 
 
-def _data_mesh(name: str, shard: tuple[str, ...], replicate: tuple[str, ...]) -> Lines:
-    """The mesh that `fully_shard` takes; several axes are flattened to one."""
-    dims = []
-    for axes in filter(None, (replicate, shard)):
-        if len(axes) > 1:
-            inner = ", ".join(f'"{a}"' for a in axes)
-            yield f'mesh[{inner}]._flatten("{"_".join(axes)}")'
-        dims.append(f'"{"_".join(axes)}"')
-    yield f"{name} = mesh[{', '.join(dims)}]"
+def _pair(op: FullyShard, flat: Mapping[tuple[str, ...], str], lowered: Lowered) -> tuple[str, ...]:
+    """The two meshes of a hybrid unit that the root mesh cannot give as one.
+
+    It gives its own axes, in their order: neither flattened ones nor the reverse.
+    """
+    names = (*op.replicate, *op.shard)
+    if not op.replicate or (len(names) == 2 and names == _ordered(names, lowered)):
+        return ()
+    return _dimension(op.replicate, flat), _dimension(op.shard, flat)
 
 
-def _policy(op: FullyShard) -> str:
-    parts = [
-        f"{argument}=torch.{value}"
-        for argument, value in (
-            ("param_dtype", op.param),
-            ("reduce_dtype", op.reduce),
-            ("output_dtype", op.output),
-        )
-        if value
-    ]
-    if not op.cast_inputs:
-        parts.append("cast_forward_inputs=False")
-    return ", ".join(parts)
+def _dimension(axes: tuple[str, ...], flat: Mapping[tuple[str, ...], str]) -> str:
+    return flat.get(axes) or f"mesh[{quoted(axes[0])}]"
+
+
+def _flat(name: str, axes: tuple[str, ...]) -> Group:
+    """The statement that makes several axes, outermost first, one dimension."""
+    names = ", ".join(quoted(a) for a in axes)
+    return Group(f"{name} = mesh[{names}]._flatten(", (quoted("_".join(axes)),))
+
+
+def _ordered(axes: tuple[str, ...], lowered: Lowered) -> tuple[str, ...]:
+    """Axes in the order of the mesh, outermost first."""
+    return tuple(a.name for a in lowered.axes if a.name in axes)
+
+
+def _policy(op: FullyShard) -> tuple[str, ...]:
+    """The arguments of a unit's precision; none where it has none of its own."""
+    dtypes = (("param_dtype", op.param), ("reduce_dtype", op.reduce), ("output_dtype", op.output))
+    parts = [f"{argument}=torch.{value}" for argument, value in dtypes if value]
+    return tuple(parts if op.cast_inputs else [*parts, "cast_forward_inputs=False"])

@@ -64,6 +64,7 @@ class Meshes:
             device_type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
         )
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}
+        self._pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
         self._data = lowered.data
         if lowered.data:
             self.part(*lowered.data)
@@ -113,4 +114,7 @@ class Meshes:
             return self.root[names]
         # The root mesh gives its own axes in their order alone, so other pairs are put together
         # as FSDP itself does it (torch.distributed.fsdp._fully_shard._fsdp_init).
-        return DeviceMesh._concatenate([self.part(*replicate), self.part(*shard)])
+        if (replicate, shard) not in self._pairs:
+            pair = [self.part(*replicate), self.part(*shard)]
+            self._pairs[replicate, shard] = DeviceMesh._concatenate(pair)
+        return self._pairs[replicate, shard]

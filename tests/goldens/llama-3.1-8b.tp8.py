@@ -34,18 +34,18 @@ def build_mesh(device_type="cuda"):
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
-def configure(model, mesh):
-    """What training needs of the configuration."""
+def configure(model):
+    """Sets what training needs of the configuration."""
     model.config.use_cache = False  # training keeps no key/value cache
 
 
 def tensor_parallel(model, mesh):
-    """Splits weights over the tensor axes."""
-    tp = mesh["tp"]
+    """Splits weights and activations over the tensor axes."""
+    tp_mesh = mesh["tp"]
     for block in model.model.layers:
         parallelize_module(
             block,
-            tp,
+            tp_mesh,
             {
                 "self_attn.q_proj": ColwiseParallel(),  # plans/llama.plan:17
                 "self_attn.k_proj": ColwiseParallel(),  # plans/llama.plan:17
@@ -54,19 +54,23 @@ def tensor_parallel(model, mesh):
                 "mlp.up_proj": ColwiseParallel(),  # plans/llama.plan:18
                 "input_layernorm": SequenceParallel(),  # plans/llama.plan:20
                 "post_attention_layernorm": SequenceParallel(),  # plans/llama.plan:20
-                "self_attn": PrepareModuleInput(  # plans/llama.plan:21
+                # plans/llama.plan:21
+                "self_attn": PrepareModuleInput(
                     input_kwarg_layouts={"hidden_states": Shard(1)},
                     desired_input_kwarg_layouts={"hidden_states": Replicate()},
                 ),
-                "self_attn.o_proj": RowwiseParallel(  # plans/llama.plan:22
+                # plans/llama.plan:22
+                "self_attn.o_proj": RowwiseParallel(
                     output_layouts=Shard(1),
                     use_local_output=False,
                 ),
-                "mlp": PrepareModuleInput(  # plans/llama.plan:23
+                # plans/llama.plan:23
+                "mlp": PrepareModuleInput(
                     input_layouts=(Shard(1),),
                     desired_input_layouts=(Replicate(),),
                 ),
-                "mlp.down_proj": RowwiseParallel(  # plans/llama.plan:24
+                # plans/llama.plan:24
+                "mlp.down_proj": RowwiseParallel(
                     output_layouts=Shard(1),
                     use_local_output=False,
                 ),
@@ -74,15 +78,17 @@ def tensor_parallel(model, mesh):
         )
     parallelize_module(
         model,
-        tp,
+        tp_mesh,
         {
-            "model.embed_tokens": RowwiseParallel(  # plans/llama.plan:31
+            # plans/llama.plan:31
+            "model.embed_tokens": RowwiseParallel(
                 input_layouts=Replicate(),
                 output_layouts=Shard(1),
                 use_local_output=False,
             ),
             "model.norm": SequenceParallel(),  # plans/llama.plan:32
-            "lm_head": ColwiseParallel(  # plans/llama.plan:33
+            # plans/llama.plan:33
+            "lm_head": ColwiseParallel(
                 input_layouts=Shard(1),
                 output_layouts=Replicate(),
             ),
@@ -90,8 +96,8 @@ def tensor_parallel(model, mesh):
     )
 
 
-def checkpoint(model, mesh):
-    """Computes activations again in backward."""
+def checkpoint(model):
+    """Computes activations again in backward, to save memory."""
     for i, block in enumerate(model.model.layers):  # plans/llama.plan:42
         model.model.layers[i] = checkpoint_wrapper(
             block,
@@ -101,41 +107,27 @@ def checkpoint(model, mesh):
 
 def shard(model, mesh):
     """Shards parameters, gradients and optimizer state."""
-    data = mesh["dp_shard"]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+    )
+    fsdp = {"mesh": mesh["dp_shard"], "mp_policy": policy}
     for i in range(0, 31):  # plans/llama.plan:48
-        fully_shard(model.model.layers[i], mesh=data, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(  # plans/llama.plan:48
-        model.model.layers[31],
-        mesh=data,
-        reshard_after_forward=False,
-        mp_policy=policy,
-    )
-    fully_shard(  # plans/llama.plan:52
-        model.model.embed_tokens,
-        mesh=data,
-        reshard_after_forward=True,
-        mp_policy=policy,
-    )
-    # one unit: what is gathered together
-    fully_shard(  # plans/llama.plan:53
-        [model.model.norm, model.lm_head],
-        mesh=data,
-        reshard_after_forward=False,
-        mp_policy=policy,
-    )
-    fully_shard(  # plans/llama.plan:55
-        model,
-        mesh=data,
-        reshard_after_forward=False,
-        mp_policy=policy,
-    )
+        fully_shard(model.model.layers[i], **fsdp, reshard_after_forward=True)
+    # plans/llama.plan:48
+    fully_shard(model.model.layers[31], **fsdp, reshard_after_forward=False)
+    # plans/llama.plan:52
+    fully_shard(model.model.embed_tokens, **fsdp, reshard_after_forward=True)
+    # plans/llama.plan:53
+    fully_shard([model.model.norm, model.lm_head], **fsdp, reshard_after_forward=False)
+    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/llama.plan:55
 
 
-def parallelize(model, mesh):
-    """Spreads the model over the mesh, in place."""
-    configure(model, mesh)
+def parallelize(model, mesh=None):
+    """Spreads the model over the mesh, in place, and returns it."""
+    mesh = build_mesh() if mesh is None else mesh
+    configure(model)
     tensor_parallel(model, mesh)
-    checkpoint(model, mesh)
+    checkpoint(model)
     shard(model, mesh)
     return model
