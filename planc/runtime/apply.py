@@ -67,7 +67,7 @@ def apply_lowered(
     began = time.perf_counter()
     with _without_collection():
         modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
-        worker = _Worker(model, modules, meshes)
+        worker = Worker(model, modules, meshes)
         for op in lowered.ops:
             try:
                 worker.run(op)
@@ -126,7 +126,7 @@ def _first(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class _Worker:
+class Worker:
     """Runs operations on one model.
 
     Args:

@@ -1,0 +1,264 @@
+"""Layout flow: what a plan's tensor parallelism computes, found out in one process.
+
+A small model of the same code runs forward and backward with all ranks of the tensor axes
+simulated (torch's LocalTensorMode holds one local tensor for each rank and carries out their
+collectives), and logits, loss and every gradient are compared with the plain model. Nothing is
+inferred: a missing reduction, a gradient that stays a part of a sum or a mix of local and
+distributed tensors shows as what it does to the numbers, or as the error of the real run.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+from planc.lowering.ops import Lowered, Parallelize, Tie
+from planc.runtime.apply import Worker
+from planc.runtime.meshes import Meshes
+
+LIMIT = 1e-4
+"""Largest relative error that counts as equal, in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Where the two runs part.
+
+    Args:
+        kind: `output`, `gradient`, `partial` (a gradient whose sum over the ranks is right, and
+            that nothing sums), `missing` (no gradient) or `crash`.
+        subject: the torch name of a module or of a parameter, empty where it is not known.
+        error: the relative error, 0 for a crash.
+        detail: torch's message and the model's source line, for a crash.
+    """
+
+    kind: str
+    subject: str
+    error: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a simulation found.
+
+    Args:
+        verdict: `proved`, `refuted` or `unknown`.
+        reason: why it is unknown.
+        parts: where the runs part, the first in execution order in front.
+        logits, loss, gradient: the largest relative errors.
+    """
+
+    verdict: str
+    reason: str = ""
+    parts: tuple[Part, ...] = ()
+    logits: float = 0.0
+    loss: float = 0.0
+    gradient: float = 0.0
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Outputs of modules, in execution order."""
+
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def watch(self, model: nn.Module, keep: Callable[[Any], torch.Tensor | None]) -> None:
+        for name, module in model.named_modules():
+            module.register_forward_hook(self._hook(name, keep), always_call=False)
+
+    def _hook(self, name: str, keep: Callable[[Any], torch.Tensor | None]) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            value = keep(output)
+            if value is not None and name not in self.outputs:
+                self.outputs[name] = value
+
+        return hook
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """The run without a plan."""
+
+    model: nn.Module
+    trace: _Trace
+    output: Any
+
+
+def simulate(
+    make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], lowered: Lowered
+) -> Outcome:
+    """Whether the tensor-parallel operations of a plan leave the model the same.
+
+    Args:
+        make: builds the small model, the same each time.
+        inputs: what its forward takes, with labels.
+        lowered: the plan, lowered for this model over its tensor axes alone.
+    """
+    if distributed.is_initialized():
+        return Outcome(verdict="unknown", reason="a process group is running in this process")
+    single = make()
+    plain = _Trace()
+    try:
+        plain.watch(single, _own)
+        right = single(**inputs)
+        right.loss.backward()
+    except Exception as error:
+        return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
+    model = make()  # outside the simulation, where random numbers would differ by rank
+    with warnings.catch_warnings(), _ranks(lowered.world_size):
+        warnings.simplefilter("ignore")
+        return _compare(_Plain(single, plain, right), model, inputs, lowered)
+
+
+@contextmanager
+def _ranks(count: int) -> Iterator[None]:
+    """A process group of ranks that are all simulated here."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        with LocalTensorMode(count):
+            yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _compare(
+    right: _Plain, model: nn.Module, inputs: dict[str, torch.Tensor], lowered: Lowered
+) -> Outcome:
+    trace = _Trace()
+    worker = Worker(model, dict(model.named_modules()), Meshes(lowered, "cpu"))
+    try:
+        for op in lowered.ops:
+            if isinstance(op, Parallelize | Tie):
+                worker.run(op)
+        trace.watch(model, _whole)
+        output = model(**inputs)
+        output.loss.backward()
+    except Exception as error:
+        return _crashed(error, worker, trace, right.trace)
+    gradients = list(_gradients(right.model, model))
+    logits = _error(output.logits, right.output.logits)
+    loss = _error(output.loss, right.output.loss)
+    parts = [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
+    if max(logits, loss) > LIMIT:
+        parts.insert(
+            0, _first_part(trace, right.trace) or Part(kind="output", subject="", error=logits)
+        )
+    return Outcome(
+        verdict="refuted" if parts else "proved",
+        parts=tuple(parts),
+        logits=logits,
+        loss=loss,
+        gradient=max((p.error for p in gradients), default=0.0),
+    )
+
+
+def _gradients(single: nn.Module, model: nn.Module) -> Iterator[Part]:
+    reference = dict(single.named_parameters())
+    for name, parameter in model.named_parameters():
+        wanted = reference[name].grad
+        if wanted is None:
+            continue
+        if parameter.grad is None:
+            yield Part(kind="missing", subject=name, error=1.0)
+            continue
+        error = _error(parameter.grad, wanted)
+        kind = "gradient"
+        if error > LIMIT and not isinstance(parameter.grad, DTensor):
+            total = sum(_by_rank(parameter.grad), torch.zeros_like(wanted))
+            if _relative(total, wanted) < LIMIT:
+                kind = "partial"
+        yield Part(kind=kind, subject=name, error=error)
+
+
+def _first_part(trace: _Trace, plain: _Trace) -> Part | None:
+    """The first module, in the order in which they end, whose output is not the same."""
+    for name, value in trace.outputs.items():
+        wanted = plain.outputs.get(name)
+        if wanted is None or not _comparable(value, wanted):
+            continue
+        error = _error(value, wanted)
+        if error > LIMIT:
+            return Part(kind="output", subject=name, error=error)
+    return None
+
+
+def _crashed(error: Exception, worker: Worker, trace: _Trace, plain: _Trace) -> Outcome:
+    """An error of the simulation itself is unknown, any other would happen on the cluster."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if "LocalTensor" in str(error) or frames[-1].filename.endswith("_local_tensor/__init__.py"):
+        return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
+    own = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
+    where = ""
+    if own:
+        name = own[-1].filename.replace("\\", "/").rpartition("/")[2]
+        where = f" ({name}:{own[-1].lineno}: {own[-1].line})"
+    part = _first_part(trace, plain)
+    subject = part.subject if part else worker.at if not trace.outputs else _after(trace, plain)
+    crash = Part(kind="crash", subject=subject, detail=f"{_first(error)}{where}")
+    return Outcome(verdict="refuted", parts=(crash, *([part] if part else [])))
+
+
+def _after(trace: _Trace, plain: _Trace) -> str:
+    """The module that was to end next."""
+    return next((name for name in plain.outputs if name not in trace.outputs), "")
+
+
+# Tensors -----------------------------------------------------------------------------------------
+
+
+def _own(output: Any) -> torch.Tensor | None:
+    value = output[0] if isinstance(output, tuple) and output else output
+    return value.detach() if isinstance(value, torch.Tensor) else None
+
+
+def _whole(output: Any) -> torch.Tensor | None:
+    """A module's output as every rank would see it whole, where that can be said."""
+    value = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(value, torch.Tensor):
+        return None
+    value = value.detach()
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value
+
+
+def _by_rank(value: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor of each rank; a plain tensor is the same on all."""
+    parts = getattr(value, "_local_tensors", None)
+    return list(parts.values()) if parts is not None else [value]
+
+
+def _comparable(value: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return all(part.shape == wanted.shape for part in _by_rank(value))
+
+
+def _error(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest relative error over the ranks; 1 where the shapes differ."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if not _comparable(whole, wanted):
+        return 1.0
+    return max(_relative(part, wanted) for part in _by_rank(whole))
+
+
+def _relative(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest absolute difference over largest absolute value; infinite for what is not finite."""
+    difference = (value.detach() - wanted.detach()).abs().max()
+    error = float(difference / wanted.detach().abs().max().clamp_min(1e-12))
+    return float("inf") if math.isnan(error) else error
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
