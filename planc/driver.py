@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from planc.checks import check
 from planc.diagnostic import Sink
 from planc.ir import elaborate
 from planc.ir.plan import Plan
-from planc.lowering import lower
-from planc.lowering.document import digest, loads
+from planc.lowering import lower, stored
+from planc.lowering.document import digest
 from planc.lowering.ops import Lowered
 from planc.model.facts import Facts
 from planc.model.load import load
@@ -60,8 +59,11 @@ def compile_plan(
         settings: `name=value` for options and mesh axes.
         allow_code: whether the model may be code that is run to build it.
     """
+    settings = tuple(settings)
     if plan.endswith(".json"):
-        return Compiled(lowered=_stored(plan, sink))
+        known = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
+        lowered = stored.read(plan, known, world_size, settings, sink)
+        return Compiled(facts=known, lowered=None if sink.failed else lowered)
     files = read(plan, sink)
     unparsed = sink.failed
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
@@ -76,14 +78,3 @@ def compile_plan(
     check(ir, facts, sink)
     finished = partial(Compiled, facts=facts, plan=ir)
     return finished() if sink.failed else finished(lowered=lower(ir, facts))
-
-
-def _stored(path: str, sink: Sink) -> Lowered | None:
-    """A lowered plan that was written earlier."""
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        sink.error("PL006", f"cannot read {path}: {reason}")
-        return None
-    return loads(text, path, sink)

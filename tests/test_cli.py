@@ -115,7 +115,8 @@ def test_diff(planc, tmp_path):
     assert planc("diff", "llama-3.1-8b", "llama", "nothere")[0] == 2
     stored = tmp_path / "old.json"
     planc("lower", *GOOD, "--format", "json", "-o", stored)
-    assert planc("diff", "llama-3.1-8b", stored, "llama", *GOOD[2:])[:2] == (0, "No changes.\n")
+    new = ["--new-world-size", "64", "--new-set", "tp=8"]
+    assert planc("diff", "llama-3.1-8b", stored, "llama", *new)[:2] == (0, "No changes.\n")
     code, out, _ = planc("diff", *GOOD[:4], "--old-set", "tp=4", "--format", "json")
     assert code == 1 and json.loads(out)["same"] is False
 
@@ -249,3 +250,14 @@ def test_a_warm_check_imports_no_torch(planc, tmp_path):
     words = [sys.executable, "-c", code, "check", *GOOD, "--format", "concise"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_a_lowered_plan_takes_no_settings(planc, tmp_path):
+    """Nothing is ignored in silence: a stored plan is for one model, one size, and as it is."""
+    stored = tmp_path / "p.json"
+    planc("lower", *GOOD, "--format", "json", "-o", stored)
+    assert planc("lower", "llama-3.1-8b", stored)[0] == 0
+    assert planc("check", "llama-3.1-8b", stored, "--world-size", "64")[0] == 0
+    assert "PL106" in planc("check", "llama-3.1-8b", stored, "--set", "tp=4")[1]
+    assert "PL301" in planc("check", "llama-3.1-8b", stored, "--world-size", "8")[1]
+    assert "PL650" in planc("check", "gpt2", stored)[1]

@@ -97,7 +97,11 @@ class Indices:
             if any(not 0 <= n <= _MOST for n in numbers) or len(numbers) > 3:
                 raise ValueError(f"not a set of indices: {text}")
             span = range(numbers[0], numbers[0] + 1) if len(numbers) == 1 else range(*numbers)
-            result |= Indices.of(span)
+            result |= (
+                Indices.all(span.stop) - Indices.all(span.start)
+                if span.step == 1
+                else (Indices.of(span))
+            )
         return result
 
 
