@@ -15,6 +15,7 @@ import planc
 from planc.diagnostic import Sink
 from planc.driver import UNREADABLE, Compiled, compile_plan
 from planc.lowering.document import dumps
+from planc.proof import flow
 from planc.report import FORMATS, render, wants_colour
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
@@ -48,11 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> int:
     sink = Sink()
     compiled = _compile(options, sink)
+    checked = "structure"
+    if options.level == "flow" and compiled.lowered:
+        verdict = flow(compiled, options.plan, options.set, sink, strict=options.strict)
+        checked += f", {verdict.text}"
     _show(sink, options.format, sys.stdout)
     if options.format == "full" and compiled.lowered and compiled.plan:
         mesh = " | ".join(f"{a.name} {a.size}" for a in compiled.plan.mesh.axes)
         print(f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to ", end="")
-        print(f"{compiled.digest[:12]}. Checked: structure. Not checked: layout flow, numerics.")
+        print(f"{compiled.digest[:12]}")
+        print(f"checked: {checked}; not checked: real processes")
     return _code(sink, strict=options.strict)
 
 
@@ -182,6 +188,12 @@ def _parser() -> argparse.ArgumentParser:
     _target(check)
     check.add_argument("--format", choices=FORMATS, default="full")
     check.add_argument("--strict", action="store_true", help="a warning is a finding too")
+    check.add_argument(
+        "--level",
+        choices=("structure", "flow"),
+        default="flow",
+        help="structure leaves out the simulated run of a shrunken model",
+    )
     check.set_defaults(run=_check)
     lower = commands.add_parser("lower", help="print the torch calls that a plan stands for")
     _target(lower)

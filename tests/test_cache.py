@@ -132,8 +132,8 @@ def test_an_entry_of_another_version_is_stale(folder, builds, monkeypatch, what)
     if what == "_FORMAT":
         monkeypatch.setattr(cache, "_FORMAT", -1)
     else:
-        real = cache._version
-        monkeypatch.setattr(cache, "_version", lambda n: "0.0" if n == what else real(n))
+        real = cache.version
+        monkeypatch.setattr(cache, "version", lambda n: "0.0" if n == what else real(n))
     found(folder)
     assert builds == [1]
 
@@ -142,8 +142,8 @@ def test_the_versions_are_the_installed_ones():
     from importlib import metadata
 
     for name in ("torch", "transformers"):
-        assert cache._version(name) == metadata.version(name)
-    assert cache._version("no-such-package-of-planc") == "none"
+        assert cache.version(name) == metadata.version(name)
+    assert cache.version("no-such-package-of-planc") == "none"
 
 
 def test_every_field_is_in_the_key(folder, builds):

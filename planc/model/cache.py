@@ -34,16 +34,21 @@ def folder() -> Path:
 
 def key_of(config: dict[str, Any]) -> str:
     """The name of a configuration's entry: its content and the versions that read it."""
-    parts = [
-        f"facts {_FORMAT}",
+    return named(f"facts {_FORMAT}", json.dumps(config, sort_keys=True))
+
+
+def named(*parts: str) -> str:
+    """The name of an entry that depends on these texts, on Python, torch and transformers."""
+    own = [
+        parts[0],
         f"python {sys.version_info[0]}.{sys.version_info[1]}",
-        *(f"{name} {_version(name)}" for name in ("torch", "transformers")),
-        json.dumps(config, sort_keys=True),
+        *(f"{name} {version(name)}" for name in ("torch", "transformers")),
+        *parts[1:],
     ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256("\n".join(own).encode()).hexdigest()
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     """The version of an installed package, from the name of its metadata's folder.
 
     `importlib.metadata` says the same, and importing it costs a fifth of a warm check.
@@ -64,17 +69,30 @@ def _version(package: str) -> str:
 def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:
     """The facts of an entry, or None where there is no sound one."""
     try:
-        digest, _, body = (folder() / f"{key}.json").read_text(encoding="utf-8").partition("\n")
-        if hashlib.sha256(f"{key}{body}".encode()).hexdigest() != digest:
-            return None
-        return _decode(json.loads(body), config_name, given)
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return _decode(recall(key), config_name, given)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None  # whatever is wrong with it, the facts are built anew
 
 
 def write(key: str, facts: Facts) -> None:
     """Stores facts under a key; does nothing where the folder can't be written."""
-    body = json.dumps(_encode(facts), separators=(",", ":"))
+    keep(key, _encode(facts))
+
+
+def recall(key: str) -> Any:
+    """The data of an entry, or None where there is none that is whole and its own."""
+    try:
+        digest, _, body = (folder() / f"{key}.json").read_text(encoding="utf-8").partition("\n")
+        if hashlib.sha256(f"{key}{body}".encode()).hexdigest() != digest:
+            return None
+        return json.loads(body)
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def keep(key: str, data: Any) -> None:
+    """Stores plain data under a key; does nothing where the folder can't be written."""
+    body = json.dumps(data, separators=(",", ":"))
     digest = hashlib.sha256(f"{key}{body}".encode()).hexdigest()
     with contextlib.suppress(OSError, RuntimeError):
         home = folder()

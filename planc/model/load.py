@@ -6,6 +6,9 @@ has nothing is the model built, on the meta device.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from planc.diagnostic import Sink, nearest, one_of
 from planc.model import cache as store
 from planc.model.config import Config, locate, read, shipped
@@ -55,6 +58,11 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
     if facts is not None and cache:
         store.write(key, facts)
     return facts
+
+
+def of_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:
+    """The facts of a configuration that is at hand, from the cache or built."""
+    return _from_config(Config(name=name, path=Path(name), values=values), sink, cache=True)
 
 
 def _left_out(config: Config, facts: Facts, sink: Sink) -> None:

@@ -9,6 +9,7 @@ distributed tensors shows as what it does to the numbers, or as the error of the
 
 from __future__ import annotations
 
+import logging
 import math
 import traceback
 import warnings
@@ -39,12 +40,14 @@ class Part:
         subject: the torch name of a module or of a parameter, empty where it is not known.
         error: the relative error, 0 for a crash.
         detail: torch's message and the model's source line, for a crash.
+        before: the module that ended last before a crash.
     """
 
     kind: str
     subject: str
     error: float = 0.0
     detail: str = ""
+    before: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ def simulate(
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
     model = make()  # outside the simulation, where random numbers would differ by rank
-    with warnings.catch_warnings(), _ranks(lowered.world_size):
+    with warnings.catch_warnings(), _quiet(), _ranks(lowered.world_size):
         warnings.simplefilter("ignore")
         return _compare(_Plain(single, plain, right), model, inputs, lowered)
 
@@ -132,6 +135,17 @@ def _ranks(count: int) -> Iterator[None]:
             yield
     finally:
         distributed.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what it also raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _compare(
@@ -206,8 +220,12 @@ def _crashed(error: Exception, worker: Worker, trace: _Trace, plain: _Trace) -> 
         name = own[-1].filename.replace("\\", "/").rpartition("/")[2]
         where = f" ({name}:{own[-1].lineno}: {own[-1].line})"
     part = _first_part(trace, plain)
-    subject = part.subject if part else worker.at if not trace.outputs else _after(trace, plain)
-    crash = Part(kind="crash", subject=subject, detail=f"{_first(error)}{where}")
+    subject = part.subject if part else worker.at
+    if trace.outputs and not part:
+        subject = _after(trace, plain) or next(reversed(trace.outputs))
+    before = next(reversed(trace.outputs), "")
+    detail = f"{_first(error)}{where}"
+    crash = Part(kind="crash", subject=subject, detail=detail, before=before)
     return Outcome(verdict="refuted", parts=(crash, *([part] if part else [])))
 
 
