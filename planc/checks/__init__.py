@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planc.checks.axes import axes
 from planc.checks.blocks import blocks
 from planc.checks.checkpoints import checkpoints
 from planc.checks.compiled import compiled
+from planc.checks.containers import containers
 from planc.checks.coverage import coverage
 from planc.checks.dtypes import dtypes
 from planc.checks.fused import fused
+from planc.checks.graphs import graphs
+from planc.checks.halves import halves
 from planc.checks.heads import heads
 from planc.checks.kinds import kinds
 from planc.checks.norms import norms
 from planc.checks.pairs import pairs
+from planc.checks.partners import partners
 from planc.checks.precision import precision
 from planc.checks.reshard import reshard
+from planc.checks.roots import roots
+from planc.checks.stream import stream
 from planc.checks.ties import ties
 from planc.checks.uneven import uneven
 from planc.checks.units import units
@@ -31,14 +38,20 @@ from planc.model.facts import Facts
 Rule = Callable[[Plan, Facts, Sink], None]
 
 RULES: tuple[Rule, ...] = (
+    axes,
+    containers,
     kinds,
     fused,
+    halves,
     heads,
     uneven,
+    partners,
     pairs,
     norms,
+    stream,
     ties,
     units,
+    roots,
     blocks,
     unsharded,
     dtypes,
@@ -46,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     reshard,
     checkpoints,
     compiled,
+    graphs,
     coverage,
 )
 
@@ -56,7 +70,8 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     Args:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
-        sink: receives PL15x (kinds and pairs), PL2xx (shapes) and PL4xx (composition).
+        sink: receives PL15x and PL16x (kinds, pairs and norms), PL2xx (shapes), PL35x
+            (axes) and PL4xx (composition).
     """
     for rule in RULES:
         rule(plan, facts, sink)

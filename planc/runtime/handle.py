@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from planc.lowering.ops import Lowered
+from planc.runtime import training
 from planc.runtime.meshes import Meshes
 
 
@@ -71,3 +73,25 @@ class Run:
     def describe(self) -> str:
         """The lowered plan, as `planc lower` prints it."""
         return self.text()
+
+    # training: planc/runtime/training.py
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside accumulate and send no gradients; the next one after sends all."""
+        return training.no_sync(self.model)
+
+    def unshard(self) -> AbstractContextManager[None]:
+        """Keeps all parameters gathered, for inference: forward passes inside gather nothing."""
+        return training.unshard(self.model)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over every mesh: gives the whole model's norm."""
+        return training.clip_grad_norm(
+            self.model, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
+        """The whole weights by their first names, on rank 0 or on all; every rank calls it."""
+        return training.full_state_dict(self.model, every_rank=every_rank)

@@ -1,0 +1,147 @@
+"""Where the pieces of a model are: names without wrappers, and which slices a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+Runs = tuple[tuple[int, int], ...]
+"""Along one dimension: the ranges [start, stop) of the whole that a rank holds, in its order."""
+
+
+def plain(name: str) -> str:
+    """A name as the model had it before anything was wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit, outer before inner."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Puts the shards back in place: a unit that keeps its parameters holds whole ones now."""
+    for unit in units(model):
+        unit.reshard()
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(plain name, module, its name there, tensor) of each parameter and persistent buffer.
+
+    A tied tensor comes once for each of its names.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        own: dict[str, Tensor | None] = {**module._parameters}
+        for name, buffer in module._buffers.items():
+            if name not in module._non_persistent_buffers_set:
+                own[name] = buffer
+        for name, tensor in own.items():
+            if tensor is not None:
+                yield plain(f"{path}.{name}" if path else name), module, name, tensor
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """Each parameter and persistent buffer by its plain name, as this rank holds it."""
+    return {name: tensor for name, _, _, tensor in owners(model)}
+
+
+def aliases(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each tensor: one, or several where it is tied; in order of first appearance."""
+    names: dict[int, list[str]] = {}
+    for name, _, _, tensor in owners(model):
+        if name not in names.setdefault(id(tensor), []):
+            names[id(tensor)].append(name)
+    return [tuple(group) for group in names.values()]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds, to be written in place."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def split(placement: Placement) -> bool:
+    """Whether a placement splits its tensor: `Shard`, or FSDP's `_StridedShard`, no subclass."""
+    return not placement.is_replicate() and not placement.is_partial()
+
+
+def runs(tensor: Tensor) -> tuple[Runs, ...]:
+    """For each dimension, the ranges of the whole tensor that this rank holds.
+
+    Shards may be uneven or empty, and those of packed projections lie in several ranges.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(((0, size),) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # every rank is part of every mesh of a plan
+    sizes = tuple(tensor.device_mesh.shape)
+    found = _positions(tuple(tensor.shape), sizes, tuple(coordinate), tensor.placements)
+    counts = tuple(len(p) for p in found)
+    own = tuple(local(tensor).shape)
+    if counts != own and 0 not in (prod(counts), prod(own)):
+        raise RuntimeError(f"a shard of {tensor.placements} is {own}, its ranges give {counts}")
+    return tuple(_ranges(p) for p in found)
+
+
+def _positions(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+) -> list[list[int]]:
+    """The positions in the whole that one rank holds, by dimension.
+
+    FSDP splits what tensor parallelism left, though its mesh dimension comes first. It says so by a
+    strided shard whose factor is the number of shards inside; those are split last.
+    """
+    found = [torch.arange(size) for size in shape]
+    late: list[tuple[int, Shard]] = []
+    for axis, placement in enumerate(placements):
+        if not split(placement):
+            continue
+        dim: int = placement.dim
+        factor = getattr(placement, "split_factor", 1)
+        after = zip(placements[axis + 1 :], sizes[axis + 1 :], strict=True)
+        inside = prod(size for p, size in after if split(p) and p.dim == dim)
+        if factor > 1 and factor == inside:
+            late.append((axis, Shard(dim)))
+        else:
+            found[dim] = _part(placement, found[dim], len(shape), sizes[axis], coordinate[axis])
+    for axis, whole in reversed(late):
+        found[whole.dim] = _part(whole, found[whole.dim], len(shape), sizes[axis], coordinate[axis])
+    return [p.tolist() for p in found]
+
+
+def _part(placement: Placement, positions: Tensor, dims: int, count: int, index: int) -> Tensor:
+    shaped = positions.reshape([-1 if d == placement.dim else 1 for d in range(dims)])
+    pieces, _ = placement._split_tensor(shaped, count, with_padding=False, contiguous=False)
+    return pieces[index].flatten() if index < len(pieces) else positions[:0]
+
+
+def _ranges(positions: list[int]) -> Runs:
+    out: list[list[int]] = []
+    for position in positions:
+        if out and out[-1][1] == position:
+            out[-1][1] = position + 1
+        else:
+            out.append([position, position + 1])
+    return tuple((start, stop) for start, stop in out)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, on every rank of its mesh. A collective where the tensor is split."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    kind = tensor.device_mesh.device_type
+    if tensor.device.type != kind:  # offloaded: its mesh has no backend for the CPU
+        tensor = tensor.to(kind)
+    everywhere = [Replicate()] * tensor.device_mesh.ndim
+    return tensor.redistribute(placements=everywhere).to_local()
