@@ -40,7 +40,7 @@ class Part:
         subject: the torch name of a module or of a parameter, empty where it is not known.
         error: the relative error, 0 for a crash.
         detail: torch's message and the model's source line, for a crash.
-        before: the module that ended last before a crash.
+        before: the module without modules inside that ended last before a crash.
     """
 
     kind: str
@@ -223,7 +223,9 @@ def _crashed(error: Exception, worker: Worker, trace: _Trace, plain: _Trace) -> 
     subject = part.subject if part else worker.at
     if trace.outputs and not part:
         subject = _after(trace, plain) or next(reversed(trace.outputs))
-    before = next(reversed(trace.outputs), "")
+    ended = list(trace.outputs)
+    leaves = (n for n in reversed(ended) if not any(o.startswith(f"{n}.") for o in ended))
+    before = next(leaves, "")
     detail = f"{_first(error)}{where}"
     crash = Part(kind="crash", subject=subject, detail=detail, before=before)
     return Outcome(verdict="refuted", parts=(crash, *([part] if part else [])))
