@@ -23,6 +23,9 @@ from planc.model.facts import Facts, Modules
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 
+PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
+"""Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
+
 _FORMAT = 1
 _RANKS = 2
 """Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
@@ -70,7 +73,8 @@ def flow(
         compiled: without errors.
         plan: as the user named it; it is read again.
         settings: as the user gave them.
-        sink: receives PL501 to PL503 (refuted) and PL504 (unknown).
+        sink: receives PL501 to PL503 (refuted) and PL504 (unknown), and loses what was presumed
+            where the plan is proved.
         strict: whether unknown is an error.
     """
     facts, ir = compiled.facts, compiled.plan
@@ -81,6 +85,8 @@ def flow(
         return Verdict(verdict="nothing")
     small = _small(facts, ir, plan, list(settings), axes)
     verdict = small if isinstance(small, Verdict) else _judged(*small)
+    if verdict.verdict == "proved":
+        sink.diagnostics[:] = [d for d in sink if d.code not in PRESUMED]
     _report(verdict, None if isinstance(small, Verdict) else small[1].plan, ir, sink, strict)
     return verdict
 

@@ -46,7 +46,7 @@ def test_strict_makes_a_warning_a_finding(planc, tmp_path):
 
 
 def test_check_says_what_it_did_not_check(planc):
-    assert "Not checked" in planc("check", *GOOD)[1]
+    assert "not checked: real processes" in planc("check", *GOOD)[1]
 
 
 @pytest.mark.parametrize("format", ["full", "concise", "json", "github"])

@@ -23,7 +23,7 @@ def fused(plan: Plan, facts: Facts, sink: Sink) -> None:
         name = rule.modules.path[-1] if rule.modules.path else ""
         if not isinstance(name, str) or name not in _FUSED or not splits_output(rule):
             continue
-        sink.error(
+        sink.warning(
             "PL151",
             f"`{rule.modules}` holds {_FUSED[name]} in one weight, which a plain colwise "
             "splits in the wrong places",

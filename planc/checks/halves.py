@@ -34,7 +34,7 @@ def halves(plan: Plan, facts: Facts, sink: Sink) -> None:
             half = next((t for t in takers if _wide(rule, 0) == 2 * _wide(t, 1)), None)
             if half is not None and str(rule.modules) not in seen:
                 seen.add(str(rule.modules))
-                sink.error(
+                sink.warning(
                     "PL151",
                     f"`{rule.modules}` gives {_wide(rule, 0):,} features, twice what "
                     f"`{half.modules.path[-1]}` takes: it holds two parts, which a plain colwise "

@@ -58,7 +58,7 @@ def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
 
 
 def _on_heads(norm: Modules, split: list[TensorRule], sink: Sink) -> None:
-    sink.error(
+    sink.warning(
         "PL161",
         f"`{norm}` works on a part of the heads, and nothing sums its gradient",
         *(Label(span=s, text="split here") for s in dict.fromkeys(r.origin for r in split)),
@@ -69,7 +69,7 @@ def _on_heads(norm: Modules, split: list[TensorRule], sink: Sink) -> None:
 
 
 def _on_sequence(norm: Modules, sequence: list[TensorRule], sink: Sink) -> None:
-    sink.error(
+    sink.warning(
         "PL162",
         f"`{norm}` gets a part of the sequence, and has no rule",
         *(Label(span=s, text="these have one") for s in dict.fromkeys(r.origin for r in sequence)),

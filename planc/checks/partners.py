@@ -63,7 +63,7 @@ def _compare(  # noqa: PLR0917
     for other in (r for n in unlike for r in others[n]):
         text = f"{other.modules.path[-1]} is not split like it"
         labels.setdefault(other.origin, Label(span=other.origin, text=text))
-    sink.error(
+    sink.warning(
         "PL205",
         f"`{name}` of `{parent}` is split over {rule.axis} = {ranks(plan, rule)}, and "
         f"{one_of((f'`{n}`' for n in unlike), last='and')}, which its output meets, "

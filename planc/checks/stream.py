@@ -37,7 +37,7 @@ def stream(plan: Plan, facts: Facts, sink: Sink) -> None:
             ends |= set(_bare_ends(rule, peers, facts))
     for norm in sorted(ends, key=str):
         marks = [r.origin for r in rules if isinstance(r.style, Sequence)]
-        sink.error(
+        sink.warning(
             "PL162",
             f"`{norm}` gets a part of the sequence, and has no rule",
             *(Label(span=s, text="these have one") for s in dict.fromkeys(marks)),
@@ -72,7 +72,7 @@ def _splits(rule: TensorRule, dim: int) -> bool:
 
 def _whole(rule: TensorRule, dim: int, plan: Plan, sink: Sink) -> None:
     over = ranks(plan, rule)
-    sink.error(
+    sink.warning(
         "PL163",
         f"`{rule.modules}` takes 1/{over} of dim {dim}, and nothing in the plan splits that dim",
         Label(span=rule.origin, text="takes the whole for a part"),
