@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint bench pages clean
+.PHONY: help demo test lint bench mutants pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -28,6 +28,9 @@ lint: $(VENV)/.ready  ## ruff and mypy
 
 bench: $(VENV)/.ready  ## one table of medians and ratios
 	$(BIN)/python tests/bench/run.py
+
+mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour)
+	$(BIN)/python -W ignore tests/mutants/run.py --table docs/mutants.table.md
 
 pages: $(VENV)/.ready  ## write the index of the diagnostics and the outputs in the docs anew
 	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md

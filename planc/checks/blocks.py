@@ -28,7 +28,7 @@ def blocks(plan: Plan, facts: Facts, sink: Sink) -> None:
             continue
         done.add(modules.key)
         count = sum(len(part) for part in left)
-        sink.error(
+        sink.warning(
             "PL412",
             f"`{left[0]}` is in no unit of its own ({count} modules), and others of its list are",
             *(Label(span=u.origin, text="these are") for _, u in some[:1]),

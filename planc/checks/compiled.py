@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from planc.checks.table import active
 from planc.diagnostic import Label, Sink
-from planc.ir.plan import Plan
+from planc.ir.plan import CompileRule, Plan
 from planc.ir.style import Replicate, Rowwise
 from planc.model.facts import Facts
+from planc.model.indices import Indices
+
+
+def _first_block(rule: CompileRule) -> bool:
+    """Whether it is the first block of a list that is compiled, whole: what takes the embedding.
+
+    Where only later blocks are, or only parts of them, the gradient came out right.
+    """
+    last = rule.modules.path[-1] if rule.modules.path else ""
+    return isinstance(last, Indices) and 0 in last
 
 
 def compiled(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -18,7 +28,8 @@ def compiled(plan: Plan, facts: Facts, sink: Sink) -> None:
     which scales its embeddings before the first block, it is right too, but that can't be told
     from structure, so it is reported there as well.
     """
-    if not plan.compile:
+    first = next((r for r in plan.compile if _first_block(r)), None)
+    if first is None:
         return
     for rule in active(plan):
         style = rule.style
@@ -29,7 +40,7 @@ def compiled(plan: Plan, facts: Facts, sink: Sink) -> None:
                 "PL432",
                 f"torch loses the gradient of `{rule.modules}` where compiled blocks follow it",
                 Label(span=rule.origin, text="its output is a sum over the ranks"),
-                Label(span=plan.compile[0].origin, text="compiled"),
+                Label(span=first.origin, text="compiled"),
                 facts=["torch 2.13: the embedding's gradient is 0, all others are right"],
                 help="use sequence parallelism (`rowwise(-> shard(1), local = false)`), or "
                 "`colwise(-> replicate)` where the embedding is not tied",

@@ -107,9 +107,10 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
     if script:
         rank, size = by_script(parallel, plan, overrides)
     else:
-        lowered = planc.lower(
-            parallel, plan, world_size=distributed.get_world_size(), overrides=overrides
-        )
+        lowered = plan
+        if isinstance(plan, str):
+            world = distributed.get_world_size()
+            lowered = planc.lower(parallel, plan, world_size=world, overrides=overrides)
         if without:
             kept = tuple(op for op in lowered.ops if not names(op, without))
             assert len(kept) < len(lowered.ops), f"nothing is named {without}"
@@ -139,6 +140,15 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
         "gradient": gradients[worst],
         "worst": worst,
     }
+
+
+def lowered(model, document):
+    """Errors of a lowered plan, given as JSON, whatever the checks say of it."""
+    from planc.diagnostic import Sink
+    from planc.lowering.document import loads
+
+    plan = loads(document, "mutant", Sink())
+    return compare(model, plan)
 
 
 def names(op, last):
