@@ -102,7 +102,12 @@ def test_compiled_blocks_behind_an_embedding_split_by_features(four):
     right(four.run("numerics.compare", model="llama", plan=lowered))
 
 
-@pytest.mark.xfail(strict=True, reason="torch 2.13 loses the gradient of an awaited all-reduce")
+@pytest.mark.xfail(
+    torch.__version__.startswith("2.13."),
+    strict=True,
+    reason="torch 2.13 loses the gradient of what enters a compiled module before its all-reduce "
+    "has ended; 2.11 keeps it",
+)
 def test_compiled_blocks_behind_an_embedding_split_by_vocabulary(four):
     right(four.run("numerics.compare", model="llama", plan=llama(AXES, compiled=True)))
 
