@@ -21,9 +21,10 @@ FLOORS = {
     "report": 5,
     "runtime": 5,
     "driver": 6,
-    "api": 7,
-    "cli": 7,
-    "__init__": 8,
+    "proof": 7,
+    "api": 8,
+    "cli": 8,
+    "__init__": 9,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
