@@ -15,8 +15,9 @@ import planc
 from planc.diagnostic import Sink
 from planc.driver import UNREADABLE, Compiled, compile_plan
 from planc.lowering.document import dumps
-from planc.proof import flow
+from planc.proof.flow import flow
 from planc.report import FORMATS, render, wants_colour
+from planc.runtime import certificate
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
 
@@ -53,13 +54,25 @@ def _check(options: argparse.Namespace) -> int:
     if options.level == "flow" and compiled.lowered:
         verdict = flow(compiled, options.plan, options.set, sink, strict=options.strict)
         checked += f", {verdict.text}"
+    proof = _proof(compiled, sink)
     _show(sink, options.format, sys.stdout)
     if options.format == "full" and compiled.lowered and compiled.plan:
         mesh = " | ".join(f"{a.name} {a.size}" for a in compiled.plan.mesh.axes)
         print(f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to ", end="")
         print(f"{compiled.digest[:12]}")
-        print(f"checked: {checked}; not checked: real processes")
+        print(f"checked: {checked}; ", end="")
+        print(certificate.summary(proof) if proof else "not checked: real processes")
     return _code(sink, strict=options.strict)
+
+
+def _proof(compiled: Compiled, sink: Sink) -> certificate.Certificate | None:
+    """What `planc verify` found of this very plan, if it was asked; a refuted one is a finding."""
+    if compiled.facts is None or compiled.lowered is None:
+        return None
+    found = certificate.known(compiled.digest, compiled.facts.config)
+    if found and found["verdict"] == "refuted":
+        sink.error("PL520", found["reason"], help="`planc verify` found this; run it again")
+    return found
 
 
 def _lower(options: argparse.Namespace) -> int:
@@ -107,6 +120,33 @@ def _diff(options: argparse.Namespace) -> int:
     else:
         print(diff.render(change), end="")
     return CLEAN if change.same else FINDINGS
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from planc import proof
+
+    sink = Sink()
+    found = proof.verify(
+        options.model,
+        options.plan,
+        sink,
+        world_size=options.world_size,
+        processes=options.processes,
+        settings=options.set,
+        allow_code=options.allow_code,
+        timeout=options.timeout,
+    )
+    if options.format == "json":
+        print(proof.document(found, sink), end="")
+    else:
+        _show(sink, "full", sys.stdout, quiet=True)
+        if found.certificate:
+            print(proof.table(found.certificate), end="")
+    if options.certificate and found.certificate:
+        written = _write(certificate.dumps(found.certificate), options.certificate)
+        if written != CLEAN:
+            return written
+    return {"verified": CLEAN, "refuted": FINDINGS}.get(found.verdict, FAILED)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -178,6 +218,16 @@ def _size(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"a time limit is a positive number, not {text!r}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="planc", description="A compiler for parallel training plans."
@@ -211,10 +261,26 @@ def _parser() -> argparse.ArgumentParser:
         diff.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
     diff.add_argument("--format", choices=("text", "json"), default="text")
     diff.set_defaults(run=_diff)
+    _verify_arguments(
+        commands.add_parser("verify", help="prove a plan on processes, on a small model")
+    )
     explain = commands.add_parser("explain", help="say what a diagnostic means")
     explain.add_argument("code", metavar="CODE", help="such as PL101")
     explain.set_defaults(run=_explain)
     return parser
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument(
+        "--processes", metavar="N", type=_size, default=4, help="how many, on this machine (4)"
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=_seconds, default=120.0, help="for all of it (120)"
+    )
+    parser.add_argument("--certificate", metavar="FILE", help="write what was found there")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.set_defaults(run=_verify)
 
 
 def _target(parser: argparse.ArgumentParser) -> None:

@@ -205,6 +205,12 @@ def test_norms_inside_split_attention():
     assert judged(facts("qwen3-8b"), tensor(rules + more, family="qwen3")) == []
 
 
+def test_norms_beside_split_linears_of_the_block():
+    """OPT has no module for its MLP: what stands beside fc1 works on the stream."""
+    rules = " model.decoder.layers.* {\n  fc1 : colwise\n  fc2 : rowwise\n }"
+    assert judged(facts("opt-1.3b"), tensor(rules, family="opt")) == []
+
+
 # Ties and units ----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 from planc.diagnostic import Sink
 from planc.driver import compile_plan
 from planc.model import cache
-from planc.proof import flow
+from planc.proof.flow import flow
 from planc.share import PLANS
 
 SHIPPED = [
@@ -101,16 +101,15 @@ def test_a_gradient_that_nothing_sums(tmp_path):
     compiled = compile_plan("qwen3-8b", "qwen3", sink, world_size=8, settings=settings)
     from dataclasses import replace
 
+    from planc.model.real import Maker
     from planc.model.shrink import shrink
-    from planc.model.small import build, sample
     from planc.runtime.flow import simulate
 
     values = shrink(compiled.facts.config, ranks=2)
     small = compile_plan_for(values, settings)
     kept = tuple(o for o in small.ops if not str(getattr(o, "modules", "")).endswith("q_norm"))
-    outcome = simulate(
-        lambda: build(values, "Qwen3ForCausalLM"), sample(values), replace(small, ops=kept)
-    )
+    maker = Maker({**values, "architectures": ["Qwen3ForCausalLM"]})
+    outcome = simulate(lambda: maker.build(0), maker.sample(), replace(small, ops=kept))
     assert outcome.verdict == "refuted" and outcome.logits < 1e-5
     assert {p.kind for p in outcome.parts} == {"partial"}
     assert all(p.subject.endswith("q_norm.weight") for p in outcome.parts)
@@ -127,7 +126,7 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no way")
 
-    monkeypatch.setattr("planc.proof.shrink", refuse)
+    monkeypatch.setattr("planc.proof.flow.shrink", refuse)
     verdict, [finding] = judged("llama-3.1-8b", "llama", ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
     assert (finding.code, finding.severity) == ("PL504", "warning")

@@ -30,8 +30,9 @@ def norms(plan: Plan, facts: Facts, sink: Sink) -> None:
             own = list(inside(parent, rules))
             split = [r for r in own if splits_output(r) and r.modules.module.kind == "linear"]
             sequence = [r for r in own if isinstance(r.style, Sequence) and not r.style.local]
+            heads = bool(split) and not _is_block(parent)
             for norm in _without_rule(parent, own):
-                if split:
+                if heads:
                     _on_heads(norm, split, sink)
                 elif sequence and _residual_is_split(parent, rules):
                     _on_sequence(norm, sequence, sink)
@@ -44,6 +45,17 @@ def _without_rule(parent: Modules, own: list[TensorRule]) -> Iterator[Modules]:
         at = Modules((*parent.path, child.segment), child.module)
         if not any(r.modules.overlap(at) for r in own):
             yield at
+
+
+def _is_block(parent: Modules) -> bool:
+    """Whether attention is a module below: norms beside it work on the stream, not on heads.
+
+    OPT's blocks hold the two linears of their MLP themselves.
+    """
+    return any(
+        below.module.kind == "linear" and len(below.path) > len(parent.path) + 1
+        for below in parent.below()
+    )
 
 
 def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:

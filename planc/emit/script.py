@@ -130,9 +130,8 @@ def _looped(head: Sequence[str], statement: Source, place: str) -> Lines:
 
 
 def _docstring(lowered: Lowered, digest: str) -> str:
-    shape = " | ".join(f"{a.name} {a.size}" for a in lowered.axes)
     return (
-        f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks: {shape}.\n\n'
+        f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
         f"Written by planc from the lowered plan {digest[:12]}; it needs torch alone.\n\n"
         '    model = parallelize(model, build_mesh("cuda"))\n"""\n'
     )

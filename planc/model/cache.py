@@ -66,6 +66,11 @@ def version(package: str) -> str:
         return "none"
 
 
+def versions() -> dict[str, str]:
+    """The versions of the packages that decide what a model is and how it runs."""
+    return {name: _version(name) for name in ("torch", "transformers")}
+
+
 def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:
     """The facts of an entry, or None where there is no sound one."""
     try:

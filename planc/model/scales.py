@@ -49,6 +49,7 @@ HEAD_DIM = (
     "attention_head_size",
     "rotary_dim",
 )
+QK = ("qk_nope_head_dim", "qk_rope_head_dim")
 HIDDEN = (
     "hidden_size",
     "n_embd",

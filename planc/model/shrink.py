@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from math import ceil, lcm
-from typing import Any
+from typing import Any, TypeGuard
 
 from planc.model.scales import (
     COUNTS,
@@ -25,6 +25,7 @@ from planc.model.scales import (
     LIMITS,
     NESTED,
     POSITIONS,
+    QK,
     TOKEN,
     VOCABULARY,
     WIDE,
@@ -86,13 +87,17 @@ class _Shrinker:
             if not _number(depth):
                 continue
             lists = [n for n, v in config.items() if isinstance(v, list) and len(v) == depth > 1]
-            kept = self._kept(
-                [tuple(map(str, e)) for e in zip(*map(config.get, lists), strict=True)]
-            )
+            columns = [[str(v) for v in config[n]] for n in lists]
+            single = {int(i): v for i, v in (config.get("per_layer_config") or {}).items()}
+            if single:
+                columns.append([str(single.get(i)) for i in range(depth)])
+            kept = self._kept(list(zip(*columns, strict=True)))
             kept = kept or list(range(min(depth, max(self.layers, _period(config, depth)))))
             for field in lists:
-                values = [config[field][i] for i in kept]
-                small[field] = _renumbered(values, kept)
+                small[field] = _renumbered([config[field][i] for i in kept], kept)
+            if single:
+                own = {str(kept.index(i)): v for i, v in single.items() if i in kept}
+                small["per_layer_config"] = {i: self.config(v) for i, v in own.items()}
             small[name] = len(kept)
             _numbered_layers(small, kept, depth, done=lists)
         _steps(small)
@@ -117,12 +122,19 @@ class _Shrinker:
         if not heads:
             heads = 4 * self.tp // (2 if self.tp > 1 else 1)
         size = heads * HEAD
+        first = next((config[n] for n in HIDDEN if _number(config.get(n))), 1)
         for name in HIDDEN:
             if _number(config.get(name)):
-                small[name] = size
+                times, rest = divmod(config[name], first)
+                small[name] = size * times if times <= 4 and not rest else size
         for name in HEAD_DIM:
             if _number(config.get(name)):
                 small[name] = HEAD
+        if _number(config.get("qk_head_dim")):
+            small["qk_head_dim"] = sum(HEAD for n in QK if _number(config.get(n)))
+        if _number(config.get("attention_head_dim")):
+            inner = small.get("attention_hidden_size", size)
+            small["attention_head_dim"] = inner // max(heads, 1)
         for name in WIDE & config.keys():
             value = config[name]
             if _number(value) and value > 1:
@@ -181,7 +193,7 @@ class _Shrinker:
             if _number(value) and value > most and not (scaled and name in POSITIONS):
                 small[name] = most
         vocabulary = min((small[n] for n in VOCABULARY if _number(small.get(n))), default=128)
-        used = set()
+        used: set[int] = set()
         for name, value in small.items():
             if (
                 DROPOUT.search(name)
@@ -193,7 +205,7 @@ class _Shrinker:
                 small[name] = _token(value, vocabulary, used)
 
 
-def _number(value: object) -> bool:
+def _number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -129,7 +129,7 @@ def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterato
     if isinstance(op, Tie):
         for path in (op.parameter, op.source):
             owner, _, last = path.rpartition(".")
-            if owner not in modules or last not in modules[owner]._parameters:
+            if owner not in modules or modules[owner]._parameters.get(last) is None:
                 yield f"the model has no parameter {path!r}"
 
 

@@ -4,10 +4,14 @@ These functions run on every rank of a pool. The errors that they give are relat
 absolute difference of a tensor over the largest absolute value of the right one.
 """
 
+import contextlib
+import hashlib
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import transformers
+from families import COMMON, FAMILIES
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -16,15 +20,6 @@ from planc.lowering.ops import Parallelize
 
 LENGTH, BATCH = 16, 4
 
-COMMON = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
 MODELS = {
     "llama": dict(model_type="llama", **COMMON),
     "llama-tied": dict(model_type="llama", tie_word_embeddings=True, **COMMON),
@@ -53,6 +48,7 @@ MODELS = {
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     ),
+    **FAMILIES,
 }
 
 
@@ -81,9 +77,10 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def error(mine, right):
+def error(mine, right, least=1e-12):
+    """The error relative to the right tensor, or to `least` where that is all but 0."""
     difference = (whole(mine).float() - right.float()).abs().max()
-    return (difference / right.abs().max().clamp_min(1e-12)).item()
+    return (difference / right.abs().max().clamp_min(least)).item()
 
 
 def plain(name):
@@ -92,53 +89,53 @@ def plain(name):
 
 
 def compare(model, plan, overrides=(), changes=None, script=False, without=None):
-    """Errors of a plan against the single process: logits, loss, and the worst gradient.
+    """How far a parallel model is from the single process, on this rank.
 
     Args:
-        script: run the emitted Python instead of planc's own apply.
+        model: a name of `MODELS`.
+        plan: a lowered plan, or what `planc.lower` takes.
+        overrides: settings of a plan that is not lowered.
+        changes: configuration fields that differ from those of `MODELS`.
+        script: whether the emitted Python spreads the model, instead of planc's own apply.
         without: leave out the operations on modules of this name, to break the plan on purpose.
+
+    Returns:
+        Relative errors of `logits`, `loss` and the worst `gradient`, whose name is `worst`; and
+        `bits`, a digest of all of this rank's numbers.
     """
     single = build(model, **(changes or {}))
     tokens, labels = data(single.config.vocab_size)
     right = single(input_ids=tokens, labels=labels, use_cache=False)
     right.loss.backward()
     parallel = build(model, **(changes or {}))
-    run = None
-    if script:
-        rank, size = by_script(parallel, plan, overrides)
-    else:
-        lowered = plan
-        if isinstance(plan, str):
-            world = distributed.get_world_size()
-            lowered = planc.lower(parallel, plan, world_size=world, overrides=overrides)
-        if without:
-            kept = tuple(op for op in lowered.ops if not names(op, without))
-            assert len(kept) < len(lowered.ops), f"nothing is named {without}"
-            lowered = replace(lowered, ops=kept)
-        run = planc.apply(parallel, lowered, device_type="cpu")
-        rank, size = run.data_rank, run.data_size
+    if isinstance(plan, str):
+        world = distributed.get_world_size()
+        plan = planc.lower(parallel, plan, world_size=world, overrides=overrides)
+    if without:
+        kept = tuple(op for op in plan.ops if not names(op, without))
+        assert len(kept) < len(plan.ops), f"nothing is named {without}"
+        plan = replace(plan, ops=kept)
+    rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
     output = parallel(input_ids=tokens[mine], labels=labels[mine])
     output.loss.backward()
     loss = whole(output.loss).clone()
-    distributed.all_reduce(loss)
+    distributed.all_reduce(loss)  # ranks with the same data have the same loss
     loss /= distributed.get_world_size()
-    reference = dict(single.named_parameters())
-    gradients = {}
-    for name, parameter in parallel.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, f"{name} has no gradient"
-        partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-        assert not partial, f"the gradient of {name} is a part of a sum"
-        gradients[plain(name)] = error(grad, reference[plain(name)].grad)
+    gradients = gradients_of(parallel)
+    reference = {name: p.grad for name, p in single.named_parameters()}
     assert gradients.keys() == reference.keys()
-    worst = max(gradients, key=gradients.get)
+    # Some gradients are 0 but for rounding: a key's bias does nothing behind a softmax.
+    least = 1e-3 * max(grad.abs().max().item() for grad in reference.values())
+    errors = {name: error(grad, reference[name], least) for name, grad in gradients.items()}
+    worst = max(errors, key=errors.get)
     return {
         "logits": error(output.logits, right.logits[mine].detach()),
         "loss": error(loss, right.loss.detach()),
-        "gradient": gradients[worst],
+        "gradient": errors[worst],
         "worst": worst,
+        "bits": bits(output.logits, loss, *gradients.values()),
     }
 
 
@@ -156,22 +153,60 @@ def names(op, last):
     return isinstance(op, Parallelize) and str(op.modules).endswith(last)
 
 
-def by_script(model, plan, overrides):
-    """The emitted Python instead of planc's own apply; gives the data rank and size."""
-    from planc.emit.script import render
-    from planc.lowering.document import digest
+def gradients_of(model):
+    """Whole gradients by the names that parameters had before anything was wrapped."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, f"{name} has no gradient"
+        partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+        assert not partial, f"the gradient of {name} is a part of a sum"
+        gradients[plain(name)] = whole(grad)
+    return gradients
 
-    world = distributed.get_world_size()
-    lowered = planc.lower(model, plan, world_size=world, overrides=overrides)
+
+def bits(*tensors):
+    """A digest of the bits of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(whole(tensor).flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def by_planc(model, lowered):
+    """planc's own apply; gives the data rank and size."""
+    with quick_compile():
+        run = planc.apply(model, lowered, device_type="cpu")
+    return run.data_rank, run.data_size
+
+
+def by_script(model, lowered):
+    """The emitted Python instead; gives the data rank and size."""
+    from planc.emit.script import render
+
     space = {}
-    source = render(lowered, digest=digest(lowered))
-    assert "planc." not in source.replace("# plans", ""), "the script needs planc"
-    exec(compile(source, "emitted.py", "exec"), space)
+    exec(compile(render(lowered, digest="0" * 64), "emitted.py", "exec"), space)
+    homes = {getattr(value, "__module__", None) or "" for value in space.values()}
+    assert not [home for home in homes if home.startswith("planc")], "the script needs planc"
     mesh = space["build_mesh"]("cpu")
-    space["parallelize"](model, mesh)
+    with quick_compile():
+        assert space["parallelize"](model, mesh) is model
     rank, size = 0, 1
     for axis in lowered.axes:
         if axis.name in lowered.data:
             rank = rank * axis.size + mesh[axis.name].get_local_rank()
             size *= axis.size
     return rank, size
+
+
+@contextlib.contextmanager
+def quick_compile():
+    """`module.compile()` traces forward and backward, and leaves out the C++ compiler."""
+    torch._dynamo.reset()
+    real = torch.nn.Module.compile
+
+    def traced(module, **arguments):
+        real(module, backend="aot_eager", **arguments)
+
+    with mock.patch.object(torch.nn.Module, "compile", traced):
+        yield

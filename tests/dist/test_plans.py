@@ -1,6 +1,7 @@
 """Every shipped plan is proved: on four processes it trains the same model as one process does."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,60 @@ CASES = [
     ("qwen3", "qwen3"),
     ("gemma3", "gemma3"),
     ("phi3", "phi3"),
+    ("gemma2", "gemma2"),
+    ("hunyuan", "hunyuan_v1_dense"),
+    ("olmo", "olmo"),
+    ("olmo2", "olmo2"),
+    ("exaone4", "exaone4"),
+    ("starcoder2", "starcoder2"),
+    ("nemotron", "nemotron"),
+    ("apertus", "apertus"),
+    ("cohere", "cohere"),
+    ("cohere2", "cohere2"),
+    ("glm", "glm"),
+    ("glm4", "glm4"),
+    ("diffllama", "diffllama"),
+    ("stablelm", "stablelm"),
+    ("phi", "phi"),
+    ("gpt_neox", "gpt_neox"),
+    ("gptj", "gptj"),
+    ("codegen", "codegen"),
+    ("gpt_bigcode", "gpt_bigcode"),
+    ("bloom", "bloom"),
+    ("mpt", "mpt"),
+    ("xglm", "xglm"),
+    ("biogpt", "biogpt"),
+    ("persimmon", "persimmon"),
+]
+ALWAYS = [  # plans that leave no choice about the sequence
+    ("opt", "opt"),
+    ("opt-after", "opt"),
+    ("falcon", "falcon"),
+    ("falcon-new", "falcon"),
+    ("falcon-alibi", "falcon"),
+]
+ALSO = [  # families that share a plan, and settings of a family that a plan decides by: two ways
+    ("gemma", "llama"),
+    ("granite", "llama"),
+    ("smollm3", "llama"),
+    ("ministral", "llama"),
+    ("helium", "llama"),
+    ("seed_oss", "llama"),
+    ("ernie4_5", "llama"),
+    ("olmo-clipped", "olmo"),
+    ("olmo3", "olmo2"),
+    ("arcee", "nemotron"),
+    ("cohere-norms", "cohere"),
+    ("stablelm-norms", "stablelm"),
+    ("phi-norms", "phi"),
+    ("gpt_neox-serial", "gpt_neox"),
+    ("gpt_bigcode-heads", "gpt_bigcode"),
 ]
 WAYS = list(itertools.product((True, False), (True, False)))
 LIMIT = 1e-4
+
+
+PLANS = Path(__file__).parent.parent.parent / "plans"
 
 
 def right(results):
@@ -42,16 +94,34 @@ def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
     right(four.run("numerics.compare", model=model, plan=plan, overrides=overrides))
 
 
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize(("model", "plan"), ALSO)
+def test_tensor_parallel_of_relatives(four, model, plan, on):
+    test_tensor_parallel(four, model, plan, sequence_parallel=on, checkpointing=on)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(("model", "plan"), ALWAYS)
+def test_tensor_parallel_without_a_choice(four, model, plan, checkpointing):
+    overrides = settings(tp=2, checkpointing=checkpointing, param_dtype="fp32")
+    right(four.run("numerics.compare", model=model, plan=plan, overrides=overrides))
+
+
+def test_every_shipped_plan_is_proved():
+    proved = {plan for _, plan in CASES + ALWAYS} | {"gpt2"}
+    assert {p.stem for p in PLANS.glob("*.plan")} == proved
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_gpt2(four, checkpointing, replicate):
-    overrides = settings(
-        dp_replicate=replicate, checkpointing=checkpointing, param_dtype="fp32"
-    )
+    overrides = settings(dp_replicate=replicate, checkpointing=checkpointing, param_dtype="fp32")
     right(four.run("numerics.compare", model="gpt2", plan="gpt2", overrides=overrides))
 
 
-@pytest.mark.parametrize("mesh", [dict(tp=4), dict(tp=1), dict(tp=2, dp_replicate=2), dict(dp_replicate=4)])
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 4}, {"tp": 1}, {"tp": 2, "dp_replicate": 2}, {"dp_replicate": 4}]
+)
 def test_other_meshes(four, mesh):
     overrides = settings(**mesh, param_dtype="fp32")
     changes = {"num_key_value_heads": 4}
@@ -63,7 +133,9 @@ def test_other_meshes(four, mesh):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(("model", "plan"), [("llama", "llama"), ("gemma3", "gemma3"), ("gpt2", "gpt2")])
+@pytest.mark.parametrize(
+    ("model", "plan"), [("llama", "llama"), ("gemma3", "gemma3"), ("gpt2", "gpt2")]
+)
 def test_the_emitted_script_is_the_same(four, model, plan, sequence_parallel):
     overrides = settings(param_dtype="fp32")
     if plan != "gpt2":

@@ -1,4 +1,4 @@
-"""llama for LlamaForCausalLM on 64 ranks: dp_replicate 1 | dp_shard 8 | tp 8.
+"""llama for LlamaForCausalLM on 64 ranks.
 
 Written by planc from the lowered plan 6e1caac33e11; it needs torch alone.
 

@@ -31,7 +31,7 @@ from planc.lowering import lower
 from planc.lowering.document import digest, dumps
 from planc.model.facts import Facts
 from planc.model.load import of_values
-from planc.proof import flow
+from planc.proof.flow import flow
 from planc.share import PLANS
 from planc.syntax.read import read
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planc.diagnostic import Label, Severity, Sink
+from planc.diagnostic import Label, PlanError, Severity, Sink
 from planc.driver import Compiled, compile_plan
 from planc.ir.plan import Plan, TensorRule
 from planc.lowering.document import digest
@@ -134,11 +134,14 @@ def _judged(values: dict[str, Any], compiled: Compiled) -> Verdict:
             return Verdict(**{**kept, "parts": tuple(kept["parts"])})
         except (KeyError, TypeError):
             pass  # of another time; judged anew
-    from planc.model.small import build, sample
+    from planc.model.real import Maker
     from planc.runtime.flow import simulate
 
-    name = compiled.facts.name
-    outcome = simulate(lambda: build(values, name), sample(values), compiled.lowered)
+    try:
+        maker = Maker(values)
+    except PlanError as error:
+        return Verdict(verdict="unknown", reason=f"the small model cannot be built: {error}")
+    outcome = simulate(lambda: maker.build(0), maker.sample(), compiled.lowered)
     verdict = Verdict(**{**asdict(outcome), "parts": tuple(asdict(p) for p in outcome.parts)})
     cache.keep(key, asdict(verdict))
     return verdict

@@ -1,0 +1,77 @@
+"""A small configuration -> a model with weights, for what is proved by running it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from planc.diagnostic import PlanError, Sink
+from planc.model.build import _prepare, _quiet
+from planc.model.config import Config
+from planc.share import GRAMMARS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SPREAD = 0.05
+"""The standard deviation of what is added to every weight, so that none is just 0 or 1: a norm's
+weight of 1, or a bias of 0, hides a wrong split."""
+
+
+def small(values: dict[str, Any]) -> Config:
+    """A configuration that is in no file."""
+    return Config(name="the small model", path=GRAMMARS, values=values)
+
+
+class Maker:
+    """Builds one small model again and again; the family's code is imported once.
+
+    Args:
+        values: the fields of the configuration.
+
+    Raises:
+        PlanError: transformers refuses the configuration (PL60x).
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        sink = Sink()
+        prepared = _prepare(small(values), sink)
+        if prepared is None:
+            raise PlanError(sink)
+        self._cls, self._part = prepared
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens, where the configuration says it."""
+        return int(getattr(self._part, "vocab_size", 0) or 64)
+
+    def build(self, seed: int) -> nn.Module:
+        """The model on the CPU in float32, in training mode, with eager attention.
+
+        Args:
+            seed: of the weights; the same seed gives the same ones in every process.
+        """
+        import torch
+
+        torch.manual_seed(seed)
+        with _quiet():
+            made = self._cls._from_config(self._part, attn_implementation="eager")
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        model: nn.Module = made.float().train()
+        return model
+
+    def sample(self, seed: int = 3) -> dict[str, Any]:
+        """Token ids and labels, [4, 16], that the model can take.
+
+        Args:
+            seed: of the tokens; 0 is never among them, it often stands for padding.
+        """
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: torch.randint(1, self.vocabulary, (4, 16), generator=generator)
+            for name in ("input_ids", "labels")
+        }

@@ -1,0 +1,245 @@
+"""`planc verify` from end to end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from planc.checks import check
+from planc.diagnostic import Sink
+from planc.ir import elaborate
+from planc.ir.plan import Plan
+from planc.lowering import lower
+from planc.lowering.document import digest
+from planc.lowering.ops import Compile, FullyShard, Lowered
+from planc.model import cache
+from planc.model.facts import Facts
+from planc.model.load import load
+from planc.model.real import small as as_config
+from planc.model.shrink import shrink
+from planc.proof.say import parted, troubled, unknown
+from planc.proof.smaller import not_reached, settings, sizes
+from planc.runtime import certificate as store
+from planc.runtime.verify import (
+    LIMITS,
+    SEEDS,
+    Comparison,
+    Nursery,
+    Trouble,
+    nursery,
+    single_precision,
+)
+from planc.syntax.read import read
+from planc.syntax.tree import File
+
+PROCESSES = 4
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Args:
+    verdict: `verified`, `refuted`, or `unknown`.
+    certificate: the document, None where the plan did not even compile.
+    """
+
+    verdict: str
+    certificate: store.Certificate | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Case:
+    """What is to be proved, and how far it got."""
+
+    files: tuple[File, ...]
+    facts: Facts
+    plan: Plan
+    lowered: Lowered
+    processes: int
+    settings: tuple[str, ...]
+    said: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    small: Plan | None = None
+    run: Lowered | None = None
+
+
+def verify(
+    model: str,
+    plan: str,
+    sink: Sink,
+    *,
+    world_size: int | None = None,
+    processes: int = PROCESSES,
+    settings: Iterable[str] = (),
+    allow_code: bool = False,
+    timeout: float = TIMEOUT,
+) -> Proof:
+    """Proves on real processes that a plan trains the same model, on a small one of its family.
+
+    Args:
+        model: what `planc.model.load.load` takes.
+        plan: a path, `-`, a shipped plan's name, or `REV:path`.
+        sink: receives the findings: those of the compiler, and PL520 (the numbers part), PL521 (a
+            rank failed), PL522 (no answer in time), PL523 (it can't be told).
+        world_size: the number of ranks of the run to prove; by default as many as processes.
+        processes: how many there are on this machine; fewer where the run has fewer ranks.
+        settings: `name=value` for options and mesh axes.
+        allow_code: whether the model may be code that is run to build it.
+        timeout: seconds for the processes, their start included.
+    """
+    world_size = world_size or processes
+    if plan.endswith(".json"):
+        unknown(sink, "a lowered plan is for one model, and not for a small one", "give the .plan")
+        return Proof(verdict="unknown")
+    with nursery() as made:  # it imports torch while this compiles
+        files = read(plan, sink)
+        files = () if sink.failed else files
+        facts = load(model, sink, allow_code=allow_code)
+        case = _compiled(files, facts, sink, world_size, tuple(settings))
+        if case is None:
+            return Proof(verdict="unknown")
+        case.processes = min(processes, world_size)
+        reason = _shrunken(case)
+        if reason:
+            unknown(sink, reason)
+            return Proof(verdict="unknown", certificate=_certificate(case, "unknown", reason))
+        return _run(case, made, sink, timeout)
+
+
+def _compiled(
+    files: tuple[File, ...], facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
+) -> _Case | None:
+    """The plan for the real model, or None after findings.
+
+    What the checks say does not stop it: the proof is what tells whether they are right.
+    """
+    if facts is None or not files:
+        return None
+    plan = elaborate(files, facts, sink, world_size=world, settings=given)
+    if plan is None or sink.failed:
+        return None
+    said = Sink()
+    check(plan, facts, said)
+    return _Case(
+        files=files,
+        facts=facts,
+        plan=plan,
+        lowered=lower(plan, facts),
+        processes=world,
+        settings=given,
+        said=tuple(sorted({d.code for d in said if d.severity == "error"})),
+    )
+
+
+def _shrunken(case: _Case) -> str | None:
+    """Makes the small case; gives the reason where there is none."""
+    if "model_type" not in case.facts.config:
+        return f"{case.facts.name} has no transformers configuration that could be made small"
+    axes = sizes(case.plan.mesh.axes, case.processes)
+    case.config = shrink(case.facts.config, ranks=axes)
+    sink = Sink()
+    facts = _facts(case.config, sink)
+    if facts is not None and facts.name != case.facts.name:
+        return f"the small model is a {facts.name}, not a {case.facts.name}"
+    if facts is not None:
+        given = settings(case.settings, axes)
+        plan = elaborate(case.files, facts, sink, world_size=case.processes, settings=given)
+        if plan is not None and not sink.failed:
+            case.small = plan
+            case.run = single_precision(lower(plan, facts))
+            return None
+    error = next(d for d in sink if d.severity == "error")
+    return f"the plan does not fit the small model: {error.message} ({error.code})"
+
+
+def _facts(config: dict[str, Any], sink: Sink) -> Facts | None:
+    """Of the small model; from the cache, after the first time, so that torch is not waited for."""
+    key = cache.key_of(config)
+    known = cache.read(key, config_name="the small model", given=frozenset(config))
+    if known is not None:
+        return known
+    from planc.model.build import from_config
+
+    facts = from_config(as_config(config), sink)
+    if facts is not None:
+        cache.write(key, facts)
+    return facts
+
+
+def _run(case: _Case, made: Nursery, sink: Sink, timeout: float) -> Proof:
+    assert case.run is not None and case.small is not None
+    found = made.compare(case.config, case.run, timeout=timeout)
+    if isinstance(found, Trouble):
+        verdict, reason = troubled(found, case.small, case.run, sink)
+        certificate = _certificate(case, verdict, reason)
+    elif found.same:
+        verdict = "verified"
+        certificate = _certificate(case, verdict, None, found)
+    else:
+        verdict = "refuted"
+        reason, places = parted(found, case.small, case.run, sink)
+        certificate = _certificate(case, verdict, reason, found, places)
+    if verdict != "unknown":
+        key = store.key_of(certificate["lowered"], case.facts.config)
+        store.keep(certificate, key)
+    return Proof(verdict=verdict, certificate=certificate)
+
+
+def _certificate(
+    case: _Case,
+    verdict: str,
+    reason: str | None,
+    found: Comparison | None = None,
+    places: tuple[str, ...] = (),
+) -> store.Certificate:
+    first = found.first if found else None
+    return {
+        "format_version": store.FORMAT_VERSION,
+        "verdict": verdict,
+        "reason": reason,
+        "plan": case.lowered.plan,
+        "plan_digest": _digest(case.files),
+        "lowered": digest(case.lowered),
+        "model": case.facts.name,
+        "family": case.facts.family,
+        "world_size": case.lowered.world_size,
+        "mesh": _mesh(case.lowered),
+        "processes": case.processes,
+        "small": None if case.run is None else _small(case, case.run),
+        "seeds": list(SEEDS),
+        "limits": dict(LIMITS),
+        "errors": found.errors if found else None,
+        "worst": found.worst if found else None,
+        "first": first
+        and {**{n: first[n] for n in ("what", "name", "error")}, "places": list(places)},
+        "checks": list(case.said),
+        "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
+        "left_out": list(_left_out(case.lowered)),
+        "versions": store.versions(),
+        "seconds": round(found.seconds if found else 0.0, 3),
+    }
+
+
+def _small(case: _Case, run: Lowered) -> dict[str, Any]:
+    return {"config": case.config, "mesh": _mesh(run), "lowered": digest(run)}
+
+
+def _mesh(lowered: Lowered) -> list[dict[str, Any]]:
+    return [{"name": a.name, "size": a.size} for a in lowered.axes]
+
+
+def _digest(files: tuple[File, ...]) -> str:
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(file.origin.source.text.encode())
+    return whole.hexdigest()
+
+
+def _left_out(lowered: Lowered) -> Iterable[str]:
+    """What the small run does otherwise, on purpose."""
+    if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
+        yield "mixed precision: everything runs in float32"
+    if any(isinstance(op, Compile) for op in lowered.ops):
+        yield "compile: the modules run as they are"

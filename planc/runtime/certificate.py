@@ -1,0 +1,108 @@
+"""What a proof found, as a JSON document, and where it is kept; imports no torch.
+
+The document's schema is `grammars/certificate.schema.json`. In planc's cache folder it is named by
+what it speaks of: the lowered plan, the model's configuration, and the versions that ran it. So
+`planc check` finds it again, and another torch makes it void.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planc.model import cache
+
+FORMAT_VERSION = 1
+
+Certificate = dict[str, Any]
+
+
+def key_of(lowered: str, config: Mapping[str, Any]) -> str:
+    """The name of a certificate.
+
+    Args:
+        lowered: the digest of the lowered plan, for the real model.
+        config: the real model's configuration.
+    """
+    text = json.dumps({"certificate": FORMAT_VERSION, "lowered": lowered})
+    return hashlib.sha256(f"{text}\n{cache.key_of(dict(config))}".encode()).hexdigest()
+
+
+def dumps(certificate: Certificate) -> str:
+    return f"{json.dumps(certificate, indent=2)}\n"
+
+
+def keep(certificate: Certificate, key: str) -> None:
+    """Puts it into the cache folder; where that can't be written, `check` will not know of it."""
+    with contextlib.suppress(OSError, RuntimeError):
+        home = cache.folder()
+        home.mkdir(parents=True, exist_ok=True)
+        write(certificate, home / f"verify-{key}.json")
+
+
+def write(certificate: Certificate, path: Path) -> None:
+    """Writes a file that is whole or not there at all.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as stream:
+        made = Path(stream.name)
+        try:
+            stream.write(dumps(certificate))
+            stream.close()
+            made.replace(path)
+        except BaseException:
+            made.unlink(missing_ok=True)
+            raise
+
+
+def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:
+    """The certificate of this lowered plan for this model under these versions, if there is one."""
+    try:
+        path = cache.folder() / f"verify-{key_of(lowered, config)}.json"
+        found = json.loads(path.read_text(encoding="utf-8"))
+        sound = found["format_version"] == FORMAT_VERSION and found["lowered"] == lowered
+        sound = sound and found["verdict"] in ("verified", "refuted") and summary(found) != ""
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if sound else None
+
+
+def summary(certificate: Certificate) -> str:
+    """One line: `Verified on 4 processes: logits 3e-07, gradients 9e-07`."""
+    errors = certificate["errors"]
+    word = {"verified": "Verified", "refuted": "Refuted"}[certificate["verdict"]]
+    count = certificate["processes"]
+    told = f"{word} on {count} process{'es' if count != 1 else ''}"
+    if errors is None:
+        return f"{told}: {certificate['reason']}"
+    numbers = ", ".join(f"{kind} {number(errors[kind])}" for kind in ("logits", "gradients"))
+    left = certificate["not_reached"]
+    return f"{told}: {numbers}" + (f"; not reached: {', '.join(left)}" if left else "")
+
+
+def number(error: float) -> str:
+    """An error as people write it: `3e-7`; a missing or endless one in words."""
+    if error >= 1e9:
+        return "not comparable"
+    if error == 0:
+        return "0"
+    mantissa, exponent = f"{error:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if error < 1e-2 else f"{error:.2g}"
+
+
+def versions() -> dict[str, str]:
+    """What ran a proof."""
+    import planc
+
+    own = {"planc": planc.__version__, "python": platform.python_version()}
+    return {**own, **cache.versions()}

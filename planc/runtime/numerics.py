@@ -1,0 +1,189 @@
+"""What one rank of a proof does: train the small model both ways, and compare.
+
+Errors are relative: the largest absolute difference of a tensor over the largest absolute value of
+the right one. A tensor that is next to nothing beside its like (a gradient that is zero but for
+rounding) is measured by a floor instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+from planc.lowering.ops import Lowered
+from planc.model.real import Maker
+from planc.runtime.apply import apply_lowered
+from planc.runtime.handle import Run
+
+LENGTH = 16
+"""Tokens of a row, at least; every sequence split of up to 16 ranks is even."""
+RATE = 1e-3
+EPSILON = 1e-6
+"""AdamW's. With torch's 1e-8 a gradient that is zero but for rounding moves a weight as far as a
+real one does, so the steps would compare noise."""
+STEPS = 2
+FLOOR = 1e-4
+"""The least that a tensor's largest value counts as, of the largest among its like."""
+
+Report = Callable[[str], None]
+
+
+class SingleError(Exception):
+    """The single process can't do it, so there is nothing to compare with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """What training gave: whole tensors, of the rows of one rank.
+
+    Args:
+        logits: of the first step, before any update.
+        loss: of the first step, over all rows.
+        gradients, parameters: by name; gradients of the first step, parameters after the last.
+    """
+
+    logits: torch.Tensor
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def prove(maker: Maker, lowered: Lowered, digest: str, seed: int, report: Report) -> dict[str, Any]:
+    """Compares one seed's model under the plan with the same model alone.
+
+    Args:
+        maker: of the small model.
+        lowered: the plan for it, on as many ranks as there are.
+        digest: of `lowered`.
+        seed: of weights and data.
+        report: told what is being done (`single`, `apply`, `parallel`), for whoever waits.
+
+    Returns:
+        The errors of this rank: `logits`, `loss`, `gradients` and `parameters`, the last two by
+        the name of each parameter.
+
+    Raises:
+        SingleError: the model gives no loss, no gradient, or no finite number by itself.
+    """
+    report("single")
+    batches = [batch(maker, lowered, seed, step) for step in range(STEPS)]
+    right = _train(maker.build(seed), batches, mean=lambda loss: loss)
+    _sound(right)
+    report("apply")
+    model = maker.build(seed)
+    run = apply_lowered(model, lowered, digest=digest, device_type="cpu")
+    report("parallel")
+    rows = rows_of(run, len(batches[0][0]))
+    mine = _train(model, [(t[rows], k[rows]) for t, k in batches], mean=_mean)
+    report("compare")
+    return {
+        "logits": relative(mine.logits, right.logits[rows]),
+        "loss": relative(mine.loss, right.loss),
+        "gradients": _all(mine.gradients, right.gradients),
+        "parameters": _all(mine.parameters, right.parameters),
+    }
+
+
+def batch(maker: Maker, lowered: Lowered, seed: int, step: int) -> tuple[torch.Tensor, ...]:
+    """Tokens and labels; the ends of the vocabulary, where special tokens are, stay out."""
+    generator = torch.Generator().manual_seed(1000 * (step + 1) + seed)
+    ways = lowered.axis_size(*lowered.data)
+    shape = (ways * max(1, 4 // ways), math.lcm(LENGTH, lowered.world_size))
+    high = max(9, maker.vocabulary - 8)
+    low = min(8, high - 1)
+    tokens = torch.randint(low, high, shape, generator=generator)
+    return tokens, torch.randint(low, high, shape, generator=generator)
+
+
+def rows_of(run: Run, count: int) -> slice:
+    """The rows that this rank reads, of `count`."""
+    own = count // run.data_size
+    return slice(run.data_rank * own, (run.data_rank + 1) * own)
+
+
+def _mean(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of all ranks: each has the mean of as many tokens."""
+    total = loss.clone()
+    distributed.all_reduce(total)
+    return total / distributed.get_world_size()
+
+
+def _train(
+    model: nn.Module,
+    batches: list[tuple[torch.Tensor, ...]],
+    *,
+    mean: Callable[[torch.Tensor], torch.Tensor],
+) -> Sample:
+    """A few steps of AdamW."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
+    sample = None
+    for tokens, labels in batches:
+        output = model(input_ids=tokens, labels=labels, use_cache=False)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise SingleError("its forward gives no loss")
+        loss.backward()
+        if sample is None:
+            sample = Sample(logits=whole(output.logits), loss=mean(whole(loss)))
+            sample.gradients = {n: whole(p.grad) for n, p in named(model) if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sample is not None
+    sample.parameters = {n: whole(p) for n, p in named(model)}
+    return sample
+
+
+def _sound(sample: Sample) -> None:
+    """The single process has numbers to compare with."""
+    if not sample.gradients:
+        raise SingleError("no parameter gets a gradient")
+    everything = {"the logits": sample.logits, "the loss": sample.loss, **sample.gradients}
+    for name, value in everything.items():
+        if not torch.isfinite(value).all():
+            raise SingleError(f"{name} is not finite in one process")
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that they had before anything was wrapped."""
+    for name, parameter in model.named_parameters():
+        yield plain(name), parameter
+
+
+def plain(name: str) -> str:
+    """A name without what wrapping added to it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole tensor; for a DTensor a collective that every rank must join."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:
+    """The relative error; infinite where shapes differ or a number is none."""
+    if mine.shape != right.shape:
+        return math.inf
+    if not right.numel():
+        return 0.0
+    difference = (mine.double() - right.double()).abs().max()
+    value = float(difference / right.double().abs().max().clamp_min(floor))
+    return value if math.isfinite(value) else math.inf
+
+
+def _all(mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The error of each; one that is on one side alone is infinitely wrong."""
+    top = max((float(t.abs().max()) for t in right.values() if t.numel()), default=0.0)
+    return {
+        name: relative(mine[name], right[name], top * FLOOR)
+        if name in mine and name in right
+        else math.inf
+        for name in dict.fromkeys((*right, *mine))
+    }

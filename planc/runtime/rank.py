@@ -1,0 +1,134 @@
+"""One process of a proof, from its fork to what it leaves in the folder."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from planc.diagnostic import Sink
+from planc.lowering.document import loads
+from planc.lowering.ops import Lowered
+from planc.model.real import Maker
+from planc.runtime.apply import apply_lowered
+from planc.runtime.job import Job
+from planc.runtime.locate import outputs_of, parted, taker
+from planc.runtime.numerics import SingleError, batch, prove, rows_of
+
+_MAKERS: dict[str, Maker] = {}
+
+
+def prepare(job: Job) -> None:
+    """What all ranks have in common, done once before they part."""
+    torch.set_num_threads(1)
+    try:
+        _MAKERS[job.digest] = Maker(job.config)
+    except Exception:  # each rank tries again, and says so
+        _MAKERS.clear()
+
+
+def main(job: Job, number: int) -> int:
+    """Returns 0 when there is a comparison, whatever it says; leaves `<number>.json`."""
+    found: dict[str, Any] = {"rank": number, "phase": "start"}
+    try:
+        distributed.init_process_group(
+            "gloo",
+            rank=number,
+            world_size=job.ranks,
+            store=distributed.FileStore(str(Path(job.folder) / "store"), job.ranks),
+            timeout=datetime.timedelta(seconds=job.seconds),
+        )
+        _compare(job, found)
+    except BaseException as error:
+        found["single"] = isinstance(error, SingleError)
+        found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
+        found["traceback"] = traceback.format_exc()
+    found["time"] = time.monotonic()
+    _leave(found, Path(job.folder) / f"{number}.json")
+    return int("error" in found)
+
+
+def _compare(job: Job, found: dict[str, Any]) -> None:
+    def report(phase: str) -> None:
+        found["phase"] = phase
+
+    report("build")
+    maker = _MAKERS.get(job.digest) or Maker(job.config)
+    sink = Sink()
+    lowered = loads(job.lowered, "the lowered plan", sink)
+    if lowered is None:
+        raise ValueError("; ".join(d.message for d in sink))
+    found["seeds"] = []
+    for seed in job.seeds:
+        errors = prove(maker, lowered, job.digest, seed, report)
+        found["seeds"].append({"seed": seed, **_worst(errors)})
+        everyone: list[Any] = [None] * job.ranks
+        distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], job.limits))
+        if any(everyone):
+            report("locate")
+            wrong = {n: e for n, e in errors["gradients"].items() if e > job.limits["gradients"]}
+            found["first"] = _locate(maker, lowered, job, seed, wrong)
+            return
+
+
+def _worst(errors: dict[str, Any]) -> dict[str, Any]:
+    """The largest error of each kind, and whose it is."""
+    out: dict[str, Any] = {"logits": errors["logits"], "loss": errors["loss"]}
+    for kind in ("gradients", "parameters"):
+        name = max(errors[kind], key=errors[kind].__getitem__)
+        out[kind], out[f"{kind}_at"] = errors[kind][name], name
+    return out
+
+
+def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
+    return any(not errors[kind] <= limit for kind, limit in limits.items())
+
+
+def _locate(
+    maker: Maker, lowered: Lowered, job: Job, seed: int, wrong: dict[str, float]
+) -> dict[str, Any] | None:
+    """Where the models part, as this rank sees it.
+
+    The first module whose output differs; where all outputs are right, the wrong gradient that
+    backward comes to first, which is that of the module that forward came to last.
+    """
+    tokens, labels = batch(maker, lowered, seed, 0)
+    model = maker.build(seed)
+    run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu")
+    rows = rows_of(run, len(tokens))
+    inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
+    right = outputs_of(maker.build(seed), lambda _, v: v.detach().clone(), **inputs)
+    mine = outputs_of(model, taker(run, lowered), **inputs)
+    order = {name: i for i, name in enumerate(right)}
+    found = parted(right, mine, job.limits["logits"])
+    if found is not None:
+        name, error = found
+        return {"what": "output", "name": name, "error": error, "order": order.get(name, 0)}
+    if not wrong:
+        return None
+    name = max(wrong, key=lambda n: order.get(n.rpartition(".")[0], -1))
+    last = len(order) - order.get(name.rpartition(".")[0], -1)
+    return {"what": "gradient", "name": name, "error": wrong[name], "order": len(order) + last}
+
+
+def _leave(found: dict[str, Any], path: Path) -> None:
+    """Whole, or not there at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(_finite(found)), encoding="utf-8")
+    part.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return 1e9 if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,229 @@
+"""Runs a proof on processes of this machine; the command's side of it, without torch.
+
+The processes are a session of their own, started by `planc.runtime.nursery`. However a proof ends,
+by a verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planc.lowering.document import digest, dumps
+from planc.lowering.ops import Compile, FullyShard, Lowered
+from planc.runtime.job import Job
+
+LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "parameters": 1e-3}
+"""The largest relative errors in float32 that count as the same; parameters are those after two
+steps of AdamW."""
+SEEDS = (0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Why there is no comparison.
+
+    Args:
+        kind: `rank` (it raised or died), `time` (the limit passed), `single` (one process alone
+            can't train the small model).
+        message: one line.
+        rank: the one that failed first, -1 where that is not known.
+        phase: what it was doing: build, single, apply, parallel, compare, locate.
+        detail: its traceback, or the last lines that it wrote.
+        raised: whether Python raised, rather than a signal or the time limit ending it.
+    """
+
+    kind: str
+    message: str
+    rank: int = -1
+    phase: str = ""
+    detail: str = ""
+    raised: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What the ranks found.
+
+    Args:
+        errors: the largest error of each kind over ranks and seeds.
+        worst: whose gradient, and whose parameter, has the largest error.
+        first: where the models part: `what` (output or gradient), `name`, `error`; None when
+            they are the same.
+        seconds: from start to end.
+    """
+
+    errors: dict[str, float]
+    worst: dict[str, str]
+    first: dict[str, Any] | None
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        return all(self.errors[kind] <= limit for kind, limit in LIMITS.items())
+
+
+class Nursery:
+    """Processes that import torch while the command still compiles; made by `nursery()`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "planc.runtime.nursery"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+                start_new_session=True,
+            )
+
+    def compare(
+        self, config: dict[str, Any], lowered: Lowered, *, timeout: float
+    ) -> Comparison | Trouble:
+        """Trains the small model with and without the plan, and compares.
+
+        Args:
+            config: of the small model.
+            lowered: the plan for it, from `single_precision`.
+            timeout: seconds that all of it may take.
+        """
+        began = time.monotonic()
+        job = Job(
+            config=config,
+            lowered=dumps(lowered),
+            digest=digest(lowered),
+            ranks=lowered.world_size,
+            seeds=SEEDS,
+            limits=LIMITS,
+            folder=str(self.folder),
+            seconds=timeout,
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it died already: its exit says so
+            self._process.stdin.write(f"{job.dumps()}\n".encode())
+            self._process.stdin.flush()
+        late = False
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        found = list(_reports(self.folder, job.ranks))
+        if late or self._process.returncode != 0 or len(found) < job.ranks:
+            return self._trouble(found, timeout if late else None, job.ranks)
+        return _comparison(found, time.monotonic() - began)
+
+    def close(self) -> None:
+        """Ends every process, those included that a rank may have started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def _trouble(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> Trouble:
+        failed = sorted((f for f in found if "error" in f), key=lambda f: float(f["time"]))
+        single = [f for f in failed if f["single"] or f["phase"] in ("build", "single")]
+        ended = sorted(self.folder.glob("*.signal"))
+        if single:
+            return _told("single", single[0])
+        # what a rank raised before a signal ended another; after, it only lost its partner
+        if failed and not ended:
+            return _told("rank", failed[0])
+        if ended:
+            number, rank = int(ended[0].read_text()), int(ended[0].stem)
+            name = signal.Signals(number).name
+            return Trouble(
+                kind="rank", message=f"ended by {name}", rank=rank, detail=_tail(self.log)
+            )
+        if late is not None:
+            silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
+            told = f"no answer from rank {', '.join(map(str, silent))} in {late:g} s"
+            return Trouble(kind="time", message=told, detail=_tail(self.log))
+        lines = _tail(self.log).splitlines()
+        return Trouble(
+            kind="rank",
+            message=f"the processes did not start: {lines[-1] if lines else 'no word'}",
+            detail="\n".join(lines),
+        )
+
+
+@contextmanager
+def nursery() -> Iterator[Nursery]:
+    """Processes for one proof, ended with the block however it ends."""
+    with tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True) as name:
+        made = Nursery(Path(name))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def single_precision(lowered: Lowered) -> Lowered:
+    """The same operations with every precision float32, so that only rounding can differ.
+
+    Compiling is left out: it changes no number that it may change, and takes minutes.
+    """
+    ops = tuple(
+        replace(
+            op,
+            param=op.param and "float32",
+            reduce=op.reduce and "float32",
+            output=op.output and "float32",
+        )
+        if isinstance(op, FullyShard)
+        else op
+        for op in lowered.ops
+        if not isinstance(op, Compile)
+    )
+    return replace(lowered, ops=ops)
+
+
+def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:
+    for rank in range(ranks):
+        with contextlib.suppress(OSError, ValueError):
+            yield json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+
+
+def _told(kind: str, report: dict[str, Any]) -> Trouble:
+    first = next((line for line in report["error"].splitlines() if line.strip()), report["error"])
+    return Trouble(
+        kind=kind,
+        message=first.strip(),
+        rank=report["rank"],
+        phase=report["phase"],
+        detail=report["traceback"],
+        raised=True,
+    )
+
+
+def _comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
+    every = [seed for report in found for seed in report["seeds"]]
+    errors = {kind: max(float(s[kind]) for s in every) for kind in LIMITS}
+    worst = {
+        kind: str(max(every, key=lambda s: float(s[kind]))[f"{kind}_at"])
+        for kind in ("gradients", "parameters")
+    }
+    firsts = [f["first"] for f in found if f.get("first")]
+    first = min(firsts, key=lambda f: int(f["order"])) if firsts else None
+    return Comparison(errors=errors, worst=worst, first=first, seconds=seconds)
+
+
+def _tail(log: Path, lines: int = 12) -> str:
+    with contextlib.suppress(OSError):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+    return ""

@@ -1,0 +1,148 @@
+"""A small configuration for each family that a shipped plan is for."""
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT = {
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+FAMILIES = {
+    "gemma": dict(model_type="gemma", head_dim=16, pad_token_id=0, **COMMON),
+    "gemma2": dict(
+        model_type="gemma2",
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        pad_token_id=0,
+        **COMMON,
+    ),
+    "granite": dict(
+        model_type="granite",
+        embedding_multiplier=12.0,
+        attention_multiplier=0.1,
+        residual_multiplier=0.2,
+        logits_scaling=8.0,
+        **COMMON,
+    ),
+    "smollm3": dict(
+        model_type="smollm3", no_rope_layers=[1, 0], pad_token_id=0, bos_token_id=1, **COMMON
+    ),
+    "ministral": dict(model_type="ministral", head_dim=16, sliding_window=8, **COMMON),
+    "helium": dict(model_type="helium", head_dim=16, **COMMON),
+    "arcee": dict(model_type="arcee", **COMMON),
+    "seed_oss": dict(
+        model_type="seed_oss", head_dim=16, attention_dropout=0.0, residual_dropout=0.0, **COMMON
+    ),
+    "ernie4_5": dict(model_type="ernie4_5", head_dim=16, use_bias=True, **COMMON),
+    "hunyuan": dict(model_type="hunyuan_v1_dense", head_dim=16, **COMMON),
+    "olmo": dict(model_type="olmo", **COMMON),
+    "olmo-clipped": dict(model_type="olmo", clip_qkv=0.5, **COMMON),
+    "olmo2": dict(model_type="olmo2", **COMMON),
+    "olmo3": dict(
+        model_type="olmo3",
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        **COMMON,
+    ),
+    "exaone4": dict(
+        model_type="exaone4",
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        **COMMON,
+    ),
+    "starcoder2": dict(model_type="starcoder2", sliding_window=8, **COMMON),
+    "stablelm": dict(model_type="stablelm", use_qkv_bias=True, **COMMON),
+    "stablelm-norms": dict(
+        model_type="stablelm", qk_layernorm=True, use_parallel_residual=True, **COMMON
+    ),
+    "phi": dict(model_type="phi", **COMMON),
+    "phi-norms": dict(model_type="phi", qk_layernorm=True, **COMMON),
+    "cohere": dict(model_type="cohere", **COMMON),
+    "cohere-norms": dict(model_type="cohere", use_qk_norm=True, **COMMON),
+    "cohere2": dict(
+        model_type="cohere2",
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        **COMMON,
+    ),
+    "glm": dict(model_type="glm", head_dim=16, pad_token_id=0, attention_bias=True, **COMMON),
+    "glm4": dict(model_type="glm4", head_dim=16, pad_token_id=0, **COMMON),
+    "nemotron": dict(model_type="nemotron", head_dim=16, **COMMON),
+    "apertus": dict(model_type="apertus", **COMMON),
+    "diffllama": dict(model_type="diffllama", **COMMON),
+    "gpt_neox": dict(model_type="gpt_neox", **COMMON),
+    "gpt_neox-serial": dict(model_type="gpt_neox", use_parallel_residual=False, **COMMON),
+    "gptj": dict(model_type="gptj", rotary_dim=8, n_inner=96, **GPT),
+    "codegen": dict(model_type="codegen", rotary_dim=8, n_inner=96, **GPT),
+    "gpt_bigcode": dict(model_type="gpt_bigcode", **GPT),
+    "gpt_bigcode-heads": dict(model_type="gpt_bigcode", multi_query=False, **GPT),
+    "opt": dict(model_type="opt", ffn_dim=96, dropout=0.0, **COMMON),
+    "opt-after": dict(
+        model_type="opt",
+        ffn_dim=96,
+        dropout=0.0,
+        do_layer_norm_before=False,
+        word_embed_proj_dim=32,
+        **COMMON,
+    ),
+    "falcon": dict(model_type="falcon", **COMMON),
+    "falcon-new": dict(
+        model_type="falcon", new_decoder_architecture=True, num_kv_heads=2, **COMMON
+    ),
+    "falcon-alibi": dict(
+        model_type="falcon",
+        alibi=True,
+        bias=True,
+        multi_query=False,
+        parallel_attn=False,
+        **COMMON,
+    ),
+    "bloom": {
+        "model_type": "bloom",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    },
+    "mpt": {
+        "model_type": "mpt",
+        "vocab_size": 128,
+        "d_model": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 64,
+    },
+    "xglm": {
+        "model_type": "xglm",
+        "vocab_size": 128,
+        "d_model": 64,
+        "ffn_dim": 96,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "layerdrop": 0.0,
+    },
+    "biogpt": dict(
+        model_type="biogpt",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **COMMON,
+    ),
+    "persimmon": dict(model_type="persimmon", **COMMON),
+}
+"""By a name of this suite's own: the fields of a configuration."""

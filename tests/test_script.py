@@ -1,0 +1,232 @@
+"""The emitted Python: laid out as a formatter would, torch alone, safe whatever names there are.
+
+That it computes what `planc.apply` computes, bit for bit, is for tests/dist.
+"""
+
+import ast
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import planc
+from planc.emit.python import WIDTH
+from planc.emit.script import render
+from planc.lowering.document import digest
+from planc.lowering.ops import Compile
+
+EVERYTHING = """plan everything for llama
+mesh {
+    cp = 2
+    dp_replicate = 2
+    dp_shard = 2
+    tp = 2
+}
+tensor on tp {
+    model.layers[0:4].self_attn.{q,k,v}_proj : colwise
+    model.layers[0:4].self_attn.o_proj : rowwise(-> partial)
+    model.layers[0:4].self_attn.o_proj : output(partial -> replicate)
+    model.layers[0:4].mlp : input(replicate -> replicate)
+    model.layers[::2].mlp.{gate,up}_proj : colwise
+    model.layers[::2].mlp.down_proj : rowwise
+}
+checkpoint {
+    model.layers[0:10].mlp : full
+    model.layers[11] : full
+}
+compile {
+    model.layers[::3] : block
+}
+fsdp on dp_shard * cp, replicate on dp_replicate {
+    precision(param = bf16, reduce = fp32)
+    model.layers[0:4].mlp : unit(reshard = 2, precision(param = fp16))
+    model.layers.* : unit
+    group(model.embed_tokens, model.norm, lm_head) : unit(reshard = never)
+    root : unit
+}
+"""
+
+CASES = [
+    ("llama-3.1-8b", "llama", 64, ["tp=8"]),
+    ("llama-3.1-8b", "llama", 64, ["tp=8", "sequence_parallel=false", "checkpointing=false"]),
+    ("llama-3.2-1b", "llama", 8, ["tp=2", "dp_replicate=2"]),
+    ("gemma-3-1b", "gemma3", 8, []),
+    ("phi-4", "phi3", 4, ["tp=2"]),
+    ("qwen3-8b", "qwen3", 4, ["tp=4"]),
+    ("gpt2", "gpt2", 2, ["param_dtype=fp32", "reduce_dtype=fp32"]),
+]
+
+
+def written(lowered):
+    return render(lowered, digest=digest(lowered))
+
+
+def ruff(source, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "ruff", *arguments, "--isolated", "-"],
+        input=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def well_made(source):
+    """What every emitted file is."""
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {a.name.partition(".")[0] for a in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module.partition(".")[0])
+    assert imported == {"torch"}
+    formatted = ruff(source, "format", "--diff")
+    assert formatted.returncode == 0, formatted.stdout
+    checked = ruff(source, "check", "--select", "E,F,I,B,UP,SIM,RUF,ARG")
+    assert checked.returncode == 0, checked.stdout
+    assert all(len(line) <= WIDTH for line in source.splitlines())
+
+
+@pytest.mark.parametrize(("model", "plan", "world", "settings"), CASES)
+def test_it_is_well_made(model, plan, world, settings):
+    lowered = planc.lower(model, plan, world_size=world, overrides=settings)
+    source = written(lowered)
+    assert source == written(lowered)
+    well_made(source)
+
+
+@pytest.fixture
+def everything(tmp_path):
+    path = tmp_path / "e.plan"
+    path.write_text(EVERYTHING)
+    return path
+
+
+def test_every_construct(everything, monkeypatch):
+    monkeypatch.chdir(everything.parent)
+    lowered = planc.lower("llama-3.2-1b", "e.plan", world_size=16)
+    source = written(lowered)
+    well_made(source)
+    for text in (
+        "for i in range(0, 16, 3):  # e.plan:",
+        "for i in range(0, 10):",
+        "for block in model.model.layers:",
+        'cp_dp_shard_mesh = mesh["cp", "dp_shard"]._flatten("cp_dp_shard")',
+        'hsdp_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], cp_dp_shard_mesh])',
+        "policy_1 = MixedPrecisionPolicy(param_dtype=torch.float16)",
+        "**fsdp_1, reshard_after_forward=2)",
+    ):
+        assert text in source
+
+
+def test_a_name_of_a_file_stays_in_its_comment(everything):
+    lowered = planc.lower("llama-3.2-1b", str(everything), world_size=16)
+    ops = tuple(replace(op, place='x\nimport os\r"""\u2028exit()') for op in lowered.ops)
+    source = written(replace(lowered, ops=ops))
+    assert ast.dump(ast.parse(source)) == ast.dump(ast.parse(written(replace(lowered, ops=ops))))
+    names = {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
+    assert not names & {"os", "exit"}
+    assert [line for line in source.split("\n") if "exit()" in line and "#" not in line] == []
+
+
+def test_operations_in_another_order_stay_in_it(everything):
+    """The order of the list is what `apply` runs, so the functions follow it."""
+    lowered = planc.lower("llama-3.2-1b", str(everything), world_size=16)
+    early = [op for op in lowered.ops if isinstance(op, Compile)]
+    source = written(replace(lowered, ops=(*early, *lowered.ops)))
+    body = ast.parse(source).body[-1]
+    calls = [
+        n.value.func.id for n in body.body if isinstance(n, ast.Expr) and hasattr(n.value, "func")
+    ]
+    stages = ["tensor_parallel", "checkpoint", "compile_blocks_2", "shard"]
+    assert calls == ["compile_blocks", "configure", *stages]
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+
+class Odd(nn.Module):
+    """Children with names that a careless script would trip over."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleList([Inner() for _ in range(3)])
+        self.mesh = Inner()
+        self.parts = nn.ModuleDict({"0": Inner(), "class": Inner(), "up-and-down": Inner()})
+        self.rows = nn.ModuleList([nn.ModuleList([Inner() for _ in range(3)]) for _ in range(2)])
+        self.other = nn.Linear(8, 8)
+        self.other.weight = self.parts["0"].up.weight
+
+
+ODD = """plan odd for Odd
+mesh {
+    model = 2
+    fsdp = 2
+}
+tensor on model {
+    block.*.up : colwise
+    block.*.down : rowwise
+    mesh.up : colwise
+    mesh.down : rowwise
+    parts.*.up : colwise
+    parts.*.down : rowwise
+    rows[0:2][1:3].up : colwise
+    rows[0:2][1:3].down : rowwise
+    other : colwise
+}
+checkpoint {
+    block.* : full
+    parts.* : full
+    rows.*.* : full
+}
+fsdp on fsdp {
+    block.* : unit
+    group(rows[0:2][1:3], mesh) : unit
+    group(rows[0][0], rows[1][0]) : unit
+    root : unit
+}
+"""
+
+
+def kinds(model):
+    """Where every parameter is, and what every module became."""
+    parameters = {
+        name: (tuple(p.placements), p.device_mesh.mesh_dim_names, tuple(p.to_local().shape))
+        for name, p in model.named_parameters()
+    }
+    hooks = {
+        name: (type(m).__name__, len(m._forward_pre_hooks), len(m._forward_hooks))
+        for name, m in model.named_modules()
+    }
+    return parameters, hooks
+
+
+def test_odd_names_do_what_apply_does(tmp_path):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    path = tmp_path / "odd.plan"
+    path.write_text(ODD)
+    with torch.device("meta"):
+        one, two = Odd(), Odd()
+    lowered = planc.lower(one, str(path), world_size=4)
+    source = written(lowered)
+    ast.parse(source)
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        planc.apply(one, lowered, device_type="cpu")
+        space = {}
+        exec(compile(source, "odd.py", "exec"), space)
+        space["parallelize"](two, space["build_mesh"]("cpu"))
+    finally:
+        distributed.destroy_process_group()
+    assert kinds(one) == kinds(two)
+    for model in (one, two):
+        assert model.other.weight is model.parts["0"].up.weight
+    assert ruff(source, "format", "--diff").returncode == 0
