@@ -18,6 +18,7 @@ from planc.model.table import already_parallel, facts_of
 TOTALS = {
     "gemma-3-1b": 999_885_952,
     "gpt2": 124_439_808,
+    "opt-1.3b": 1_315_758_080,
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-8b": 8_030_261_248,
@@ -29,7 +30,7 @@ TOTALS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
 }
-TIED = {"gemma-3-1b", "gpt2", "llama-3.2-1b", "qwen2.5-0.5b"}
+TIED = {"gemma-3-1b", "gpt2", "llama-3.2-1b", "opt-1.3b", "qwen2.5-0.5b"}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,

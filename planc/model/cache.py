@@ -68,7 +68,7 @@ def version(package: str) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that decide what a model is and how it runs."""
-    return {name: _version(name) for name in ("torch", "transformers")}
+    return {name: version(name) for name in ("torch", "transformers")}
 
 
 def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:
