@@ -33,7 +33,7 @@ from planc.model.scales import (
 
 Config = Mapping[str, Any]
 HEAD = 16  # of a head: even halves for rotary embeddings, also where only a quarter is rotated
-RATIO = 8  # query heads to a kv head at most; beyond, nothing new can go wrong
+MOST = 16  # query heads, as long as two share a kv head; more of them go wrong in no new way
 
 
 def shrink(config: Config, *, ranks: Mapping[str, int] | int, layers: int = 2) -> dict[str, Any]:
@@ -153,15 +153,15 @@ class _Shrinker:
         fields = [f for f in KV_HEADS if _number(config.get(before + f))]
         grouped = min((config[before + f] for f in fields), default=queries)
         ratio = max(1, queries // max(1, grouped))
-        shared = min(ratio, RATIO) if queries % max(1, grouped) == 0 else 1
         if grouped == 1 and ratio > 1:
             small_kv, small_queries = 1, self._even(4, self.tp)
         else:
             small_kv = self._even(2 if ratio > 1 else 4, self.tp)
             if grouped % self.tp and ratio > 1:  # what could not be split can't be split now
-                small_kv = min(grouped, self.tp + 1)
-            small_queries = small_kv * shared
-            small_queries = small_queries if small_queries % self.tp == 0 else small_kv * self.tp
+                small_kv = next(k for k in range(2, self.tp + 2) if k % self.tp)
+            small_queries = small_kv * min(ratio, max(2, MOST // small_kv))
+            if small_queries % self.tp:
+                small_queries = lcm(small_kv, self.tp)
         small[name] = small_queries
         for field in fields:
             small[before + field] = small_kv

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planc.checks import check
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, one_of
 from planc.ir import elaborate
 from planc.ir.plan import Plan
 from planc.lowering import lower
@@ -60,6 +60,7 @@ class _Case:
     processes: int
     settings: tuple[str, ...]
     said: tuple[str, ...] = ()
+    small_said: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     small: Plan | None = None
     run: Lowered | None = None
@@ -120,8 +121,6 @@ def _compiled(
     plan = elaborate(files, facts, sink, world_size=world, settings=given)
     if plan is None or sink.failed:
         return None
-    said = Sink()
-    check(plan, facts, said)
     return _Case(
         files=files,
         facts=facts,
@@ -129,8 +128,15 @@ def _compiled(
         lowered=lower(plan, facts),
         processes=world,
         settings=given,
-        said=tuple(sorted({d.code for d in said if d.severity == "error"})),
+        said=_checked(plan, facts),
     )
+
+
+def _checked(plan: Plan, facts: Facts) -> tuple[str, ...]:
+    """The codes of the errors that the checks find."""
+    sink = Sink()
+    check(plan, facts, sink)
+    return tuple(sorted({d.code for d in sink if d.severity == "error"}))
 
 
 def _shrunken(case: _Case) -> str | None:
@@ -149,6 +155,7 @@ def _shrunken(case: _Case) -> str | None:
         if plan is not None and not sink.failed:
             case.small = plan
             case.run = single_precision(lower(plan, facts))
+            case.small_said = _checked(plan, facts)
             return None
     error = next(d for d in sink if d.severity == "error")
     return f"the plan does not fit the small model: {error.message} ({error.code})"
@@ -171,20 +178,41 @@ def _facts(config: dict[str, Any], sink: Sink) -> Facts | None:
 def _run(case: _Case, made: Nursery, sink: Sink, timeout: float) -> Proof:
     assert case.run is not None and case.small is not None
     found = made.compare(case.config, case.run, timeout=timeout)
+    places: tuple[str, ...] = ()
+    reason: str | None = None
+    heard = Sink()
     if isinstance(found, Trouble):
-        verdict, reason = troubled(found, case.small, case.run, sink)
-        certificate = _certificate(case, verdict, reason)
+        verdict, reason = troubled(found, case.small, case.run, heard)
     elif found.same:
         verdict = "verified"
-        certificate = _certificate(case, verdict, None, found)
     else:
         verdict = "refuted"
-        reason, places = parted(found, case.small, case.run, sink)
-        certificate = _certificate(case, verdict, reason, found, places)
+        reason, places = parted(found, case.small, case.run, heard)
+    doubt = _doubt(case, verdict)
+    if doubt:
+        verdict, reason = "unknown", doubt
+        unknown(sink, doubt)
+    else:
+        for diagnostic in heard:
+            sink.add(diagnostic)
+    compared = None if isinstance(found, Trouble) else found
+    certificate = _certificate(case, verdict, reason, compared, places)
     if verdict != "unknown":
         key = store.key_of(certificate["lowered"], case.facts.config)
         store.keep(certificate, key)
     return Proof(verdict=verdict, certificate=certificate)
+
+
+def _doubt(case: _Case, verdict: str) -> str | None:
+    """Why the small model's verdict is not the real one's: one of them alone has wrong sizes."""
+    real, small = set(case.said) - set(case.small_said), set(case.small_said) - set(case.said)
+    if verdict == "verified" and real:
+        told = one_of(sorted(real), last="and")
+        return f"planc check finds {told} in the real sizes, and the small ones don't have it"
+    if verdict == "refuted" and small:
+        told = one_of(sorted(small), last="and")
+        return f"planc check finds {told} in the small model, and not in the real one"
+    return None
 
 
 def _certificate(

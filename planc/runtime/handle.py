@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from planc.lowering.ops import Lowered
-from planc.runtime import training
+from planc.runtime import resuming, saving, training
+from planc.runtime.loading import Weights
 from planc.runtime.meshes import Meshes
 
 
@@ -95,3 +99,63 @@ class Run:
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
         """The whole weights by their first names, on rank 0 or on all; every rank calls it."""
         return training.full_state_dict(self.model, every_rank=every_rank)
+
+    # weights: planc/runtime/loading.py, saving.py
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights: Weights = "slices",
+        optimizer: Optimizer | None = None,
+    ) -> int | None:
+        """Fills the model from a folder of safetensors, or from a checkpoint with its optimizer.
+
+        A model on meta gets its memory here. Every rank calls it, after `apply`.
+
+        Args:
+            path: a folder of safetensors, or what `save` or torch.distributed.checkpoint wrote.
+            weights: of safetensors, `slices` if each rank reads its own from the files; `rank0` if
+                rank 0 alone reads, and sends.
+            optimizer: of the model's parameters; a checkpoint's state goes into it.
+
+        Returns:
+            The step that `save` was given, None without one.
+
+        Raises:
+            PlanError: PL496, every missing, unexpected or wrongly shaped name at once, before
+                anything is loaded; PL497, files that are missing or broken.
+        """
+        return resuming.load(
+            self.model,
+            Path(path),
+            weights=weights,
+            optimizer=optimizer,
+            device=self.mesh.device_type,
+        )
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        optimizer: Optimizer | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Writes a checkpoint that any plan can resume from; the last one stays whole until then.
+
+        Raises:
+            PlanError: PL497, the folder holds something else, or it could not be written.
+        """
+        saving.save(self.model, Path(path), optimizer=optimizer, step=step)
+
+    def export(self, path: str | os.PathLike[str], *, shard_size: int = 5 * 10**9) -> None:
+        """Writes the whole weights as safetensors that transformers' `from_pretrained` reads.
+
+        Args:
+            path: a folder; weights that it holds are not replaced.
+            shard_size: bytes of one file, at most.
+
+        Raises:
+            PlanError: PL497, the folder holds weights already, or it could not be written.
+        """
+        saving.export(self.model, self.lowered, Path(path), shard_size=shard_size)

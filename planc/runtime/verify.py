@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from planc.diagnostic import one_of
 from planc.lowering.document import digest, dumps
 from planc.lowering.ops import Compile, FullyShard, Lowered
 from planc.runtime.job import Job
@@ -151,7 +152,8 @@ class Nursery:
             )
         if late is not None:
             silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
-            told = f"no answer from rank {', '.join(map(str, silent))} in {late:g} s"
+            who = "any rank" if len(silent) == ranks else f"rank {one_of(map(str, silent))}"
+            told = f"no answer from {who} in {late:g} s"
             return Trouble(kind="time", message=told, detail=_tail(self.log))
         lines = _tail(self.log).splitlines()
         return Trouble(

@@ -1,0 +1,235 @@
+"""Weights from files: checked as a whole first, then each rank reads what it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from planc.diagnostic import Diagnostic, PlanError
+from planc.runtime.agree import problem
+from planc.runtime.buffers import recompute
+from planc.runtime.files import Entry, fill, listing, reading
+from planc.runtime.shards import aliases, held, local, reshard, runs, take, units
+
+Weights = Literal["slices", "rank0"]
+_STALE = (r"rotary_emb\.inv_freq$",)
+"""What checkpoints of older libraries hold and models compute themselves."""
+
+
+def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str) -> None:
+    """Fills a model from a folder of safetensors. Every rank calls it.
+
+    Everything that can be known beforehand is checked on every rank before a value is written.
+
+    Args:
+        model: with a plan applied; on meta it gets its memory here.
+        folder: as `files.listing` has it; for `rank0` only rank 0 needs to see it.
+        weights: `slices`, each rank reads its own; `rank0`, it reads all and sends it on.
+        device: the type of device that a model on meta goes to.
+
+    Raises:
+        PlanError: PL496, all names and shapes that don't fit; PL497, files. On every rank.
+    """
+    findings: list[Diagnostic] = []
+    entries: dict[str, Entry] = {}
+    reader = weights == "slices" or distributed.get_rank() == 0
+    reshard(model)
+    matched: dict[str, Entry] = {}
+    if reader:
+        entries = listing(folder, findings)
+        if not findings:
+            matched = match(model, entries, findings)
+    values, unknown = recompute(model)
+    findings += lost(unknown)
+    together(findings)
+    materialise(model, values, device)
+    with torch.no_grad():
+        failure = _slices(model, matched) if weights == "slices" else _sent(model, matched, device)
+    together([problem("PL497", f"reading failed midway: {failure}")] if failure else [])
+
+
+def together(findings: list[Diagnostic]) -> None:
+    """Raises on every rank what any rank found: its own, else those of the first that has some."""
+    everyone: list[Any] = [findings]
+    if distributed.get_world_size() > 1:
+        everyone = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, findings)
+    if findings:
+        raise PlanError(findings)
+    for found in everyone:
+        if found:
+            raise PlanError(found)
+
+
+# Names and shapes --------------------------------------------------------------------------------
+
+
+def match(
+    model: nn.Module, entries: Mapping[str, Entry], findings: list[Diagnostic]
+) -> dict[str, Entry]:
+    """The entry of each tensor of a model, by the first of its names.
+
+    Args:
+        model: names are those that it had before anything was wrapped.
+        entries: what the checkpoint holds.
+        findings: receives PL496, one each for what is missing, unexpected and wrongly shaped.
+    """
+    renamed = {name: entries[own] for own, name in _renaming(model, entries).items()}
+    tensors = held(model)
+    out: dict[str, Entry] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for names in aliases(model):
+        present = [name for name in names if name in renamed]
+        if not present:
+            missing.append(names[0])
+            continue
+        out[names[0]] = renamed[present[0]]
+        tensor = tensors[names[0]]
+        wrong += [text for name in present if (text := _unlike(name, tensor, renamed[name]))]
+    ignored = [*_STALE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    extra = [n for n in renamed if n not in tensors and not any(re.search(i, n) for i in ignored)]
+    where = next(iter(entries.values())).file.parent if entries else "the folder"
+    if missing:
+        findings.append(keys(f"{where} lacks", missing))
+    if extra:
+        findings.append(keys(f"{where} holds what the model does not:", extra))
+    if wrong:
+        findings.append(problem("PL496", f"{where} holds other shapes: {'; '.join(wrong)}"))
+    return out
+
+
+def keys(what: str, names: Iterable[str]) -> Diagnostic:
+    """PL496 over a list of names; those that differ by numbers alone are one, with their count."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    shown = (f"{p} ({len(g)} of them)" if len(g) > 1 else g[0] for p, g in groups.items())
+    return problem(
+        "PL496",
+        f"{what} {', '.join(shown)}",
+        help="nothing was loaded: build the model from the configuration beside the weights",
+    )
+
+
+def _unlike(name: str, tensor: Tensor, entry: Entry) -> str | None:
+    if tuple(tensor.shape) != entry.shape:
+        return f"{name} is {list(entry.shape)}, the model's {list(tensor.shape)}"
+    if tensor.is_floating_point() != entry.floating:
+        return f"{name} is of {entry.dtype}, the model's of {tensor.dtype}"
+    return None
+
+
+def _renaming(model: nn.Module, entries: Iterable[str]) -> dict[str, str]:
+    """The model's name of each name in the checkpoint, its own where the model has none.
+
+    A checkpoint of a bare body names its parts without the name that the body has in a model with a
+    head (`transformer.`), and the other way round.
+    """
+    known = set(held(model))
+    base = f"{getattr(model, 'base_model_prefix', '') or ''}."
+    found = list(entries)
+
+    def by(way: Callable[[str], str]) -> dict[str, str]:
+        return {name: way(name) if way(name) in known else name for name in found}
+
+    ways = [by(str), by(lambda name: base + name), by(lambda name: name.removeprefix(base))]
+    return max(ways, key=lambda way: sum(name in known for name in way.values()))
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+
+def lost(names: Iterable[str]) -> list[Diagnostic]:
+    """PL496 over tensors on meta that nothing can fill."""
+    if not (own := list(names)):
+        return []
+    text = keys("no file holds, and no module computes again,", own).message
+    how = "build the model on the CPU, or give the module a `reset_buffers` method that fills them"
+    return [problem("PL496", text, help=how)]
+
+
+def materialise(model: nn.Module, values: Mapping[int, Tensor], device: str) -> None:
+    """Gives what is on meta its memory: parameters without values, computed buffers with theirs.
+
+    Parameters stay the same objects, so ties hold, and so do optimizers and FSDP units.
+    """
+    done: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_meta and id(parameter) not in seen:
+                fresh = torch.empty_like(parameter.detach(), device=device)
+                made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, made)
+                seen.add(id(parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if id(buffer) not in done:
+                value = values.get(id(buffer))
+                fresh = torch.empty_like(buffer, device=device) if value is None else value
+                done[id(buffer)] = fresh.to(device)
+            module._buffers[name] = done[id(buffer)]
+    if seen and units(model):
+        model._apply(lambda tensor: tensor)  # FSDP takes up the new memory of its shards
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A tensor of the model and where its values are."""
+
+    tensor: Tensor
+    entry: Entry | None
+
+
+def _wishes(model: nn.Module, matched: Mapping[str, Entry]) -> list[_Wish]:
+    """Every distinct tensor, in an order that is the same on every rank."""
+    tensors = held(model)
+    return [_Wish(tensors[names[0]], matched.get(names[0])) for names in aliases(model)]
+
+
+def _slices(model: nn.Module, matched: Mapping[str, Entry]) -> str | None:
+    """Every rank reads its own; gives what went wrong, or None."""
+    files: dict[Path, list[_Wish]] = {}
+    for wish in _wishes(model, matched):
+        assert wish.entry is not None
+        files.setdefault(wish.entry.file, []).append(wish)
+    try:
+        for file, wishes in files.items():
+            with reading(file) as opened:
+                for wish in wishes:
+                    assert wish.entry is not None
+                    fill(local(wish.tensor), opened, wish.entry.name, runs(wish.tensor))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | None:
+    """Rank 0 reads each tensor whole and sends it; the others keep what they hold of it."""
+    failure: str | None = None
+    for tensor, entry in ((w.tensor, w.entry) for w in _wishes(model, matched)):
+        # in the model's dtype, not the file's, which only rank 0 knows
+        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+        if entry is not None and failure is None:
+            try:
+                with reading(entry.file) as opened:
+                    fill(whole, opened, entry.name, tuple(((0, s),) for s in whole.shape))
+            except Exception as error:  # the others wait for it, so it is told at the end
+                failure = f"{type(error).__name__}: {error}"
+        if distributed.get_world_size() > 1:
+            distributed.broadcast(whole, src=0)
+        mine = take(whole, runs(tensor)) if isinstance(tensor, DTensor) else whole
+        local(tensor).copy_(mine)
+    return failure

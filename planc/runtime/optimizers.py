@@ -1,0 +1,149 @@
+"""An optimizer's state by the names of parameters, as torch's flattened state dicts have it.
+
+`state.NAME.exp_avg` and `param_groups.NAME.lr`: a name is the same under every plan, while a
+parameter's number and its shards are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from planc.diagnostic import Diagnostic
+from planc.runtime.agree import problem
+from planc.runtime.loading import keys
+from planc.runtime.shards import aliases, held, irregular, runs, take
+
+STATE, GROUPS = "state.", "param_groups."
+
+
+def outgoing(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state as a flat dict. A parameter that had no step yet has no state."""
+    out: dict[str, Any] = {}
+    for name, parameter, group in _parameters(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            out[f"{STATE}{name}.{key}"] = value
+        for key, value in group.items():
+            if key != "params":
+                out[f"{GROUPS}{name}.{key}"] = value
+    return out
+
+
+def check(
+    model: nn.Module,
+    optimizer: Optimizer,
+    stored: Mapping[str, Any],
+    findings: list[Diagnostic],
+) -> None:
+    """Whether a checkpoint's optimizer fits another.
+
+    Args:
+        model: what its parameters belong to.
+        optimizer: with the same parameters.
+        stored: torch's metadata of each key.
+        findings: receives PL496 for parameters that either side lacks and for wrong shapes.
+    """
+    parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
+    known = {_owner(key) for key in stored if key.startswith(GROUPS)}
+    if missing := [n for n in parameters if n not in known]:
+        findings.append(keys("the checkpoint's optimizer lacks", missing))
+    if extra := sorted(known - set(parameters)):
+        findings.append(keys("the checkpoint's optimizer holds what this one does not:", extra))
+    for key, meta in stored.items():
+        parameter = parameters.get(_owner(key))
+        if parameter is not None and isinstance(meta, TensorStorageMetadata):
+            shape, own = tuple(meta.size), tuple(parameter.shape)
+            if shape not in ((), own):
+                text = f"{key} is {list(shape)}, the parameter is {list(own)}"
+                findings.append(problem("PL496", f"the checkpoint's optimizer: {text}"))
+
+
+def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat dict of a checkpoint's keys, with room for their values on this rank."""
+    parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
+    out: dict[str, Any] = {}
+    for key, meta in stored.items():
+        parameter = parameters[_owner(key)].detach()
+        out[key] = None
+        if isinstance(meta, TensorStorageMetadata):
+            shape, dtype = tuple(meta.size), meta.properties.dtype
+            same = shape == tuple(parameter.shape)
+            out[key] = room(parameter, dtype) if same else torch.empty(shape, dtype=dtype)
+    return out
+
+
+def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Gives an optimizer the state of a flat dict."""
+    numbers: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers[id(parameter)] = len(numbers)
+    names = {name: p for name, p, _ in _parameters(model, optimizer)}
+    state: dict[int, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for key, value in loaded.items():
+        name, last = _owner(key), key.rpartition(".")[2]
+        if key.startswith(GROUPS):
+            values.setdefault(name, {})[last] = value
+        else:
+            placed = shard(value, names[name]) if isinstance(value, Tensor) else value
+            state.setdefault(numbers[id(names[name])], {})[last] = placed
+    by_id = {id(p): name for name, p in names.items()}
+    groups = []
+    for group in optimizer.param_groups:
+        found = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
+        params = [numbers[id(p)] for p in group["params"]]
+        groups.append({**(values.get(found[0], {}) if found else {}), "params": params})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def room(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor of a checkpoint that is laid out as another one."""
+    if irregular(like):
+        return torch.empty(tuple(like.shape), dtype=dtype, device=like.device)
+    return torch.empty_like(like, dtype=dtype)
+
+
+def shard(value: Tensor, like: Tensor) -> Tensor:
+    """What `room` gave, laid out as the other one where it was whole."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
+        return value
+    return DTensor.from_local(
+        take(value, runs(like)).contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """(name, parameter, its group) of each parameter of an optimizer.
+
+    Raises:
+        ValueError: it has a parameter that is not of the model.
+    """
+    tensors = held(model)
+    names = {id(tensors[group[0]]): group[0] for group in aliases(model)}
+    out = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    "the optimizer has a parameter that is not of this model: make it after the "
+                    "plan was applied"
+                )
+            out.append((names[id(parameter)], parameter, group))
+    return out
+
+
+def _owner(key: str) -> str:
+    """The parameter's name in a key."""
+    return key.removeprefix(STATE).removeprefix(GROUPS).rpartition(".")[0]

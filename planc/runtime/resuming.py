@@ -1,0 +1,147 @@
+"""A torch.distributed.checkpoint folder, back into a model and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from planc.diagnostic import Diagnostic, one_of
+from planc.runtime import optimizers
+from planc.runtime.agree import problem
+from planc.runtime.buffers import recompute
+from planc.runtime.files import Entry
+from planc.runtime.loading import Weights, load_files, lost, match, materialise, together
+from planc.runtime.optimizers import room
+from planc.runtime.saving import METADATA, saved
+from planc.runtime.shards import held, irregular, local, reshard, runs, take
+
+_MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
+
+
+def load(
+    model: nn.Module,
+    folder: Path,
+    *,
+    weights: Weights,
+    optimizer: Optimizer | None,
+    device: str,
+) -> int | None:
+    """Fills a model from a folder, whatever is in it; `Run.load` says how."""
+    if weights not in get_args(Weights):
+        raise ValueError(
+            f"weights is {weights!r}, it can be {one_of(map(repr, get_args(Weights)))}"
+        )
+    folder = saved(folder)
+    kind = [(folder / METADATA).is_file()]
+    if distributed.get_world_size() > 1:  # only rank 0 may see the folder
+        distributed.broadcast_object_list(kind, src=0)
+    problems: list[Diagnostic] = []
+    if kind[0]:
+        if weights == "rank0":
+            problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
+        together(problems)
+        return load_checkpoint(model, folder, optimizer=optimizer, device=device)
+    if optimizer is not None:
+        problems.append(problem("PL497", f"{folder} is no checkpoint with an optimizer's state"))
+    together(problems)
+    load_files(model, folder, weights=weights, device=device)
+    return None
+
+
+def load_checkpoint(
+    model: nn.Module, folder: Path, *, optimizer: Optimizer | None, device: str
+) -> int | None:
+    """Fills a model, and an optimizer, from what `save` or torch wrote. Every rank calls it.
+
+    Args:
+        model: with a plan applied, not necessarily the one that it was saved under.
+        folder: keys are names of the model's tensors, alone or after `model.`.
+        optimizer: of the model's parameters.
+        device: the type of device that a model on meta goes to.
+
+    Returns:
+        The step that was saved, None if none was.
+
+    Raises:
+        PlanError: PL496, all names and shapes that don't fit; PL497, files. On every rank.
+    """
+    findings: list[Diagnostic] = []
+    reshard(model)
+    stored = _metadata(folder, findings)
+    nested = any(_MODEL + name in stored for name in held(model))
+    start = _MODEL if nested else ""
+    matched = match(model, _entries(folder, stored, start), findings) if not findings else {}
+    values, unknown = recompute(model)
+    findings += lost(unknown)
+    flat = {k[len(_OPTIMIZER) :]: m for k, m in stored.items() if k.startswith(_OPTIMIZER)}
+    if optimizer is not None and not flat and not findings:
+        findings.append(problem("PL496", f"{folder} holds no optimizer state"))
+    target: dict[str, Any] = {}
+    if optimizer is not None and not findings:
+        # its state is as large as the model, so it gets no memory before all is well
+        optimizers.check(model, optimizer, flat, findings)
+    together(findings)
+    materialise(model, values, device)
+    tensors = held(model)
+    for name, entry in matched.items():
+        own = tensors[name].detach()
+        target[start + entry.name] = room(own, own.dtype) if irregular(own) else own
+    if optimizer is not None:
+        own_state = optimizers.expected(model, optimizer, flat)
+        target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
+    if _STEP in stored:
+        target[_STEP] = None
+    _read(target, folder)
+    for name, entry in matched.items():
+        if irregular(tensors[name]):
+            local(tensors[name]).copy_(take(target[start + entry.name], runs(tensors[name])))
+    if optimizer is not None:
+        loaded = {k: target[_OPTIMIZER + k] for k in own_state}
+        optimizers.incoming(model, optimizer, loaded)
+    step = target.get(_STEP)
+    return int(step) if step is not None else None
+
+
+def _metadata(folder: Path, findings: list[Diagnostic]) -> Mapping[str, Any]:
+    try:
+        reader = checkpoint.FileSystemReader(folder)
+        return dict(reader.read_metadata().state_dict_metadata)
+    except Exception as error:  # a broken pickle raises anything
+        why = f"{type(error).__name__}: {error}"
+        findings.append(problem("PL497", f"{folder} is not a whole checkpoint: {why}"))
+        return {}
+
+
+def _entries(folder: Path, stored: Mapping[str, Any], start: str) -> dict[str, Entry]:
+    """The model's part of a checkpoint, as `match` reads it."""
+    out: dict[str, Entry] = {}
+    for key, meta in stored.items():
+        other = key == _STEP or key.startswith(_OPTIMIZER)
+        if other or not key.startswith(start) or not isinstance(meta, TensorStorageMetadata):
+            continue
+        dtype = meta.properties.dtype
+        out[key[len(start) :]] = Entry(
+            file=folder / ".metadata",
+            name=key[len(start) :],
+            shape=tuple(meta.size),
+            dtype="F" if dtype.is_floating_point else str(dtype),
+        )
+    return out
+
+
+def _read(target: dict[str, Any], folder: Path) -> None:
+    failed: list[Diagnostic] = []
+    try:
+        with torch.no_grad():
+            checkpoint.load(target, checkpoint_id=folder)
+    except Exception as error:
+        text = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        failed.append(problem("PL497", f"{folder} could not be read: {text[-1].strip()}"))
+    together(failed)

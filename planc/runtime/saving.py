@@ -1,0 +1,229 @@
+"""Checkpoints that another plan can resume from, and exports that transformers reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint
+from torch.optim import Optimizer
+
+from planc.diagnostic import Diagnostic
+from planc.lowering.ops import Configure, Lowered
+from planc.runtime.agree import problem
+from planc.runtime.files import INDEX, SINGLE
+from planc.runtime.loading import together
+from planc.runtime.optimizers import outgoing
+from planc.runtime.shards import aliases, held, irregular, reshard, whole
+
+METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
+
+
+def save(
+    model: nn.Module, folder: Path, *, optimizer: Optimizer | None = None, step: int | None = None
+) -> None:
+    """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
+
+    It is written beside the folder and renamed when it is whole: whatever dies meanwhile, the last
+    good one can be loaded. Every rank calls it, and all see the folder.
+
+    Args:
+        model: with a plan applied.
+        folder: made, or replaced if it holds a checkpoint.
+        optimizer: of the model's parameters; its state goes along.
+        step: given back by `load`.
+
+    Raises:
+        PlanError: PL497, the folder holds something else, or writing failed. On every rank.
+    """
+    new, old = _beside(folder)
+    together(_first(lambda: _clear(folder, new)))
+    reshard(model)
+    tensors = held(model)
+    state: dict[str, Any] = {
+        "model": {n[0]: _storable(tensors[n[0]].detach()) for n in aliases(model)}
+    }
+    if optimizer is not None:
+        flat = outgoing(model, optimizer)
+        state["optimizer"] = {name: _storable(value) for name, value in flat.items()}
+    if step is not None:
+        state["step"] = step
+    failed: list[Diagnostic] = []
+    try:
+        checkpoint.save(state, checkpoint_id=new)
+    except Exception as error:  # a full disk, or another rank's
+        failed.append(problem("PL497", f"{folder} could not be written: {_line(error)}"))
+    together(failed)
+    together(_first(lambda: _publish(folder, new, old)))
+
+
+def saved(folder: Path) -> Path:
+    """Where the last whole checkpoint of a folder is: a save may have died as it was renamed."""
+    _, old = _beside(folder)
+    return old if not folder.exists() and (old / METADATA).is_file() else folder
+
+
+def _storable(value: Any) -> Any:
+    """A value as torch's checkpoint places it right: whole, where torch errs on a shard's place."""
+    return whole(value) if isinstance(value, Tensor) and irregular(value) else value
+
+
+def _beside(folder: Path) -> tuple[Path, Path]:
+    """Where a checkpoint is written, and where the one before it goes for a moment."""
+    folder = folder.absolute()
+    return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+
+
+def _first(work: Callable[[], None]) -> list[Diagnostic]:
+    """Rank 0 works on files, while the others wait in the exchange of findings that follows."""
+    if distributed.get_rank() != 0:
+        return []
+    try:
+        work()
+    except OSError as error:
+        return [problem("PL497", _line(error))]
+    return []
+
+
+def _line(error: Exception) -> str:
+    text = [t for t in str(error).strip().splitlines() if t.strip()]
+    return text[-1].strip() if text else type(error).__name__
+
+
+def _clear(folder: Path, new: Path) -> None:
+    """Room for a save; a folder that is no checkpoint is left alone."""
+    if folder.exists() and not (folder / METADATA).is_file():
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise FileExistsError(f"{folder} is there and is no checkpoint: give another place")
+        folder.rmdir()
+    if new.exists():
+        shutil.rmtree(new)
+    new.mkdir(parents=True)
+
+
+def _publish(folder: Path, new: Path, old: Path) -> None:
+    """At every moment one whole checkpoint is at `folder`, or at `old` without one at `folder`."""
+    if folder.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        folder.rename(old)
+    new.rename(folder)
+    _sync(folder.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _sync(folder: Path) -> None:
+    """Renames survive a power cut only once their folder is written."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Export ------------------------------------------------------------------------------------------
+
+
+def export(model: nn.Module, lowered: Lowered, folder: Path, *, shard_size: int) -> None:
+    """Writes safetensors, their index and `config.json`, as transformers' `from_pretrained` reads.
+
+    One tensor at a time is gathered; rank 0 holds one file's worth of them. Tied tensors are
+    written once. Every rank calls it.
+
+    Args:
+        model: with a plan applied; its dtypes are kept.
+        lowered: names the model's class, and what the plan set in the configuration.
+        folder: made where it is not there; weights in it are not replaced.
+        shard_size: bytes of a file at most, where no single tensor is larger.
+
+    Raises:
+        PlanError: PL497, the folder holds weights already, or writing failed. On every rank.
+    """
+    together(_first(lambda: _empty(folder)))
+    reshard(model)
+    names = [_kept(model, group) for group in aliases(model)]
+    tensors = held(model)
+    parts = list(_parts([(n, tensors[n]) for n in names], shard_size))
+    first = distributed.get_rank() == 0
+    failed: list[Diagnostic] = []
+    for number, part in enumerate(parts, 1):
+        full: dict[str, Tensor] = {}
+        for name in part:
+            value = whole(tensors[name])
+            if first:
+                full[name] = value.to("cpu").contiguous()
+            del value
+        if first and not failed:
+            file = folder / _named(number, len(parts))
+            failed = _first(lambda file=file, full=full: _write(file, full))  # type: ignore[misc]
+    together(failed)
+    together(_first(lambda: _describe(model, lowered, folder, parts)))
+
+
+def _empty(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    there = next(folder.glob("*.safetensors*"), None)
+    if there is not None:
+        raise FileExistsError(f"{folder} holds {there.name} already: give another place")
+
+
+def _kept(model: nn.Module, names: tuple[str, ...]) -> str:
+    """The name under which a tied tensor is written: the one that the model ties others to."""
+    tied = tuple(getattr(model, "_tied_weights_keys", None) or ())
+    return next((n for n in names if n not in tied), names[0])
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[str]]:
+    part: list[str] = []
+    filled = 0
+    for name, tensor in tensors:
+        own = tensor.numel() * tensor.element_size()
+        if part and filled + own > size:
+            yield part
+            part, filled = [], 0
+        part.append(name)
+        filled += own
+    yield part
+
+
+def _named(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.rename(file)
+
+
+def _describe(model: nn.Module, lowered: Lowered, folder: Path, parts: list[list[str]]) -> None:
+    """The index, where there are several files, and the configuration, where there is one."""
+    if len(parts) > 1:
+        tensors = held(model)
+        sizes = (tensors[n].numel() * tensors[n].element_size() for part in parts for n in part)
+        files = [(n, _named(i, len(parts))) for i, part in enumerate(parts, 1) for n in part]
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(files)}
+        _text(folder / INDEX, index)
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return
+    values = json.loads(config.to_json_string())
+    for op in lowered.ops:
+        if isinstance(op, Configure):  # for training alone, such as `use_cache = false`
+            values.pop(op.name, None)
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    values["architectures"] = [lowered.model]
+    if len(dtypes) == 1:
+        values["dtype"] = dtypes.pop()
+    _text(folder / "config.json", values)
+
+
+def _text(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

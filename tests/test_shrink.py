@@ -1,0 +1,205 @@
+"""A small configuration keeps what a plan's rightness hangs on, for every family."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planc.model.shrink import shrink
+from planc.share import PLANS
+
+MODELS = sorted(p.stem for p in (PLANS / "models").glob("*.json"))
+
+
+def shipped(name):
+    return json.loads((PLANS / "models" / f"{name}.json").read_text())
+
+
+def resolved(family, **changes):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **changes).to_dict()
+
+
+def trained(config):
+    """The small model after one backward pass, and the seconds that all of it took."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
+
+    began = time.perf_counter()
+    values = dict(config)
+    made = AutoConfig.for_model(values.pop("model_type"), **values)
+    cls = CAUSAL[type(made)]
+    part = made if isinstance(made, cls.config_class) else made.get_text_config()
+    model = cls._from_config(part, attn_implementation="eager").float().train()
+    tokens = torch.randint(8, 64, (2, 16))
+    output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    output.loss.backward()
+    assert torch.isfinite(output.loss)
+    return model, time.perf_counter() - began
+
+
+def test_the_ratio_of_heads_stays():
+    small = shrink(shipped("llama-3.1-8b"), ranks={"tp": 2})
+    assert (small["num_attention_heads"], small["num_key_value_heads"]) == (8, 2)
+    assert small["hidden_size"] == 8 * 16
+    assert small["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_everything_divides(model, tp):
+    config = shipped(model)
+    small = shrink(config, ranks=tp)
+    assert small["model_type"] == config["model_type"]
+    names = ("num_attention_heads", "n_head", "hidden_size", "n_embd", "intermediate_size")
+    for name in (*names, "vocab_size"):
+        if name in config:
+            assert small[name] % tp == 0, name
+            assert small[name] <= 1024, name
+    before, after = config.get("num_key_value_heads"), small.get("num_key_value_heads")
+    if before and before % tp == 0 and before < config["num_attention_heads"]:
+        assert after % tp == 0
+    assert (after == before) or (after is not None and after > 1) or tp == 1
+
+
+def test_one_kv_head_stays_one():
+    small = shrink(shipped("gemma-3-1b"), ranks=2)
+    assert small["num_key_value_heads"] == 1
+    assert small["num_attention_heads"] % 2 == 0
+
+
+def test_as_many_kv_heads_as_queries_stay_so():
+    small = shrink(shipped("phi-3-mini"), ranks=4)
+    assert small["num_key_value_heads"] == small["num_attention_heads"] == 4
+
+
+def test_kv_heads_that_do_not_divide_still_do_not():
+    config = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 3}
+    assert shrink(config, ranks=2)["num_key_value_heads"] == 3
+
+
+def test_ties_biases_and_norms_stay():
+    config = {**shipped("qwen2.5-0.5b"), "attention_bias": True, "use_qk_norm": True}
+    small = shrink(config, ranks=2)
+    kept = ("tie_word_embeddings", "attention_bias", "use_qk_norm", "rms_norm_eps", "hidden_act")
+    for name in kept:
+        assert small.get(name) == config.get(name), name
+
+
+def test_dropout_is_off():
+    names = (
+        "resid_pdrop",
+        "attention_dropout",
+        "hidden_dropout_prob",
+        "layerdrop",
+        "router_jitter_noise",
+    )
+    small = shrink({"model_type": "gpt2", **dict.fromkeys(names, 0.1)}, ranks=1)
+    assert [small[n] for n in names] == [0.0] * len(names)
+
+
+def test_each_kind_of_layer_is_there_once():
+    kinds = [*["sliding_attention"] * 5, "full_attention"] * 4
+    config = {"model_type": "gemma3_text", "num_hidden_layers": 24, "layer_types": kinds}
+    small = shrink(config, ranks=2)
+    assert small["layer_types"] == ["sliding_attention", "full_attention"]
+    assert small["num_hidden_layers"] == 2
+
+
+def test_dense_and_sparse_layers_are_kinds_and_go_with_the_others():
+    config = {
+        "model_type": "x",
+        "num_hidden_layers": 4,
+        "layer_types": ["a", "a", "b", "b"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    }
+    small = shrink(config, ranks=1)
+    assert small["layer_types"] == ["a", "a", "b"]
+    assert small["mlp_layer_types"] == ["dense", "sparse", "sparse"]
+    assert small["num_hidden_layers"] == 3
+
+
+def test_the_first_dense_layers_of_an_moe_leave_room_for_a_sparse_one():
+    small = shrink(
+        {"model_type": "x", "num_hidden_layers": 61, "first_k_dense_replace": 3}, ranks=1
+    )
+    assert small["first_k_dense_replace"] < small["num_hidden_layers"] == 2
+
+
+def test_experts_divide_by_ep():
+    config = {"model_type": "x", "num_experts": 128, "num_experts_per_tok": 8}
+    small = shrink(config, ranks={"ep": 4})
+    assert small["num_experts"] == 8 and small["num_experts_per_tok"] == 2
+
+
+def test_tokens_are_in_the_vocabulary_and_apart():
+    config = {"model_type": "x", "vocab_size": 50000, "pad_token_id": None}
+    config |= {"bos_token_id": 49998, "eos_token_id": [49999, 3]}
+    small = shrink(config, ranks=2)
+    assert small["pad_token_id"] is None
+    ids = [small["bos_token_id"], *small["eos_token_id"]]
+    assert all(0 <= i < small["vocab_size"] for i in ids) and len(set(ids)) == 3
+
+
+def test_factors_of_a_long_rope_fit_the_small_head():
+    factors = [1.0 + i for i in range(48)]
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    config = {"model_type": "phi3", "num_attention_heads": 32, "rope_scaling": rope}
+    small = shrink(config, ranks=2)
+    assert small["rope_scaling"]["short_factor"] == factors[:8]
+
+
+def test_it_changes_nothing_of_what_it_is_given():
+    config = resolved("gemma3_text")
+    before = json.dumps(config, default=str)
+    shrink(config, ranks=2)
+    assert json.dumps(config, default=str) == before
+
+
+@given(
+    st.integers(1, 128), st.integers(1, 16), st.integers(1, 200), st.sampled_from([1, 2, 3, 4, 8])
+)
+def test_any_heads_and_depth(kv, ratio, depth, tp):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "num_attention_heads": kv * ratio,
+        "num_key_value_heads": kv,
+        "num_hidden_layers": depth,
+    }
+    small = shrink(config, ranks=tp)
+    heads, groups = small["num_attention_heads"], small["num_key_value_heads"]
+    assert heads % groups == 0 and heads % tp == 0
+    assert small["hidden_size"] == heads * 16
+    assert 1 <= small["num_hidden_layers"] <= 2
+    assert (kv == 1 and ratio > 1) <= (groups == 1)
+
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "gemma3_text": {},
+    "phi3": {"pad_token_id": None},
+    "gpt2": {},
+    "mixtral": {},
+    "deepseek_v3": {},
+    "qwen3_moe": {},
+    "bamba": {},
+    "opt": {},
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_builds_and_trains(family, tp):
+    small = shrink(resolved(family, **FAMILIES[family]), ranks=tp)
+    model, seconds = trained(small)
+    assert sum(p.numel() for p in model.parameters()) < 3_000_000
+    assert seconds < 20
+    assert sum(p.grad is not None for p in model.parameters()) > 4
