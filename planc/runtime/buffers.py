@@ -44,10 +44,10 @@ def recompute(model: nn.Module) -> tuple[dict[int, Tensor], tuple[str, ...]]:
             if name in computed:
                 values[id(module._buffers[name])] = computed[name]
             else:
-                lost.append(plain(f"{path}.{name}"))
+                lost.append(_called(path, name))
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                lost.append(plain(f"{path}.{name}"))
+                lost.append(_called(path, name))
     return values, tuple(sorted(lost))
 
 
@@ -120,6 +120,10 @@ def _twin(module: nn.Module, fill: int) -> nn.Module:
     twin._modules = {}
     made: nn.Module = twin
     return made
+
+
+def _called(path: str, name: str) -> str:
+    return plain(f"{path}.{name}" if path else name)
 
 
 def _sharded(kind: type) -> bool:

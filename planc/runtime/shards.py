@@ -184,11 +184,12 @@ def _summed(tensor: DTensor) -> Tensor:
 
 
 def take(full: Tensor, ranges: tuple[Runs, ...]) -> Tensor:
-    """The ranges of a whole tensor, put side by side."""
+    """The ranges of a whole tensor, put side by side; a view of it where one each will do."""
     for dim, some in enumerate(ranges):
         if some != ((0, full.shape[dim]),):
             parts = [full.narrow(dim, start, stop - start) for start, stop in some]
-            full = torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+            parts = parts or [full.narrow(dim, 0, 0)]
+            full = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
     return full
 
 

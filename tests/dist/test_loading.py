@@ -1,0 +1,223 @@
+"""Weights from files: bit for bit the single process's, or every wrong name and nothing loaded."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+from test_training import FP32, LIMIT
+
+CASES = [
+    ("llama", "llama", ["tp=1"]),
+    ("llama", "llama", ["tp=2"]),
+    ("llama", "llama", ["tp=2", "dp_replicate=2", "dp_shard=1"]),
+    ("llama-tied", "llama", ["tp=2"]),
+    ("gemma3", "gemma3", ["tp=2"]),
+    ("phi3", "phi3", ["tp=1"]),
+    ("gpt2", "gpt2", ["dp_replicate=2"]),
+]
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0], *case[2]]))
+def test_a_model_on_meta_gets_its_weights(four, tmp_path, case, weights):
+    model, plan, mesh = case
+    results = four.run(
+        "loadingjobs.load",
+        model=model,
+        plan=plan,
+        overrides=["param_dtype=fp32", *mesh],
+        folder=str(tmp_path),
+        weights=weights,
+    )
+    for different, worst, files in results:
+        assert different == []
+        assert worst < LIMIT
+        assert files > 1
+
+
+def test_uneven_shards_and_one_file(four, tmp_path):
+    results = four.run(
+        "loadingjobs.load",
+        model="llama",
+        plan="llama",
+        overrides=["param_dtype=fp32", "tp=2"],
+        folder=str(tmp_path),
+        changes={"vocab_size": 131, "hidden_size": 68, "head_dim": 16},
+        single=True,
+    )
+    for different, worst, files in results:
+        assert different == []
+        assert worst < LIMIT
+        assert files == 1
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+def test_a_model_that_has_weights_gets_others(four, tmp_path, weights):
+    results = four.run(
+        "loadingjobs.load",
+        model="llama-tied",
+        plan="llama",
+        overrides=["param_dtype=fp32", "tp=2"],
+        folder=str(tmp_path),
+        weights=weights,
+        meta=False,
+    )
+    for different, worst, _ in results:
+        assert different == []
+        assert worst < LIMIT
+
+
+def test_weights_are_cast_to_the_dtype_of_the_parameter(four, tmp_path):
+    assert four.run("loadingjobs.cast", folder=str(tmp_path)) == [(True, True)] * 4
+
+
+def test_where_shards_are(four):
+    """Against torch's own split by FSDP after tensor parallelism, in even and uneven sizes."""
+    assert four.run("loadingjobs.everywhere") == [24] * 4
+
+
+def test_shards_over_more_ranks_than_there_are_here():
+    """Every rank's ranges, for meshes and sizes where torch's placement is not FSDP's layout."""
+    import torch
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from planc.runtime.shards import _positions
+
+    for rows, shard, tp in itertools.product(range(1, 24), (2, 3, 4), (2, 3)):
+        placements = (_StridedShard(0, split_factor=tp), Shard(0))
+        inner = [list(p) for p in torch.arange(rows).chunk(tp)] + [[]] * tp
+        for i, j in itertools.product(range(shard), range(tp)):
+            outer = list(torch.tensor(inner[j]).chunk(shard)) if inner[j] else []
+            right = outer[i].tolist() if i < len(outer) else []
+            assert _positions((rows,), (shard, tp), (i, j), placements) == [right]
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder of a small llama's weights in several files."""
+    from numerics import build
+
+    build("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    return tmp_path
+
+
+def refused(four, folder, **arguments):
+    results = four.run(
+        "loadingjobs.refused", model="llama", plan="llama", folder=str(folder), **arguments
+    )
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+@pytest.mark.parametrize("meta", [True, False])
+def test_all_names_that_do_not_fit_are_listed_at_once(four, checkpoint, weights, meta):
+    from safetensors.torch import load_file, save_file
+
+    for file in checkpoint.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in list(tensors):
+            if name.endswith("mlp.up_proj.weight"):
+                tensors[name.replace("up_proj", "upper")] = tensors.pop(name)
+            if name == "model.norm.weight":
+                tensors[name] = tensors[name][:-1].clone()
+        save_file(tensors, file)
+    (checkpoint / "model.safetensors.index.json").unlink()
+    found = refused(four, checkpoint, weights=weights, meta=meta)
+    assert [code for code, _ in found] == ["PL496"] * 3
+    missing, extra, shapes = (message for _, message in found)
+    assert missing.endswith("lacks model.layers.*.mlp.up_proj.weight (2 of them)")
+    assert extra.endswith("model does not: model.layers.*.mlp.upper.weight (2 of them)")
+    assert "model.norm.weight is [63], the model's [64]" in shapes
+
+
+def test_a_truncated_file(four, checkpoint):
+    file = sorted(checkpoint.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-10])
+    ((code, message),) = refused(four, checkpoint)
+    assert code == "PL497"
+    assert file.name in message
+
+
+def test_a_file_that_the_index_names_is_gone(four, checkpoint):
+    file = sorted(checkpoint.glob("*.safetensors"))[1]
+    file.unlink()
+    found = refused(four, checkpoint)
+    assert found == [
+        ("PL497", f"model.safetensors.index.json names {file.name}, which is not there")
+    ]
+
+
+def test_an_index_that_says_what_is_not_so(four, checkpoint):
+    index = checkpoint / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first, other = sorted(set(content["weight_map"].values()))[:2]
+    name = next(n for n, f in content["weight_map"].items() if f == first)
+    content["weight_map"][name] = other
+    index.write_text(json.dumps(content))
+    ((code, message),) = refused(four, checkpoint)
+    assert (code, message) == (
+        "PL497",
+        f"model.safetensors.index.json says {name} is in {other}, it is not",
+    )
+    index.write_text("{]")
+    ((code, message),) = refused(four, checkpoint)
+    assert code == "PL497"
+    assert "is not an index of safetensors" in message
+
+
+def test_the_same_name_in_two_files(four, checkpoint):
+    (checkpoint / "model.safetensors.index.json").unlink()
+    first = sorted(checkpoint.glob("*.safetensors"))[0]
+    shutil.copy(first, checkpoint / "again.safetensors")
+    found = refused(four, checkpoint)
+    assert {code for code, _ in found} == {"PL497"}
+    assert all(f"is in two files, again.safetensors and {first.name}" in m for _, m in found)
+
+
+def test_folders_without_weights(four, tmp_path):
+    ((code, message),) = refused(four, tmp_path / "nowhere")
+    assert (code, message) == ("PL497", f"{tmp_path / 'nowhere'} is not a folder")
+    ((code, message),) = refused(four, tmp_path)
+    assert code == "PL497"
+    assert "holds neither safetensors nor a distributed checkpoint" in message
+
+
+def test_safetensors_hold_no_optimizer_state(four, checkpoint):
+    ((code, message),) = refused(four, checkpoint, optimizer=True)
+    assert code == "PL497"
+    assert "no checkpoint with an optimizer's state" in message
+
+
+def test_a_buffer_that_nothing_computes_again(four, tmp_path):
+    for result in four.run("loadingjobs.garbage", folder=str(tmp_path)):
+        assert result["Known"] == []
+        ((code, message),) = result["Lost"]
+        assert code == "PL496"
+        assert message == "no file holds, and no module computes again, scale"
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2"])
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+def test_the_peak_of_a_rank_is_its_shard_and_one_tensor(four, tmp_path, mesh, weights):
+    results = four.run(
+        "loadingjobs.memory",
+        plan="llama",
+        overrides=[*FP32, mesh],
+        folder=str(tmp_path),
+        weights=weights,
+    )
+    for result in results:
+        assert result["shard"] <= result["peak"]
+        assert result["peak"] <= result["shard"] + result["largest"] + 2**16, result
+        assert result["peak"] < result["whole"]
+        if weights == "slices":  # no tensor at all: the slices come out of the mapped file
+            assert result["peak"] <= result["shard"] + 2**16, result

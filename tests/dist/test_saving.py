@@ -1,0 +1,136 @@
+"""A run that was saved goes on under any plan, survives a kill, and is read by transformers."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_training import FP32, LIMIT
+
+CASES = [
+    ("llama", ["tp=2"], ["tp=1"], {}),
+    ("llama", ["tp=1"], ["tp=2"], {}),
+    ("llama", ["tp=2", "dp_replicate=2", "dp_shard=1"], ["tp=1"], {}),
+    ("llama", ["tp=1", "dp_replicate=2"], ["tp=4"], {"changes": {"num_key_value_heads": 4}}),
+    ("llama", ["tp=2"], ["tp=1"], {"changes": {"vocab_size": 131}}),
+    ("llama-tied", ["tp=2"], ["tp=1"], {"kind": "sgd"}),
+    ("llama-tied", ["tp=1"], ["tp=2"], {"meta": False}),
+    ("gpt2", ["dp_replicate=4"], ["dp_replicate=1"], {}),
+]
+
+
+@pytest.mark.parametrize(("model", "old", "new", "more"), CASES)
+def test_another_plan_goes_on_with_the_same_losses(four, tmp_path, model, old, new, more):
+    results = four.run(
+        "savingjobs.resume",
+        model=model,
+        old=[*FP32, *old],
+        new=[*FP32, *new],
+        folder=str(tmp_path / "run"),
+        **more,
+    )
+    for result in results:
+        assert result["step"] == 3
+        assert result["equal"], "the weights changed on the way"
+        assert result["losses"] == pytest.approx(result["right"], rel=1e-5)
+        assert result["losses"][3] != pytest.approx(result["losses"][2], rel=1e-4)
+        assert result["rates"] == {0.025 if more.get("kind") == "sgd" else 1.5e-3}
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_names_are_those_of_the_plain_model(four, tmp_path):
+    from numerics import build
+
+    right = [n for n in sorted(build("llama-tied").state_dict()) if n != "lm_head.weight"]
+    results = four.run("savingjobs.names", folder=str(tmp_path / "run"))
+    for weights, alike, different in results:
+        assert weights == right
+        assert alike, different
+
+
+def test_a_checkpoint_of_torchs_own(four, tmp_path):
+    assert four.run("savingjobs.torchs", folder=str(tmp_path / "run")) == [(None, [])] * 4
+
+
+def test_an_optimizer_without_a_step(four, tmp_path):
+    for right, losses in four.run("savingjobs.untrained", folder=str(tmp_path / "run")):
+        assert losses == right
+
+
+REFUSED = {
+    "none": ("PL496", "holds no optimizer state"),
+    "shapes": ("PL496", "holds other shapes: model.layers.0.mlp.gate_proj.weight is [96, 64]"),
+    "groups": ("PL496", "holds what this one does not: model.embed_tokens.weight"),
+    "other": ("PL497", "is there and is no checkpoint"),
+    "cut": ("PL497", "could not be read"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(four, tmp_path, what):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    code, part = REFUSED[what]
+    for found in four.run("savingjobs.refused", folder=str(folder), what=what):
+        assert [c for c, _ in found] == [code]
+        assert part in found[0][1]
+    if what == "other":
+        assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+
+
+EXPORTS = [
+    ("llama", ["tp=2"], {}),
+    ("llama", ["tp=2"], {"changes": {"vocab_size": 131}}),
+    ("llama", ["tp=1"], {"shard_size": 10**9}),
+    ("llama-tied", ["tp=2"], {}),
+    ("gpt2", [], {}),
+    ("phi3", ["tp=1"], {}),
+    ("gemma3", ["tp=2"], {}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "more"), EXPORTS)
+def test_transformers_reads_an_export_bit_for_bit(four, tmp_path, model, mesh, more):
+    results = four.run(
+        "savingjobs.export", model=model, overrides=[*FP32, *mesh], folder=str(tmp_path), **more
+    )
+    for result in results:
+        assert result["different"] == []
+        assert result["problems"] == []
+        assert result["error"] < LIMIT
+        assert result["twice"] == ["PL497"]
+        assert result["cache"] is True  # what the plan turned off for training is on again
+        assert ("model.safetensors.index.json" in result["files"]) == ("shard_size" not in more)
+
+
+@pytest.mark.parametrize("moment", ["writing", "renaming"])
+def test_a_kill_in_the_midst_of_a_save(four, tmp_path, moment):
+    """Two processes save, train on, and are killed in the second save; the first is whole."""
+    folder = tmp_path / "runs" / "run"
+    folder.parent.mkdir()
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("savingjobs.py"))]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder), str(tmp_path / "store"), moment],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    codes = [ranks[0].wait(timeout=100)]
+    if moment == "renaming":
+        ranks[1].kill()  # it waits for rank 0, which is dead
+    said = [process.communicate(timeout=60)[0] for process in ranks]
+    codes.append(ranks[1].returncode)
+    assert codes == [-signal.SIGKILL] * 2
+    assert all(out.endswith("saving\n") for out in said)
+    there = {p.name for p in folder.parent.iterdir()}
+    assert there == ({"run", ".run.new"} if moment == "writing" else {".run.old", ".run.new"})
+    for result in four.run("savingjobs.survived", folder=str(folder)):
+        assert result["step"] == 1
+        assert result["worst"] < LIMIT
+        assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-4)
+        assert result["again"] == 7
+        assert result["left"] == ["run"]
