@@ -1,5 +1,7 @@
 """A run that was saved goes on under any plan, survives a kill, and is read by transformers."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +22,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "old", "new", "more"), CASES)
-def test_another_plan_goes_on_with_the_same_losses(four, tmp_path, model, old, new, more):
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join([c[0], *c[1], "to", *c[2]]))
+def test_another_plan_goes_on_with_the_same_losses(four, tmp_path, case):
+    model, old, new, more = case
     results = four.run(
         "savingjobs.resume",
         model=model,
@@ -134,3 +137,42 @@ def test_a_kill_in_the_midst_of_a_save(four, tmp_path, moment):
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-4)
         assert result["again"] == 7
         assert result["left"] == ["run"]
+
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "training.md"
+
+
+def test_the_script_of_the_page(tmp_path):
+    """It trains, stops after a save, and goes on under another plan with the same norms."""
+    from numerics import build
+
+    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1])
+    build("llama").save_pretrained(tmp_path / "weights")
+    overrides = ["--set", "param_dtype=fp32"]
+    whole = script(tmp_path, "one", "--steps", "12", *overrides)
+    begun = script(tmp_path, "two", "--steps", "10", *overrides, "--set", "tp=2")
+    ended = script(tmp_path, "two", "--steps", "12", *overrides, moved=True)
+    assert [step for step, _ in whole] == list(range(12))
+    assert [step for step, _ in begun + ended] == list(range(12))
+    # tp = 2 has one data rank, and so other batches than two data ranks have
+    assert ended != whole[10:]
+    assert all(0 < norm < 100 for _, norm in whole + begun + ended)
+
+
+def script(folder, run, *options, moved=False):
+    """(step, norm) of each line that the script of the page printed, on two processes."""
+    if moved:
+        (folder / run / "export").rename(folder / run / "before")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = ["--standalone", "train.py", "weights", "llama", "--run", f"{run}/last", *options]
+    done = subprocess.run(
+        [*torchrun, *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^step (\d+), norm ([\d.]+)$", done.stdout, re.M)
+    return [(int(step), float(norm)) for step, norm in lines]
