@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import torch
@@ -51,6 +52,40 @@ def start(device_type: str) -> bool:
     return True
 
 
+@dataclass(slots=True)
+class _Made:
+    """A mesh and the parts of it that were asked for.
+
+    Args:
+        group: the default process group that it was made in.
+    """
+
+    group: distributed.ProcessGroup | None
+    root: DeviceMesh
+    flat: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+    pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
+
+
+_MADE: dict[tuple[tuple[tuple[str, int], ...], str], _Made] = {}
+
+
+def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
+    """The mesh of these axes; a second plan of the same mesh in this process gets the same.
+
+    Each process group has threads and buffers of its own, and torch gives none of them back: a
+    teacher beside a student, or a hundred models one after another, would add them up.
+    """
+    group = distributed.group.WORLD
+    known = _MADE.get((sizes, device_type))
+    if known is None or known.group is not group:
+        root = init_device_mesh(
+            device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
+        )
+        # init_device_mesh starts a process group where there is none
+        known = _MADE[sizes, device_type] = _Made(distributed.group.WORLD, root)
+    return known
+
+
 class Meshes:
     """The mesh of a lowered plan, and the parts of it that its operations work over.
 
@@ -60,11 +95,8 @@ class Meshes:
 
     def __init__(self, lowered: Lowered, device_type: str) -> None:
         self._sizes = {a.name: a.size for a in lowered.axes}
-        self.root: DeviceMesh = init_device_mesh(
-            device_type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
-        )
-        self._flat: dict[tuple[str, ...], DeviceMesh] = {}
-        self._pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
+        made = _made(tuple(self._sizes.items()), device_type)
+        self.root, self._flat, self._pairs = made.root, made.flat, made.pairs
         self._data = lowered.data
         if lowered.data:
             self.part(*lowered.data)
