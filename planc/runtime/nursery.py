@@ -69,18 +69,19 @@ def end_with_the_command() -> None:
 def _wait(children: dict[int, int], folder: Path) -> int:
     """Waits for all; after the first that fails, not for long. Notes those that a signal ended."""
     failed, end = False, float("inf")
+    ended: set[int] = set()
     while children:
         child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
         if child:
             number, code = children.pop(child), os.waitstatus_to_exitcode(status)
-            if code < 0 and time.monotonic() < end:
-                (folder / f"{number}.signal").write_text(str(-code))
+            if code < 0 and child not in ended:
+                (folder / f"{number}.signal").write_text(f"{-code} {time.monotonic()}")
             if code and not failed:
                 failed, end = True, time.monotonic() + GRACE
         elif time.monotonic() > end:
-            for late in children:
+            for late in children.keys() - ended:
                 os.kill(late, signal.SIGKILL)
-            end = float("inf")
+                ended.add(late)
         else:
             time.sleep(0.01)
     return int(failed)

@@ -138,14 +138,14 @@ class Nursery:
     def _trouble(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> Trouble:
         failed = sorted((f for f in found if "error" in f), key=lambda f: float(f["time"]))
         single = [f for f in failed if f["single"] or f["phase"] in ("build", "single")]
-        ended = sorted(self.folder.glob("*.signal"))
+        ended = sorted(_signals(self.folder))
         if single:
             return _told("single", single[0])
-        # what a rank raised before a signal ended another; after, it only lost its partner
+        # beside a rank that died, what another raises only says that its partner is gone
         if failed and not ended:
             return _told("rank", failed[0])
         if ended:
-            number, rank = int(ended[0].read_text()), int(ended[0].stem)
+            _, rank, number = ended[0]
             name = signal.Signals(number).name
             return Trouble(
                 kind="rank", message=f"ended by {name}", rank=rank, detail=_tail(self.log)
@@ -198,6 +198,13 @@ def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:
     for rank in range(ranks):
         with contextlib.suppress(OSError, ValueError):
             yield json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+
+
+def _signals(folder: Path) -> Iterator[tuple[float, int, int]]:
+    """When a signal ended a rank, which, and the signal."""
+    for path in folder.glob("*.signal"):
+        number, when = path.read_text().split()
+        yield float(when), int(path.stem), int(number)
 
 
 def _told(kind: str, report: dict[str, Any]) -> Trouble:

@@ -154,9 +154,7 @@ def test_the_script_of_the_page(tmp_path):
     ended = script(tmp_path, "two", "--steps", "12", *overrides, moved=True)
     assert [step for step, _ in whole] == list(range(12))
     assert [step for step, _ in begun + ended] == list(range(12))
-    # tp = 2 has one data rank, and so other batches than two data ranks have
-    assert ended != whole[10:]
-    assert all(0 < norm < 100 for _, norm in whole + begun + ended)
+    assert [n for _, n in begun + ended] == pytest.approx([n for _, n in whole], rel=1e-3)
 
 
 def script(folder, run, *options, moved=False):
@@ -167,6 +165,7 @@ def script(folder, run, *options, moved=False):
     command = ["--standalone", "train.py", "weights", "llama", "--run", f"{run}/last", *options]
     done = subprocess.run(
         [*torchrun, *command],
+        check=False,
         cwd=folder,
         capture_output=True,
         text=True,

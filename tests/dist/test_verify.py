@@ -1,0 +1,327 @@
+"""`planc verify` on real processes: it proves, refutes, and ends cleanly however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from planc import proof
+from planc.cli import main
+from planc.diagnostic import Sink
+from planc.runtime import certificate as store
+from planc.runtime import verify as runtime
+from planc.share import GRAMMARS
+
+SCHEMA = json.loads((GRAMMARS / "certificate.schema.json").read_text())
+COMMAND = [sys.executable, "-W", "ignore", "-m", "planc.cli", "verify"]
+
+
+def processes(session=None):
+    """The live processes of a session, or all, as {pid: (parent, session)}."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z" and session in (None, int(fields[3])):
+            found[int(path.parent.name)] = (int(fields[1]), int(fields[3]))
+    return found
+
+
+def children(process):
+    """The processes that a process forked, asked for cheaply: a proof may last a second."""
+    try:
+        text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
+
+
+def started(process, count, seconds=120):
+    """The nursery of a running command and its ranks, once there are so many."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        for nursery in children(process.pid):
+            ranks = children(nursery)
+            if len(ranks) == count:
+                return nursery, sorted(ranks)
+        time.sleep(0.002)
+    process.kill()
+    pytest.fail(f"there were no {count} ranks: {process.communicate()}")
+
+
+def gone(session, seconds=30):
+    end = time.monotonic() + seconds
+    while processes(session) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not processes(session)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Starts `planc verify` on a plan that takes a while; killed at the end, whatever happened."""
+    running = []
+
+    def start(*words):
+        process = subprocess.Popen(
+            [*COMMAND, "llama-3.1-8b", "llama", "--set", "tp=2", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path), "PLANC_CACHE_DIR": str(tmp_path / "cache")},
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def proved(model, plan, **arguments):
+    sink = Sink()
+    found = proof.verify(model, str(plan), sink, **arguments)
+    if found.certificate is not None:
+        jsonschema.validate(found.certificate, SCHEMA)
+    return found, sink
+
+
+def plan_of(folder, text):
+    path = folder / "example.plan"
+    path.write_text(text)
+    return path
+
+
+# What it says ------------------------------------------------------------------------------------
+
+
+def test_llama_is_verified(tmp_path, capsys):
+    written = tmp_path / "llama.json"
+    words = ["llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8"]
+    assert main(["verify", *words, "--certificate", str(written)]) == 0
+    told = capsys.readouterr().out
+    assert "Verified on 4 processes: logits " in told
+    assert "dp_shard 2 | tp 2" in told
+    found = json.loads(written.read_text())
+    jsonschema.validate(found, SCHEMA)
+    assert found["verdict"] == "verified" and found["first"] is None
+    assert 0 < found["errors"]["gradients"] < 1e-5 and found["errors"]["parameters"] < 1e-3
+    assert found["small"]["config"]["num_attention_heads"] == 8
+    assert found["left_out"] == ["mixed precision: everything runs in float32"]
+    assert list(tmp_path.iterdir()) == [written]
+    # check knows of it, for this lowered plan alone
+    assert main(["check", *words]) == 0
+    assert f". {store.summary(found)}." in capsys.readouterr().out
+    assert main(["check", *words[:-1], "tp=4"]) == 0
+    assert "Verified" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("qwen3-8b", "qwen3"), ("phi-3-mini", "phi3"), ("gpt2", "gpt2")]
+)
+def test_other_families_are_verified(model, plan):
+    settings = [] if plan == "gpt2" else ["tp=2"]
+    found, sink = proved(model, plan, settings=settings)
+    assert (found.verdict, list(sink)) == ("verified", [])
+
+
+def test_a_norm_that_no_rule_names_is_refuted(tmp_path, capsys):
+    plan = plan_of(tmp_path, 'plan dropped for qwen3\n\nextend "llama.plan"\n')
+    words = ["qwen3-8b", str(plan), "--set", "tp=2", "--world-size", "4"]
+    assert main(["verify", *words]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "error[PL520]" in told and "Refuted on 4 processes" in told
+    assert "fact: no tensor rule names model.layers.1.self_attn.k_norm" in told
+    found, sink = proved("qwen3-8b", plan, settings=["tp=2"])
+    assert found.certificate["errors"]["logits"] < 1e-4
+    assert found.certificate["errors"]["gradients"] > 0.1
+    first = found.certificate["first"]
+    assert first["what"] == "gradient"
+    assert first["name"] == "model.layers.1.self_attn.k_norm.weight"
+    assert "PL161" in found.certificate["checks"]
+    assert [d.code for d in sink] == ["PL520"]
+    # check will not pass it, though it were to find nothing by itself
+    assert main(["check", *words, "--format", "concise"]) == 1
+    assert "PL520" in capsys.readouterr().out
+
+
+def test_the_first_module_that_differs_is_named_with_its_line(tmp_path):
+    plan = plan_of(
+        tmp_path,
+        """plan partial for llama
+
+mesh {
+    dp_shard = auto
+    tp = 2
+}
+
+tensor on tp {
+    model.layers.*.mlp.{gate,up}_proj : colwise
+    model.layers.*.mlp.down_proj : rowwise(-> partial)
+}
+
+fsdp on dp_shard {
+    root : unit
+}
+""",
+    )
+    found, sink = proved("llama-3.1-8b", plan)
+    assert found.verdict == "refuted"
+    first = found.certificate["first"]
+    assert first["what"] == "output" and first["name"] == "model.layers.0.mlp"
+    assert first["places"] == [f"{plan}:10", f"{plan}:14"] or first["places"][-1] == f"{plan}:14"
+    (finding,) = sink
+    assert finding.code == "PL520" and finding.labels
+
+
+def test_a_plan_that_crashes_is_refuted_with_the_error_of_the_rank(tmp_path):
+    found, sink = proved("gemma-3-1b", "gemma3", settings=["tp=2"])  # one kv head, split
+    assert found.verdict == "refuted"
+    (finding,) = sink
+    assert finding.code == "PL521"
+    assert "in the parallel model: RuntimeError: shape" in finding.message
+    assert any("modeling_gemma3.py" in fact for fact in finding.facts)
+
+
+def test_sizes_that_only_the_real_model_gets_wrong_are_not_verified():
+    found, sink = proved("llama-3.1-8b", "llama", world_size=32, settings=["tp=16"])
+    assert found.verdict == "unknown"
+    assert [d.code for d in sink] == ["PL523"]
+    assert "PL201" in found.certificate["reason"]
+
+
+def test_lines_and_axes_that_the_small_model_does_not_reach_are_told(tmp_path):
+    plan = plan_of(
+        tmp_path,
+        """plan deep for llama
+
+extend "llama.plan"
+
+when config.num_hidden_layers > 8 {
+    checkpoint {
+        override model.layers[0] : none
+    }
+}
+""",
+    )
+    found, _ = proved("llama-3.1-8b", plan, world_size=64, settings=["tp=2", "dp_replicate=2"])
+    assert found.verdict == "verified"
+    assert "dp_replicate = 2" in found.certificate["not_reached"]
+    assert "not reached: dp_replicate = 2" in store.summary(found.certificate)
+
+
+def test_what_is_no_transformers_model_is_unknown(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Linear(4, 4))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    text = "plan own for Sequential\nmesh { dp_shard = auto }\nfsdp on dp_shard { root : unit }\n"
+    found, sink = proved("own_model:build", plan_of(tmp_path, text), allow_code=True)
+    assert found.verdict == "unknown"
+    assert [d.code for d in sink] == ["PL523"]
+
+
+def test_a_plan_that_does_not_compile_is_told_as_check_does(tmp_path, capsys):
+    plan = plan_of(tmp_path, "plan bad for llama\n\nmesh { tp = 0 }\n")
+    assert main(["verify", "llama-3.1-8b", str(plan), "--format", "json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["certificate"] is None and found["verdict"] == "unknown"
+    assert [d["code"] for d in found["diagnostics"]] == ["PL300"]
+
+
+# How it ends -------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_ends_the_run(command, tmp_path):
+    process = command()
+    nursery, ranks = started(process, 4)
+    os.kill(ranks[2], signal.SIGKILL)
+    told, _ = process.communicate(timeout=150)
+    assert process.returncode == 2, told
+    assert "error[PL521]: rank 2 failed: ended by SIGKILL" in told
+    assert gone(nursery)
+    assert not list(tmp_path.glob("planc-verify-*"))
+    assert not list((tmp_path / "cache").glob("verify-*"))  # it says nothing of the plan
+
+
+def test_a_rank_that_hangs_ends_with_the_time_limit(command):
+    process = command("--timeout", "12")
+    nursery, ranks = started(process, 4)
+    os.kill(ranks[1], signal.SIGSTOP)
+    told, _ = process.communicate(timeout=150)
+    assert process.returncode == 2, told
+    assert "error[PL522]: no answer from " in told
+    assert gone(nursery)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_command(command, tmp_path, number):
+    process = command("--certificate", "half.json")
+    nursery, _ = started(process, 4)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert gone(nursery)
+    assert not (tmp_path / "half.json").exists()
+
+
+def test_no_process_is_left_after_a_proof():
+    before = set(processes())
+    with runtime.nursery() as made:
+        session = made._process.pid
+        assert processes(session)
+    assert gone(session)
+    assert not [p for p in set(processes()) - before if processes().get(p, (0, 0))[1] == session]
+
+
+# The certificate ---------------------------------------------------------------------------------
+
+
+def test_a_damaged_certificate_is_no_certificate(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    good = {
+        "format_version": 1,
+        "lowered": "a" * 64,
+        "verdict": "verified",
+        "processes": 4,
+        "errors": {"logits": 3e-7, "gradients": 9.2e-7},
+        "not_reached": [],
+    }
+    key = store.key_of("a" * 64, {"model_type": "llama"})
+    store.keep(good, key)
+    path = tmp_path / f"verify-{key}.json"
+    assert store.known("a" * 64, {"model_type": "llama"}) == good
+    assert store.summary(good) == "Verified on 4 processes: logits 3e-7, gradients 9e-7"
+    assert store.known("a" * 64, {"model_type": "llama", "hidden_size": 8}) is None
+    for text in (
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"format_version": 1}',
+        path.read_text().replace("aa", "b"),
+    ):
+        path.write_text(text)
+        assert store.known("a" * 64, {"model_type": "llama"}) is None
+
+
+def test_the_certificate_of_other_versions_is_void(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    key = store.key_of("a" * 64, {})
+    monkeypatch.setattr("planc.model.cache.version", lambda name: "9.9")
+    assert store.key_of("a" * 64, {}) != key
+
+
+def test_reading_a_certificate_imports_no_torch():
+    code = "import sys, planc.runtime.certificate; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
