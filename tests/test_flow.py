@@ -44,6 +44,12 @@ def test_shipped_plans_are_proved(model, plan, tp, sequence_parallel):
     assert 0 < max(verdict.logits, verdict.gradient) < 1e-5
 
 
+def test_a_gradient_that_is_0_is_not_wrong():
+    """A key's bias does nothing behind a softmax; what its gradient has is rounding."""
+    verdict, findings = judged("opt-1.3b", "opt", ["tp=2"])
+    assert (verdict.verdict, findings) == ("proved", [])
+
+
 def test_without_tensor_parallelism_there_is_nothing_to_follow():
     assert judged("llama-3.1-8b", "llama", [])[0].verdict == "nothing"
     assert judged("gpt2", "gpt2", [])[0].verdict == "nothing"

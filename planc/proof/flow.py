@@ -26,7 +26,7 @@ from planc.model.shrink import shrink
 PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
 """Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
 
-_FORMAT = 1
+_FORMAT = 2
 _RANKS = 2
 """Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
 

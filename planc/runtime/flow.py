@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from planc.lowering.ops import Lowered, Parallelize, Tie
 from planc.runtime.apply import Worker
 from planc.runtime.meshes import Meshes
+from planc.runtime.numerics import FLOOR
 
 LIMIT = 1e-4
 """Largest relative error that counts as equal, in float32."""
@@ -181,6 +182,8 @@ def _compare(
 
 def _gradients(single: nn.Module, model: nn.Module) -> Iterator[Part]:
     reference = dict(single.named_parameters())
+    every = (p.grad for p in reference.values() if p.grad is not None)
+    floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
     for name, parameter in model.named_parameters():
         wanted = reference[name].grad
         if wanted is None:
@@ -188,11 +191,11 @@ def _gradients(single: nn.Module, model: nn.Module) -> Iterator[Part]:
         if parameter.grad is None:
             yield Part(kind="missing", subject=name, error=1.0)
             continue
-        error = _error(parameter.grad, wanted)
+        error = _error(parameter.grad, wanted, floor)
         kind = "gradient"
         if error > LIMIT and not isinstance(parameter.grad, DTensor):
             total = sum(_by_rank(parameter.grad), torch.zeros_like(wanted))
-            if _relative(total, wanted) < LIMIT:
+            if _relative(total, wanted, floor) < LIMIT:
                 kind = "partial"
         yield Part(kind=kind, subject=name, error=error)
 
@@ -265,18 +268,20 @@ def _comparable(value: torch.Tensor, wanted: torch.Tensor) -> bool:
     return all(part.shape == wanted.shape for part in _by_rank(value))
 
 
-def _error(value: torch.Tensor, wanted: torch.Tensor) -> float:
+def _error(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
     """The largest relative error over the ranks; 1 where the shapes differ."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     if not _comparable(whole, wanted):
         return 1.0
-    return max(_relative(part, wanted) for part in _by_rank(whole))
+    return max(_relative(part, wanted, floor) for part in _by_rank(whole))
 
 
-def _relative(value: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest absolute difference over largest absolute value; infinite for what is not finite."""
+def _relative(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest absolute difference over largest absolute value, or over `floor` where that is more:
+    a gradient that is 0 but for rounding (a key's bias, behind a softmax) has no other measure.
+    Infinite for what is not finite."""
     difference = (value.detach() - wanted.detach()).abs().max()
-    error = float(difference / wanted.detach().abs().max().clamp_min(1e-12))
+    error = float(difference / wanted.detach().abs().max().clamp_min(max(floor, 1e-12)))
     return float("inf") if math.isnan(error) else error
 
 

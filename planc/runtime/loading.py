@@ -232,4 +232,5 @@ def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | 
             distributed.broadcast(whole, src=0)
         mine = take(whole, runs(tensor)) if isinstance(tensor, DTensor) else whole
         local(tensor).copy_(mine)
+        del whole, mine  # before the next one is made
     return failure

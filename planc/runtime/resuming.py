@@ -19,7 +19,7 @@ from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry
 from planc.runtime.loading import Weights, load_files, lost, match, materialise, together
 from planc.runtime.optimizers import room
-from planc.runtime.saving import METADATA, saved
+from planc.runtime.saving import METADATA, reason, saved
 from planc.runtime.shards import held, irregular, local, reshard, runs, take
 
 _MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
@@ -111,12 +111,30 @@ def load_checkpoint(
 
 def _metadata(folder: Path, findings: list[Diagnostic]) -> Mapping[str, Any]:
     try:
-        reader = checkpoint.FileSystemReader(folder)
-        return dict(reader.read_metadata().state_dict_metadata)
+        metadata = checkpoint.FileSystemReader(folder).read_metadata()
+        findings += _short(folder, metadata.storage_data or {})
+        return dict(metadata.state_dict_metadata)
     except Exception as error:  # a broken pickle raises anything
         why = f"{type(error).__name__}: {error}"
         findings.append(problem("PL497", f"{folder} is not a whole checkpoint: {why}"))
         return {}
+
+
+def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
+    """PL497 for files that are gone, or shorter than the metadata has it."""
+    needed: dict[str, int] = {}
+    for info in stored.values():
+        end = info.offset + info.length
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
+    out: list[Diagnostic] = []
+    for name, size in sorted(needed.items()):
+        file = folder / name
+        if not file.is_file():
+            out.append(problem("PL497", f"{folder} lacks its file {name}"))
+        elif file.stat().st_size < size:
+            found = f"{file.stat().st_size:,} bytes, not {size:,}"
+            out.append(problem("PL497", f"{file} is cut short: {found}"))
+    return out
 
 
 def _entries(folder: Path, stored: Mapping[str, Any], start: str) -> dict[str, Entry]:
@@ -141,7 +159,6 @@ def _read(target: dict[str, Any], folder: Path) -> None:
     try:
         with torch.no_grad():
             checkpoint.load(target, checkpoint_id=folder)
-    except Exception as error:
-        text = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-        failed.append(problem("PL497", f"{folder} could not be read: {text[-1].strip()}"))
+    except (Exception, checkpoint.CheckpointException) as error:
+        failed.append(problem("PL497", f"{folder} could not be read: {reason(error)}"))
     together(failed)

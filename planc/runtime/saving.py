@@ -57,8 +57,8 @@ def save(
     failed: list[Diagnostic] = []
     try:
         checkpoint.save(state, checkpoint_id=new)
-    except Exception as error:  # a full disk, or another rank's
-        failed.append(problem("PL497", f"{folder} could not be written: {_line(error)}"))
+    except (Exception, checkpoint.CheckpointException) as error:  # a full disk, say
+        failed.append(problem("PL497", f"{folder} could not be written: {reason(error)}"))
     together(failed)
     together(_first(lambda: _publish(folder, new, old)))
 
@@ -87,13 +87,17 @@ def _first(work: Callable[[], None]) -> list[Diagnostic]:
     try:
         work()
     except OSError as error:
-        return [problem("PL497", _line(error))]
+        return [problem("PL497", reason(error))]
     return []
 
 
-def _line(error: Exception) -> str:
-    text = [t for t in str(error).strip().splitlines() if t.strip()]
-    return text[-1].strip() if text else type(error).__name__
+def reason(error: BaseException) -> str:
+    """One line on why: torch's checkpoint collects what its ranks raised, with tracebacks."""
+    if isinstance(error, checkpoint.CheckpointException) and error.failures:
+        rank, (inner, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {reason(inner)}"
+    text = [line for line in str(error).strip().splitlines() if line.strip()]
+    return text[0].strip() if text else type(error).__name__
 
 
 def _clear(folder: Path, new: Path) -> None:
