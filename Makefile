@@ -32,7 +32,9 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour)
 	$(BIN)/python -W ignore tests/mutants/run.py --table docs/mutants.table.md
 
-pages: $(VENV)/.ready  ## write the index of the diagnostics and the outputs in the docs anew
+pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, indexes, outputs in docs
+	$(BIN)/python -m planc.syntax.grammar > grammars/plan.table.new
+	mv grammars/plan.table.new grammars/plan.table.json
 	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md
 	$(BIN)/python -m pytest tests/test_docs.py --update
 

@@ -148,8 +148,9 @@ def main():
                 settings = [*SETTINGS, f"sequence_parallel={way}"]
                 case = Case(model, facts, Path(folder) / f"{plan}.plan", settings)
                 family(case, plan, truth, counts, surprises)
+            silent = show(counts, surprises, options)  # the table so far
     truth.pool.close()
-    show(counts, surprises, options)
+    return silent
 
 
 def show(counts, surprises, options):
