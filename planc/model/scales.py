@@ -153,6 +153,7 @@ LIMITS = {
     "max_source_positions": 64,
     "max_target_positions": 64,
     "router_hidden_size": 32,
+    "encoder_hash_byte_group_vocab": 64,
 }
 """Sizes that nothing has to divide by, and their most."""
 

@@ -87,14 +87,16 @@ class _Shrinker:
             if not _number(depth):
                 continue
             lists = [n for n, v in config.items() if isinstance(v, list) and len(v) == depth > 1]
-            columns = [[str(v) for v in config[n]] for n in lists]
+            every = list(range(depth))  # a list that names all layers tells none apart
+            columns = [[str(v) for v in config[n]] for n in lists if config[n] != every]
             single = {int(i): v for i, v in (config.get("per_layer_config") or {}).items()}
             if single:
                 columns.append([str(single.get(i)) for i in range(depth)])
             kept = self._kept(list(zip(*columns, strict=True)))
             kept = kept or list(range(min(depth, max(self.layers, _period(config, depth)))))
             for field in lists:
-                small[field] = _renumbered([config[field][i] for i in kept], kept)
+                values = [config[field][i] for i in kept]
+                small[field] = list(range(len(kept))) if config[field] == every else values
             if single:
                 own = {str(kept.index(i)): v for i, v in single.items() if i in kept}
                 small["per_layer_config"] = {i: self.config(v) for i, v in own.items()}
@@ -218,12 +220,6 @@ def _token(value: Any, vocabulary: int, used: set[int]) -> Any:
     last = next(v for v in range(vocabulary - 1, -1, -1) if v not in used)
     used.add(last)
     return last
-
-
-def _renumbered(values: list[Any], kept: list[int]) -> list[Any]:
-    """A list that names layers by number (`cross_attention_layers` of all) names the kept ones."""
-    same = all(_number(v) or v == 0 for v in values) and values == kept
-    return list(range(len(kept))) if same else values
 
 
 def _numbered_layers(
