@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planc.checks.table import active, axis_label, ranks, split_dim
+from planc.checks.table import active, ranks, split_dim
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan
 from planc.model.facts import Facts, Modules
@@ -27,10 +27,10 @@ def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     share = 100 * kept / total
     largest = sorted(whole, reverse=True)[:3]
+    names = ", ".join(f"{name} {count:,}" for count, name in largest)
     sink.info(
         "PL204",
         f"{share:.2g}% of the parameters stay whole on every rank of {rules[0].axis} = "
         f"{ranks(plan, rules[0])}",
-        axis_label(plan, rules[0]),
-        facts=[f"{name}: {count:,}" for count, name in largest],
+        facts=[f"the largest: {names}"],
     )

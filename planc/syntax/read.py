@@ -133,7 +133,7 @@ def _base(place: Place, name: str) -> Place:
         if "/" not in name and known.is_file():
             return Place(name=f"plans/{known.name}", path=known)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
-    return Place(name=f"{prefix}{name}", path=path)
+    return Place(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
 
 
 def _text(place: Place, origin: Span | None, sink: Sink) -> str | None:
