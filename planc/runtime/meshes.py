@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from itertools import combinations
+from weakref import WeakValueDictionary
 
 import torch
 from torch import distributed, nn
@@ -52,7 +53,7 @@ def start(device_type: str) -> bool:
     return True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Made:
     """A mesh and the parts of it that were asked for.
 
@@ -66,14 +67,15 @@ class _Made:
     pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
 
 
-_MADE: dict[tuple[tuple[tuple[str, int], ...], str], _Made] = {}
+_MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], _Made] = WeakValueDictionary()
+"""Weak, because a mesh holds its process groups, which must be gone before the interpreter is."""
 
 
 def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
-    """The mesh of these axes; a second plan of the same mesh in this process gets the same.
+    """The mesh of these axes; a second plan of the same mesh gets the same while the first lives.
 
     Each process group has threads and buffers of its own, and torch gives none of them back: a
-    teacher beside a student, or a hundred models one after another, would add them up.
+    teacher beside a student would have them twice.
     """
     group = distributed.group.WORLD
     known = _MADE.get((sizes, device_type))
@@ -82,7 +84,8 @@ def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
             device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
         )
         # init_device_mesh starts a process group where there is none
-        known = _MADE[sizes, device_type] = _Made(distributed.group.WORLD, root)
+        known = _Made(distributed.group.WORLD, root)
+        _MADE[sizes, device_type] = known
     return known
 
 
@@ -96,6 +99,7 @@ class Meshes:
     def __init__(self, lowered: Lowered, device_type: str) -> None:
         self._sizes = {a.name: a.size for a in lowered.axes}
         made = _made(tuple(self._sizes.items()), device_type)
+        self._made = made
         self.root, self._flat, self._pairs = made.root, made.flat, made.pairs
         self._data = lowered.data
         if lowered.data:

@@ -36,6 +36,9 @@ def worker(rank, store, parent, jobs, results):
         store=distributed.FileStore(*store),
         timeout=datetime.timedelta(seconds=60),
     )
+    from planc.runtime import meshes
+
+    meshes._MADE = {}  # torch frees no process group, so the next job of a mesh shares them
     for module, name, arguments in until_stopped(jobs, parent):
         try:
             result = getattr(importlib.import_module(module), name)(**arguments)
