@@ -92,20 +92,31 @@ def _tensor(lowered: Lowered) -> bool:
 
 
 def _governing(name: str, plan: Plan) -> Iterator[Label]:
-    """The rules for a module, else those of what holds it, the nearest first."""
+    """The rules for a module, else those inside it, else of what holds it; and its unit."""
     rules: list[tuple[Modules, Span]] = [(r.modules, r.origin) for r in plan.tensor]
     units = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
-    for near, text in ((rules, "its rule"), (units, "its unit")):
-        at: str | None = name
-        while at is not None:
-            spans = dict.fromkeys(origin for modules, origin in near if _holds(modules, at))
-            if spans:
-                told = text if at == name else f"{text.removeprefix('its ')} of {at or 'the model'}"
-                yield from (Label(span=s, text=told) for s in spans)
-                break
-            at = (at.rpartition(".")[0] if "." in at else "") if at else None
-        if at == name and text == "its rule":
+    inside = dict.fromkeys(o for m, o in rules if any(_below(n, name) for n in m.names()))
+    if inside and not any(_holds(m, name) for m, _ in rules):
+        yield from (Label(span=origin, text=f"inside {name or 'the model'}") for origin in inside)
+    else:
+        yield from _nearest(name, rules, "rule")
+    yield from _nearest(name, units, "unit")
+
+
+def _nearest(name: str, near: list[tuple[Modules, Span]], what: str) -> Iterator[Label]:
+    """What names the module, or the nearest one that holds it."""
+    parts = name.split(".") if name else []
+    for count in range(len(parts), -1, -1):
+        at = ".".join(parts[:count])
+        spans = dict.fromkeys(origin for modules, origin in near if _holds(modules, at))
+        if spans:
+            told = f"its {what}" if at == name else f"{what} of {at or 'the model'}"
+            yield from (Label(span=span, text=told) for span in spans)
             return
+
+
+def _below(name: str, holder: str) -> bool:
+    return name.startswith(f"{holder}.") if holder else bool(name)
 
 
 def _holds(modules: Modules, name: str) -> bool:

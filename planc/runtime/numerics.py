@@ -28,7 +28,7 @@ EPSILON = 1e-6
 """AdamW's. With torch's 1e-8 a gradient that is zero but for rounding moves a weight as far as a
 real one does, so the steps would compare noise."""
 STEPS = 2
-FLOOR = 1e-4
+FLOOR = 1e-3
 """The least that a tensor's largest value counts as, of the largest among its like."""
 
 Report = Callable[[str], None]

@@ -128,12 +128,12 @@ class Nursery:
 
     def close(self) -> None:
         """Ends every process, those included that a rank may have started."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # alone enough, were they slow to hear the signal
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
 
     def _trouble(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> Trouble:
         failed = sorted((f for f in found if "error" in f), key=lambda f: float(f["time"]))
