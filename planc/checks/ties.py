@@ -52,7 +52,7 @@ def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
     ]
     some = next(r for r in rules if r)
     whole = [half[0] for r, half in zip(rules, (one, two), strict=True) if not r]
-    sink.error(
+    sink.warning(
         "PL401",
         f"`{one[0]}` and `{two[0]}` are one tensor, and the plan splits them differently",
         *labels,
