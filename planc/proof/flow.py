@@ -23,7 +23,7 @@ from planc.model.facts import Facts, Modules
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 
-PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205", "PL401"})
+PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
 """Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
 
 _FORMAT = 2
