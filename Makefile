@@ -30,7 +30,8 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 	$(BIN)/python tests/bench/run.py
 
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour)
-	$(BIN)/python -W ignore tests/mutants/run.py --table docs/mutants.table.md
+	mkdir -p build
+	$(BIN)/python -W ignore tests/mutants/run.py --table build/mutants.md
 
 pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, indexes, outputs in docs
 	$(BIN)/python -m planc.syntax.grammar > grammars/plan.table.new
