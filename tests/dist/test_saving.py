@@ -174,6 +174,10 @@ def script(folder, run, *options, moved=False):
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    assert done.returncode == 0, done.stderr
+    # gloo sometimes aborts as the interpreter goes while a device mesh is still there (torch 2.13,
+    # without planc too); the run is over by then, and must have come to its end
+    gone = "terminate called without an active exception" in done.stderr
+    assert done.returncode == 0 or gone, done.stderr
+    assert (folder / run / "export" / "config.json").is_file()
     lines = re.findall(r"^step (\d+), norm ([\d.]+)$", done.stdout, re.M)
     return [(int(step), float(norm)) for step, norm in lines]
