@@ -16,6 +16,27 @@ from planc.model.table import already_parallel, facts_of
 
 # The totals that the publishers state; tied parameters count once.
 TOTALS = {
+    "biogpt": 346_763_264,
+    "bloom-7b1": 7_069_016_064,
+    "codegen-350m": 356_712_448,
+    "command-r": 34_980_831_232,
+    "command-r7b": 8_028_033_024,
+    "falcon-7b": 6_921_720_704,
+    "gemma-2-9b": 9_241_705_984,
+    "glm-4-9b": 9_399_951_360,
+    "glm-4-9b-0414": 9_400_094_720,
+    "gpt-j-6b": 6_050_882_784,
+    "minitron-4b": 4_190_509_056,
+    "mpt-7b": 6_649_286_656,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-7b": 6_888_095_744,
+    "persimmon-8b": 9_397_175_296,
+    "phi-2": 2_779_683_840,
+    "pythia-6.9b": 6_857_302_016,
+    "stablelm-2-1.6b": 1_644_515_328,
+    "starcoder": 15_517_456_384,
+    "starcoder2-3b": 3_030_371_328,
+    "xglm-564m": 564_463_616,
     "gemma-3-1b": 999_885_952,
     "gpt2": 124_439_808,
     "opt-1.3b": 1_315_758_080,
@@ -30,7 +51,23 @@ TOTALS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
 }
-TIED = {"gemma-3-1b", "gpt2", "llama-3.2-1b", "opt-1.3b", "qwen2.5-0.5b"}
+TIED = {
+    "biogpt",
+    "bloom-7b1",
+    "command-r",
+    "command-r7b",
+    "falcon-7b",
+    "gemma-2-9b",
+    "gemma-3-1b",
+    "gpt2",
+    "llama-3.2-1b",
+    "mpt-7b",
+    "opt-1.3b",
+    "qwen2.5-0.5b",
+    "starcoder",
+    "starcoder2-3b",
+    "xglm-564m",
+}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
