@@ -219,9 +219,14 @@ def _slices(model: nn.Module, matched: Mapping[str, Entry]) -> str | None:
 def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | None:
     """Rank 0 reads each tensor whole and sends it; the others keep what they hold of it."""
     failure: str | None = None
-    for tensor, entry in ((w.tensor, w.entry) for w in _wishes(model, matched)):
+    wishes = _wishes(model, matched)
+    # one memory for all, for a backend may hold on to what it sent for a while
+    room = torch.empty(
+        max((_bytes(w.tensor) for w in wishes), default=0), dtype=torch.uint8, device=device
+    )
+    for tensor, entry in ((w.tensor, w.entry) for w in wishes):
         # in the model's dtype, not the file's, which only rank 0 knows
-        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+        whole = room[: _bytes(tensor)].view(tensor.dtype).view(tuple(tensor.shape))
         if entry is not None and failure is None:
             try:
                 with reading(entry.file) as opened:
@@ -232,5 +237,8 @@ def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | 
             distributed.broadcast(whole, src=0)
         mine = take(whole, runs(tensor)) if isinstance(tensor, DTensor) else whole
         local(tensor).copy_(mine)
-        del whole, mine  # before the next one is made
     return failure
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())

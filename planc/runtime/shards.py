@@ -146,13 +146,25 @@ def irregular(tensor: Tensor) -> bool:
     """
     if not isinstance(tensor, DTensor):
         return False
-    sizes = tensor.device_mesh.shape
-    for placement in tensor.placements:
-        if split(placement) and getattr(placement, "split_factor", 1) > 1:
-            pairs = zip(tensor.placements, sizes, strict=True)
-            shards = prod(n for p, n in pairs if split(p) and p.dim == placement.dim)
-            if shards == placement.split_factor or tensor.shape[placement.dim] % shards:
-                return True
+    return _irregular(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements)
+
+
+def _irregular(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...]
+) -> bool:
+    for axis, placement in enumerate(placements):
+        factor = getattr(placement, "split_factor", 1)
+        if not split(placement) or factor == 1:
+            continue
+        dim: int = placement.dim
+        same = [
+            (i, n)
+            for i, (p, n) in enumerate(zip(placements, sizes, strict=True))
+            if split(p) and p.dim == dim
+        ]
+        inside = prod(n for i, n in same if i > axis)
+        if factor != inside or shape[dim] % prod(n for _, n in same):
+            return True
     return False
 
 
