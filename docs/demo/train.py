@@ -9,6 +9,8 @@ the text is a token.
 
 import argparse
 import json
+import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -84,7 +86,9 @@ def main():
     if first:
         options.out.write_text(json.dumps(losses))
     if distributed.is_initialized():
-        distributed.destroy_process_group()
+        distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # torch's caches hold meshes, and gloo's threads may abort a slow farewell
 
 
 if __name__ == "__main__":
