@@ -247,7 +247,7 @@ def test_ties_inside_a_list():
 
 def test_a_parameter_by_name():
     facts = table(built("llama"))
-    assert facts.parameter("model.layers.7.mlp.up_proj.weight").shape == (96, 64)
+    assert facts.find("model.layers.7.mlp.up_proj.weight")[1].shape == (96, 64)
     for wrong in (
         "model.layers.8.mlp.up_proj.weight",
         "model.layers.x.mlp",
@@ -255,7 +255,7 @@ def test_a_parameter_by_name():
         "model.norm",
     ):
         with pytest.raises(KeyError):
-            facts.parameter(wrong)
+            facts.find(wrong)
 
 
 @dataclasses.dataclass

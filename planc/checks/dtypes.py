@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planc.checks.table import owned
 from planc.diagnostic import Sink
+from planc.ir.owners import owned
 from planc.ir.plan import Plan, Unit
 from planc.model.facts import Facts
 

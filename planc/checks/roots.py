@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from planc.checks.table import holds, owned
+from planc.checks.table import holds
 from planc.diagnostic import Sink
+from planc.ir.owners import owned
 from planc.ir.plan import Plan, Unit
 from planc.model.facts import Facts
 

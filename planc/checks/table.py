@@ -8,7 +8,6 @@ from planc.diagnostic import Label
 from planc.ir.plan import Plan, TensorRule, Unit
 from planc.ir.style import Colwise, Input, Output, Rowwise, Shard, weight_shard
 from planc.model.facts import Facts, Modules, Parameter
-from planc.model.indices import Indices
 
 
 def ranks(plan: Plan, rule: TensorRule) -> int:
@@ -73,31 +72,6 @@ def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
     return (r for r in rules if not isinstance(r.style, Input | Output))
 
 
-def find(facts: Facts, name: str) -> tuple[Modules, Parameter] | None:
-    """A parameter by its torch name, and the one module that holds it."""
-    *path, last = name.split(".")
-    at = facts.model
-    for part in path:
-        child = next(
-            (
-                c
-                for c in at.module.children
-                if (c.name == part if c.indices is None else _entry(part, c.indices))
-            ),
-            None,
-        )
-        if child is None:
-            return None
-        segment = part if child.indices is None else Indices.of([int(part)])
-        at = Modules((*at.path, segment), child.module)
-    parameter = next((p for p in at.module.parameters if p.name == last), None)
-    return None if parameter is None else (at, parameter)
-
-
-def _entry(part: str, indices: Indices) -> bool:
-    return part.isdecimal() and int(part) in indices
-
-
 def unit_of(plan: Plan, modules: Modules) -> Unit | None:
     """The innermost unit around (all of) the modules."""
     assert plan.fsdp is not None
@@ -112,38 +86,7 @@ def unit_of(plan: Plan, modules: Modules) -> Unit | None:
 
 def holds(outer: Modules, modules: Modules) -> bool:
     """Whether every one of the modules is in (or is) one of the outer ones."""
-    n = len(outer.path)
-    if modules.key[:n] != outer.key:
-        return False
-    head = Modules(modules.path[:n], outer.module)
-    return not head.minus(outer)
-
-
-def owned(plan: Plan, facts: Facts) -> Iterator[tuple[Modules, Unit | None]]:
-    """Every module that has parameters of its own, by the unit that shards them."""
-    assert plan.fsdp is not None
-    members = [(m, u) for u in plan.fsdp.units for m in u.members]
-    members.sort(key=lambda item: -len(item[0].path))
-    for modules in facts.model.below():
-        if not modules.module.parameters:
-            continue
-        left = [modules]
-        for member, unit in members:
-            for part in list(left):
-                both = _within(part, member)
-                if both is not None:
-                    left.remove(part)
-                    left.extend(part.minus(both))
-                    yield both, unit
-        yield from ((part, None) for part in left)
-
-
-def _within(modules: Modules, outer: Modules) -> Modules | None:
-    n = len(outer.path)
-    if modules.key[:n] != outer.key:
-        return None
-    head = Modules(modules.path[:n], outer.module).overlap(outer)
-    return None if head is None else Modules((*head.path, *modules.path[n:]), modules.module)
+    return not modules.outside([outer])
 
 
 def legal(*counts: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planc.checks.table import active, axis_label, find, split_dim, unit_of
+from planc.checks.table import active, axis_label, split_dim, unit_of
 from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan, TensorRule
 from planc.model.facts import Facts, Modules, Parameter
@@ -17,7 +17,7 @@ def ties(plan: Plan, facts: Facts, sink: Sink) -> None:
     tensors where the model has one.
     """
     for group in facts.ties:
-        halves = [(name, *found) for name in group if (found := find(facts, name))]
+        halves = [(name, *facts.find(name)) for name in group]
         for other in halves[1:]:
             if "tensor" not in plan.broken:
                 _styles(halves[0], other, plan, sink)

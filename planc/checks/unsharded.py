@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from planc.checks.table import active, axis_label, owned
+from planc.checks.table import active, axis_label
 from planc.diagnostic import Sink
+from planc.ir.owners import owned
 from planc.ir.plan import Plan
 from planc.model.facts import Facts
 

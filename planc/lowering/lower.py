@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, Output, weight_shard
-from planc.lowering.memory import Holdings
+from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     AnyOp,
     Checkpoint,
@@ -153,21 +153,16 @@ def _block(rule: TensorRule) -> tuple[str, ...]:
 
 
 def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:
-    ranks = plan.mesh.size(rule.axis)
     module = rule.modules.module
-    shapes = []
-    for parameter in module.parameters:
-        dim = weight_shard(rule.style, module.kind, parameter.name, len(parameter.shape))
-        if dim is None:
-            continue
-        local = list(parameter.shape)
-        local[dim] = -(-local[dim] // ranks)
-        shapes.append(Shape(name=parameter.name, shape=parameter.shape, local=tuple(local)))
     return Parallelize(
         modules=rule.modules,
         axis=rule.axis,
         style=rule.style,
-        shapes=tuple(shapes),
+        shapes=tuple(
+            Shape(name=p.name, shape=p.shape, local=local_shape(p, rule, plan))
+            for p in module.parameters
+            if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
+        ),
         place=rule.origin.place,
     )
 
@@ -184,11 +179,7 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
     if isinstance(rule.style, Input | Output):
         return False
-    *parts, _ = parameter.split(".")
-    return len(parts) == len(rule.modules.path) and all(
-        part == s if isinstance(s, str) else part.isdecimal() and int(part) in s
-        for part, s in zip(parts, rule.modules.path, strict=True)
-    )
+    return rule.modules.has(parameter.rpartition(".")[0])
 
 
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from planc.ir.owners import owned
 from planc.ir.plan import Plan, Precision, TensorRule, Unit
 from planc.ir.style import Input, Output, weight_shard
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
@@ -20,12 +21,14 @@ class Holding:
     """Like parameters of like modules.
 
     Args:
-        modules: who owns them.
+        modules: who holds them.
+        unit: who shards them, None where no unit does.
         parameter: as the model has it.
         local: its shape after tensor parallelism, on the rank that holds most.
     """
 
     modules: Modules
+    unit: Unit | None
     parameter: Parameter
     local: tuple[int, ...]
 
@@ -46,27 +49,14 @@ class Holdings:
         self.plan = plan
         rules = [r for r in tensor if not isinstance(r.style, Input | Output)]
         tied = {name for group in facts.ties for name in group[1:]}
-        self.all: list[Holding] = []
-        for modules in facts.model.below():
-            for part, rule in _ruled(modules, rules):
-                self.all.extend(self._holdings(part, rule, tied))
-
-    def _holdings(
-        self, part: Modules, rule: TensorRule | None, tied: set[str]
-    ) -> Iterator[Holding]:
-        for parameter in part.module.parameters:
-            if len(part) == 1 and tied:
-                prefix = next(part.names())
-                name = f"{prefix}.{parameter.name}" if prefix else parameter.name
-                if name in tied:
-                    continue
-            local = list(parameter.shape)
-            if rule is not None:
-                kind, ndim = part.module.kind, len(local)
-                dim = weight_shard(rule.style, kind, parameter.name, ndim)
-                if dim is not None and ndim:
-                    local[dim] = -(-local[dim] // self.plan.mesh.size(rule.axis))
-            yield Holding(modules=part, parameter=parameter, local=tuple(local))
+        self.all = [
+            Holding(modules=part, unit=unit, parameter=parameter, local=local)
+            for modules, unit in owned(plan, facts)
+            for part, rule in _ruled(modules, rules)
+            for parameter in part.module.parameters
+            if not _again(part, parameter, tied)
+            for local in [local_shape(parameter, rule, plan)]
+        ]
 
     @property
     def ranks(self) -> int:
@@ -74,29 +64,35 @@ class Holdings:
 
     def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int]:
         """Bytes of one call's parameters: at rest on a rank, and gathered."""
-        assert self.plan.fsdp is not None
-        inner = [u for u in self.plan.fsdp.units if u is not unit]
         param = precision.param if precision else None
-        rest = gathered = 0
+        own = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
-        for holding in self.all:
-            for member in unit.members:
-                count = _owned(holding.modules, member, inner)
-                rest += count * holding.sharded(self.ranks)
-                gathered += count * holding.whole(param)
-        return rest // calls, gathered // calls
+        rest = sum(len(h.modules) * h.sharded(self.ranks) for h in own)
+        return rest // calls, sum(len(h.modules) * h.whole(param) for h in own) // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
-        if self.plan.fsdp is None:
-            return sum(len(h.modules) * h.whole(None) for h in self.all)
-        members = [m for u in self.plan.fsdp.units for m in u.members]
-        total = 0
-        for holding in self.all:
-            outside = _left(holding.modules, members)
-            total += (len(holding.modules) - outside) * holding.sharded(self.ranks)
-            total += outside * holding.whole(None)
-        return total
+        return sum(
+            len(h.modules) * (h.whole(None) if h.unit is None else h.sharded(self.ranks))
+            for h in self.all
+        )
+
+
+def local_shape(parameter: Parameter, rule: TensorRule | None, plan: Plan) -> tuple[int, ...]:
+    """The shape that a rule leaves of a parameter, on the rank that holds most."""
+    local = list(parameter.shape)
+    if rule is not None and local:
+        dim = weight_shard(rule.style, rule.modules.module.kind, parameter.name, len(local))
+        if dim is not None:
+            local[dim] = -(-local[dim] // plan.mesh.size(rule.axis))
+    return tuple(local)
+
+
+def _again(modules: Modules, parameter: Parameter, tied: set[str]) -> bool:
+    """Whether a parameter is another's second name."""
+    if len(modules) > 1 or not tied:
+        return False
+    return ".".join(filter(None, [next(modules.names()), parameter.name])) in tied
 
 
 def _ruled(
@@ -113,39 +109,3 @@ def _ruled(
                 yield both, rule
     for part in left:
         yield part, None
-
-
-def _inside(modules: Modules, outer: Modules) -> Modules | None:
-    """Those of the modules that are in (or are) one of the outer ones."""
-    n = len(outer.path)
-    if modules.key[:n] != outer.key:
-        return None
-    head = Modules(modules.path[:n], outer.module).overlap(outer)
-    return None if head is None else Modules((*head.path, *modules.path[n:]), modules.module)
-
-
-def _left(modules: Modules, members: Iterable[Modules]) -> int:
-    """How many of the modules are in none of the members."""
-    left = [modules]
-    for member in members:
-        left = [rest for m in left for rest in _minus(m, member)]
-    return sum(len(m) for m in left)
-
-
-def _minus(modules: Modules, outer: Modules) -> tuple[Modules, ...]:
-    both = _inside(modules, outer)
-    return (modules,) if both is None else modules.minus(both)
-
-
-def _owned(modules: Modules, member: Modules, others: Iterable[Unit]) -> int:
-    """How many of the modules belong to a member and to no unit deeper inside."""
-    mine = _inside(modules, member)
-    if mine is None:
-        return 0
-    deeper = [
-        m
-        for unit in others
-        for m in unit.members
-        if len(m.path) > len(member.path) and m.within(member)
-    ]
-    return _left(mine, deeper)

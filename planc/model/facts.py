@@ -8,7 +8,7 @@ that tree; its algebra (overlap, difference) is what rules, units and diffs are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -193,10 +193,35 @@ class Modules:
 
     def within(self, other: Modules) -> bool:
         """Whether some module of this set lies inside (or is) a module of the other."""
+        return self.inside(other) is not None
+
+    def inside(self, other: Modules) -> Modules | None:
+        """The modules of this set that lie inside (or are) one of the other's."""
         n = len(other.path)
         if self.key[:n] != other.key:
-            return False
-        return Modules(self.path[:n], other.module).overlap(other) is not None
+            return None
+        head = Modules(self.path[:n], other.module).overlap(other)
+        return None if head is None else Modules((*head.path, *self.path[n:]), self.module)
+
+    def outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
+        """The modules of this set that lie inside none of the others, as disjoint sets."""
+        left: tuple[Modules, ...] = (self,)
+        for other in others:
+            cut = [(part, part.inside(other)) for part in left]
+            left = tuple(
+                rest
+                for part, both in cut
+                for rest in ((part,) if both is None else part.minus(both))
+            )
+        return left
+
+    def has(self, name: str) -> bool:
+        """Whether this set holds the module that torch calls `name`."""
+        parts = name.split(".") if name else []
+        return len(parts) == len(self.path) and all(
+            part == mine if isinstance(mine, str) else part.isdecimal() and int(part) in mine
+            for part, mine in zip(parts, self.path, strict=True)
+        )
 
     def below(self) -> Iterator[Modules]:
         """These modules and every module inside them, parents first."""
@@ -235,28 +260,32 @@ class Facts:
     @property
     def count(self) -> int:
         """How many elements the parameters have, tied ones once (`root.count` has them twice)."""
-        again = sum(self.parameter(name).numel for group in self.ties for name in group[1:])
+        again = sum(self.find(name)[1].numel for group in self.ties for name in group[1:])
         return self.root.count - again
 
-    def parameter(self, name: str) -> Parameter:
+    def find(self, name: str) -> tuple[Modules, Parameter]:
         """The parameter that torch calls `name`, such as `model.layers.0.mlp.up_proj.weight`.
+
+        Returns:
+            The one module that holds it, and the parameter.
 
         Raises:
             KeyError: there is none of that name.
         """
         *path, last = name.split(".")
-        module = self.root
+        at = self.model
         for part in path:
-            for child in module.children:
+            for child in at.module.children:
                 own = child.indices
                 if child.name == part if own is None else part.isdecimal() and int(part) in own:
-                    module = child.module
+                    segment = part if own is None else Indices.of([int(part)])
+                    at = Modules((*at.path, segment), child.module)
                     break
             else:
                 raise KeyError(name)
-        for parameter in module.parameters:
+        for parameter in at.module.parameters:
             if parameter.name == last:
-                return parameter
+                return at, parameter
         raise KeyError(name)
 
     def source(self, field_name: str) -> str:

@@ -46,7 +46,7 @@ def parted(
     ]
     if found.errors["gradients"] > LIMITS["gradients"]:
         facts.append(f"worst gradient: {found.worst['gradients']}")
-    if not any(_holds(r.modules, name) for r in plan.tensor) and _tensor(lowered):
+    if not any(r.modules.has(name) for r in plan.tensor) and _tensor(lowered):
         facts.append(f"no tensor rule names {name or 'the model'}")
     sink.error("PL520", message, *labels, facts=facts)
     return message, tuple(dict.fromkeys(label.span.place for label in labels))
@@ -96,7 +96,7 @@ def _governing(name: str, plan: Plan) -> Iterator[Label]:
     rules: list[tuple[Modules, Span]] = [(r.modules, r.origin) for r in plan.tensor]
     units = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
     inside = dict.fromkeys(o for m, o in rules if any(_below(n, name) for n in m.names()))
-    if inside and not any(_holds(m, name) for m, _ in rules):
+    if inside and not any(m.has(name) for m, _ in rules):
         yield from (Label(span=origin, text=f"inside {name or 'the model'}") for origin in inside)
     else:
         yield from _nearest(name, rules, "rule")
@@ -108,7 +108,7 @@ def _nearest(name: str, near: list[tuple[Modules, Span]], what: str) -> Iterator
     parts = name.split(".") if name else []
     for count in range(len(parts), -1, -1):
         at = ".".join(parts[:count])
-        spans = dict.fromkeys(origin for modules, origin in near if _holds(modules, at))
+        spans = dict.fromkeys(origin for modules, origin in near if modules.has(at))
         if spans:
             told = f"its {what}" if at == name else f"{what} of {at or 'the model'}"
             yield from (Label(span=span, text=told) for span in spans)
@@ -117,7 +117,3 @@ def _nearest(name: str, near: list[tuple[Modules, Span]], what: str) -> Iterator
 
 def _below(name: str, holder: str) -> bool:
     return name.startswith(f"{holder}.") if holder else bool(name)
-
-
-def _holds(modules: Modules, name: str) -> bool:
-    return name in modules.names()
