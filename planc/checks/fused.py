@@ -7,7 +7,7 @@ from planc.diagnostic import Sink
 from planc.ir.plan import Plan
 from planc.model.facts import Facts
 
-_FUSED = {
+FUSED = {
     "qkv_proj": "q, k and v",
     "gate_up_proj": "gate and up",
     "c_attn": "q, k and v",
@@ -21,11 +21,11 @@ def fused(plan: Plan, facts: Facts, sink: Sink) -> None:
     the first ranks hold q alone; the model's own cut of its local output then mixes them up."""
     for rule in active(plan):
         name = rule.modules.path[-1] if rule.modules.path else ""
-        if not isinstance(name, str) or name not in _FUSED or not splits_output(rule):
+        if not isinstance(name, str) or name not in FUSED or not splits_output(rule):
             continue
         sink.warning(
             "PL151",
-            f"`{rule.modules}` holds {_FUSED[name]} in one weight, which a plain colwise "
+            f"`{rule.modules}` holds {FUSED[name]} in one weight, which a plain colwise "
             "splits in the wrong places",
             rule.origin,
             axis_label(plan, rule),

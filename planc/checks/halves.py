@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planc.checks.fused import _FUSED
+from planc.checks.fused import FUSED
 from planc.checks.table import active, axis_label, inside, parents, splits_output, takes_split
 from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan, TensorRule
@@ -23,7 +23,7 @@ def halves(plan: Plan, facts: Facts, sink: Sink) -> None:
     rules = active(plan)
     seen: set[str] = set()
     for rule in rules:
-        named = rule.modules.path and rule.modules.path[-1] in _FUSED
+        named = rule.modules.path and rule.modules.path[-1] in FUSED
         local = isinstance(rule.style, Colwise) and rule.style.local
         if named or not local or not splits_output(rule) or str(rule.modules) in seen:
             continue

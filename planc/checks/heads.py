@@ -8,10 +8,9 @@ from math import gcd
 
 from planc.checks.table import (
     active,
+    around,
     axis_label,
-    inside,
     legal,
-    parents,
     ranks,
     splits_output,
     takes_split,
@@ -42,14 +41,11 @@ def heads(plan: Plan, facts: Facts, sink: Sink) -> None:
     whole model has: query and key/value heads must both divide. Otherwise the forward pass dies in
     that view, or each rank pairs the wrong heads.
     """
-    rules = active(plan)
-    seen: set[Modules] = set()
     found: dict[tuple[Split, ...], list[Modules]] = {}
-    for rule in rules:
-        for parent in parents(facts, rule.modules):
-            if parent not in seen and parent.module.fact("head_dim") is not None:
-                seen.add(parent)
-                found.setdefault(tuple(_splits(parent, rules)), []).append(parent)
+    for parent, own in around(facts, active(plan)):
+        size = parent.module.fact("head_dim")
+        if size:
+            found.setdefault(tuple(_splits(own, size)), []).append(parent)
     for splits, attentions in found.items():
         _attention(_together(attentions), splits, plan, facts, sink)
 
@@ -62,9 +58,9 @@ def _together(modules: list[Modules]) -> Modules:
     return first
 
 
-def _splits(parent: Modules, rules: tuple[TensorRule, ...]) -> Iterator[Split]:
-    size = parent.module.fact("head_dim") or 1
-    for rule in inside(parent, rules):
+def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[Split]:
+    """The projections among the rules that are split by heads of `size` features."""
+    for rule in rules:
         shape = next((p.shape for p in rule.modules.module.parameters if p.name == "weight"), ())
         if len(shape) != 2 or rule.modules.module.kind != "linear":
             continue
@@ -82,6 +78,7 @@ def _attention(
         return
     fewest = bad[0]
     axis = fewest.rule.axis
+    common = gcd(*(s.count for s in splits))
     outer = [s for s in splits if splits_output(s.rule)] or list(splits)
     labels: dict[Span, Label] = {}
     for split in bad:  # projections of one rule share a mark
@@ -94,8 +91,7 @@ def _attention(
         *labels.values(),
         axis_label(plan, fewest.rule),
         facts=_facts(parent, outer, facts),
-        help=f"{axis} can be {one_of(map(str, legal(gcd(*(s.count for s in splits)))))} "
-        "for this model",
+        help=f"{axis} can be {one_of(map(str, legal(common, most=common)))} for this model",
     )
 
 

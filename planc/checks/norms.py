@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planc.checks.table import active, inside, parents, splits_output
+from planc.checks.table import active, around, splits_output
 from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan, TensorRule
 from planc.ir.style import Rowwise, Sequence, Shard
@@ -21,24 +21,18 @@ def norms(plan: Plan, facts: Facts, sink: Sink) -> None:
     if "tensor" in plan.broken:
         return
     rules = active(plan)
-    seen: set[Modules] = set()
-    for rule in rules:
-        for parent in parents(facts, rule.modules):
-            if parent in seen:
-                continue
-            seen.add(parent)
-            own = list(inside(parent, rules))
-            split = [r for r in own if splits_output(r) and r.modules.module.kind == "linear"]
-            sequence = [r for r in own if isinstance(r.style, Sequence) and not r.style.local]
-            heads = bool(split) and not _is_block(parent)
-            for norm in _without_rule(parent, own):
-                if heads:
-                    _on_heads(norm, split, sink)
-                elif sequence and _residual_is_split(parent, rules):
-                    _on_sequence(norm, sequence, sink)
+    for parent, own in around(facts, rules):
+        split = [r for r in own if splits_output(r) and r.modules.module.kind == "linear"]
+        sequence = [r for r in own if isinstance(r.style, Sequence) and not r.style.local]
+        heads = bool(split) and not _is_block(parent)
+        for norm in _without_rule(parent, own):
+            if heads:
+                _on_heads(norm, split, sink)
+            elif sequence and _residual_is_split(parent, rules):
+                _on_sequence(norm, sequence, sink)
 
 
-def _without_rule(parent: Modules, own: list[TensorRule]) -> Iterator[Modules]:
+def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modules]:
     for child in parent.module.children:
         if child.module.kind != "norm" or not child.module.parameters:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from planc.diagnostic import Label
 from planc.ir.plan import Plan, TensorRule, Unit
@@ -43,6 +43,14 @@ def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
     for rule in rules:
         if len(rule.modules.path) == n + 1 and rule.modules.within(outer):
             yield rule
+
+
+def around(
+    facts: Facts, rules: Sequence[TensorRule]
+) -> Iterator[tuple[Modules, tuple[TensorRule, ...]]]:
+    """The modules right around those of the rules, each set once, with the rules right inside."""
+    found = dict.fromkeys(p for rule in rules for p in parents(facts, rule.modules))
+    return ((parent, tuple(inside(parent, rules))) for parent in found)
 
 
 def splits_output(rule: TensorRule) -> bool:
@@ -89,6 +97,6 @@ def holds(outer: Modules, modules: Modules) -> bool:
     return not modules.outside([outer])
 
 
-def legal(*counts: int) -> list[int]:
-    """The numbers of ranks that divide all of the counts."""
-    return [n for n in range(1, min(counts) + 1) if all(c % n == 0 for c in counts)]
+def legal(count: int, *, most: int) -> list[int]:
+    """The numbers of ranks, up to `most`, that divide a count."""
+    return [n for n in range(1, min(count, most) + 1) if count % n == 0]

@@ -101,5 +101,4 @@ def _partner(rule: TensorRule, plan: Plan, facts: Facts) -> TensorRule | None:
 
 
 def _choices(size: int) -> str:
-    numbers = [n for n in legal(size) if n <= 64]
-    return one_of(str(n) for n in numbers)
+    return one_of(str(n) for n in legal(size, most=64))
