@@ -1,4 +1,4 @@
-"""Floor 6: arguments and exit codes; no logic."""
+"""Floor 8: arguments and exit codes; no logic."""
 
 from __future__ import annotations
 
@@ -123,10 +123,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from planc import proof
+    from planc.proof.show import document, table
+    from planc.proof.verify import verify
 
     sink = Sink()
-    found = proof.verify(
+    found = verify(
         options.model,
         options.plan,
         sink,
@@ -137,11 +138,11 @@ def _verify(options: argparse.Namespace) -> int:
         timeout=options.timeout,
     )
     if options.format == "json":
-        print(proof.document(found, sink), end="")
+        print(document(found, sink), end="")
     else:
         _show(sink, "full", sys.stdout, quiet=True)
         if found.certificate:
-            print(proof.table(found.certificate), end="")
+            print(table(found.certificate), end="")
     if options.certificate and found.certificate:
         written = _write(certificate.dumps(found.certificate), options.certificate)
         if written != CLEAN:
@@ -232,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="planc", description="A compiler for parallel training plans."
     )
-    parser.add_argument("--version", action="version", version=f"planc {_version()}")
+    parser.add_argument("--version", action="version", version=f"planc {planc.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="say what is wrong with a plan for a model")
     _target(check)
@@ -309,10 +310,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-code", action="store_true", help="may run Python code that MODEL names"
     )
-
-
-def _version() -> str:
-    return planc.__version__
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from planc.checks import check
 from planc.diagnostic import Sink
@@ -76,5 +75,4 @@ def compile_plan(
     if ir is None:
         return Compiled(facts=facts)
     check(ir, facts, sink)
-    finished = partial(Compiled, facts=facts, plan=ir)
-    return finished() if sink.failed else finished(lowered=lower(ir, facts))
+    return Compiled(facts=facts, plan=ir, lowered=None if sink.failed else lower(ir, facts))

@@ -34,18 +34,18 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     if not config.valid(sink):
         return None
     with _importing():  # the family's modelling file pulls in the larger half of torch
-        prepared = _prepare(config, sink) if _known(config, sink) else None
+        prepared = prepare(config, sink) if _known(config, sink) else None
     if prepared is None:
         return None
     cls, part = prepared
-    with _quiet(), _refusals(config, sink):
+    with quiet(), _refusals(config, sink):
         return _facts(_on_meta(lambda: cls._from_config(part)), part, config)
     return None
 
 
-def _prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
+def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
     """The class to build and its configuration object, or None after a finding."""
-    with _quiet(), _refusals(config, sink):
+    with quiet(), _refusals(config, sink):
         resolved = _resolve(config)
         found = _class_of(config, resolved)
         if found is None:
@@ -89,7 +89,7 @@ def from_folder(config: Config, sink: Sink) -> Facts | None:
     trusted: dict[str, Any] = {"trust_remote_code": True}
     with _importing():
         from transformers import AutoConfig, AutoModelForCausalLM
-    with _quiet():
+    with quiet():
         try:
             folder = str(config.path.parent)
             resolved = AutoConfig.from_pretrained(folder, local_files_only=True, **trusted)
@@ -152,7 +152,7 @@ def _importing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers logs what it thinks of a configuration; the findings are planc's to make."""
     from transformers.utils import logging
 

@@ -63,6 +63,11 @@ class Config:
         return not problems
 
 
+def in_hand(values: dict[str, Any], name: str) -> Config:
+    """A configuration that is in no file."""
+    return Config(name=name, path=Path(name), values=values)
+
+
 def _strict() -> Any:
     """JSON Schema takes 1.0 for an integer; a configuration that says so is a slip."""
     import jsonschema

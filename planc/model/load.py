@@ -6,12 +6,11 @@ has nothing is the model built, on the meta device.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import Sink, nearest, one_of
 from planc.model import cache as store
-from planc.model.config import Config, locate, read, shipped
+from planc.model.config import Config, in_hand, locate, read, shipped
 from planc.model.facts import Facts
 
 
@@ -62,7 +61,7 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
 
 def of_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:
     """The facts of a configuration that is at hand, from the cache or built."""
-    return _from_config(Config(name=name, path=Path(name), values=values), sink, cache=True)
+    return _from_config(in_hand(values, name), sink, cache=True)
 
 
 def _left_out(config: Config, facts: Facts, sink: Sink) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import PlanError, Sink
-from planc.model.build import _prepare, _quiet
-from planc.model.config import Config
-from planc.share import GRAMMARS
+from planc.model.build import prepare, quiet
+from planc.model.config import in_hand
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
 SPREAD = 0.05
 """The standard deviation of what is added to every weight, so that none is just 0 or 1: a norm's
 weight of 1, or a bias of 0, hides a wrong split."""
-
-
-def small(values: dict[str, Any]) -> Config:
-    """A configuration that is in no file."""
-    return Config(name="the small model", path=GRAMMARS, values=values)
 
 
 class Maker:
@@ -34,7 +28,7 @@ class Maker:
 
     def __init__(self, values: dict[str, Any]) -> None:
         sink = Sink()
-        prepared = _prepare(small(values), sink)
+        prepared = prepare(in_hand(values, "the small model"), sink)
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared
@@ -53,7 +47,7 @@ class Maker:
         import torch
 
         torch.manual_seed(seed)
-        with _quiet():
+        with quiet():
             made = self._cls._from_config(self._part, attn_implementation="eager")
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():

@@ -1,6 +1,4 @@
-"""Floor 7: the numeric proof of a plan: compile, shrink, run on processes, certify."""
+"""Floor 7: the numeric proof of a plan, on a small model: simulated (flow), on processes (verify).
 
-from planc.proof.show import document, table
-from planc.proof.verify import Proof, verify
-
-__all__ = ["Proof", "document", "table", "verify"]
+`planc check` needs `flow` alone, so nothing is imported here.
+"""

@@ -22,6 +22,7 @@ from planc.model import cache
 from planc.model.facts import Facts, Modules
 from planc.model.load import of_values
 from planc.model.shrink import shrink
+from planc.proof import smaller
 
 PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
 """Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
@@ -87,7 +88,7 @@ def flow(
     verdict = small if isinstance(small, Verdict) else _judged(*small)
     if verdict.verdict == "proved":
         sink.diagnostics[:] = [d for d in sink if d.code not in PRESUMED]
-    _report(verdict, None if isinstance(small, Verdict) else small[1].plan, ir, sink, strict)
+    _report(verdict, None if isinstance(small, Verdict) else small[1].plan, sink, strict)
     return verdict
 
 
@@ -106,12 +107,11 @@ def _small(
         return Verdict(verdict="unknown", reason=f"the model cannot be shrunk: {error}")
     values = json.loads(json.dumps(values, default=str))
     values.setdefault("architectures", [facts.name])
-    known = of_values(values, "the shrunken model", quiet)
+    known = of_values(values, "the small model", quiet)
     if known is None:
         return Verdict(verdict="unknown", reason=_first(quiet, "the model cannot be shrunk"))
-    names = {a.name for a in ir.mesh.axes}
-    own = [s for s in settings if s.partition("=")[0].strip() not in names]
-    own += [f"{a.name}={_RANKS if a.name in axes else 1}" for a in ir.mesh.axes]
+    sizes = {a.name: _RANKS if a.name in axes else 1 for a in ir.mesh.axes}
+    own = smaller.settings(settings, sizes)
     compiled = compile_plan(known, plan, quiet, world_size=_RANKS ** len(axes), settings=own)
     if compiled.lowered is None:
         return Verdict(verdict="unknown", reason=_first(quiet, "the plan does not fit it"))
@@ -143,14 +143,15 @@ def _judged(values: dict[str, Any], compiled: Compiled) -> Verdict:
         return Verdict(verdict="unknown", reason=f"the small model cannot be built: {error}")
     outcome = simulate(lambda: maker.build(0), maker.sample(), compiled.lowered)
     verdict = Verdict(**{**asdict(outcome), "parts": tuple(asdict(p) for p in outcome.parts)})
-    cache.keep(key, asdict(verdict))
+    if verdict.verdict != "unknown":  # what is unknown here and now may be known elsewhere
+        cache.keep(key, asdict(verdict))
     return verdict
 
 
 # Reporting ---------------------------------------------------------------------------------------
 
 
-def _report(verdict: Verdict, small: Plan | None, ir: Plan, sink: Sink, strict: bool) -> None:
+def _report(verdict: Verdict, small: Plan | None, sink: Sink, strict: bool) -> None:
     if verdict.verdict == "unknown":
         sink.report(
             Severity.ERROR if strict else Severity.WARNING,
@@ -161,9 +162,8 @@ def _report(verdict: Verdict, small: Plan | None, ir: Plan, sink: Sink, strict: 
         return
     if verdict.verdict != "refuted" or small is None:
         return
-    parts = verdict.parts
     alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for part in parts:
+    for part in verdict.parts:
         alike.setdefault((part["kind"], _generic(part["subject"])), []).append(part)
     outputs = [group for (kind, _), group in alike.items() if kind in ("output", "crash")]
     for group in outputs[:1] or list(alike.values())[:8]:

@@ -14,10 +14,8 @@ from planc.ir.plan import Plan
 from planc.lowering import lower
 from planc.lowering.document import digest
 from planc.lowering.ops import Compile, FullyShard, Lowered
-from planc.model import cache
 from planc.model.facts import Facts
-from planc.model.load import load
-from planc.model.real import small as as_config
+from planc.model.load import load, of_values
 from planc.model.shrink import shrink
 from planc.proof.say import parted, troubled, unknown
 from planc.proof.smaller import not_reached, settings, sizes
@@ -146,7 +144,7 @@ def _shrunken(case: _Case) -> str | None:
     axes = sizes(case.plan.mesh.axes, case.processes)
     case.config = shrink(case.facts.config, ranks=axes)
     sink = Sink()
-    facts = _facts(case.config, sink)
+    facts = of_values(case.config, "the small model", sink)
     if facts is not None and facts.name != case.facts.name:
         return f"the small model is a {facts.name}, not a {case.facts.name}"
     if facts is not None:
@@ -159,20 +157,6 @@ def _shrunken(case: _Case) -> str | None:
             return None
     error = next(d for d in sink if d.severity == "error")
     return f"the plan does not fit the small model: {error.message} ({error.code})"
-
-
-def _facts(config: dict[str, Any], sink: Sink) -> Facts | None:
-    """Of the small model; from the cache, after the first time, so that torch is not waited for."""
-    key = cache.key_of(config)
-    known = cache.read(key, config_name="the small model", given=frozenset(config))
-    if known is not None:
-        return known
-    from planc.model.build import from_config
-
-    facts = from_config(as_config(config), sink)
-    if facts is not None:
-        cache.write(key, facts)
-    return facts
 
 
 def _run(case: _Case, made: Nursery, sink: Sink, timeout: float) -> Proof:

@@ -10,12 +10,11 @@ distributed tensors shows as what it does to the numbers, or as the error of the
 from __future__ import annotations
 
 import logging
-import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from planc.lowering.ops import Lowered, Parallelize, Tie
 from planc.runtime.apply import Worker
+from planc.runtime.locate import Outputs, watched
 from planc.runtime.meshes import Meshes
-from planc.runtime.numerics import FLOOR
+from planc.runtime.numerics import FLOOR, relative
 
 LIMIT = 1e-4
 """Largest relative error that counts as equal, in float32."""
@@ -70,31 +70,12 @@ class Outcome:
     gradient: float = 0.0
 
 
-@dataclass(slots=True)
-class _Trace:
-    """Outputs of modules, in execution order."""
-
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def watch(self, model: nn.Module, keep: Callable[[Any], torch.Tensor | None]) -> None:
-        for name, module in model.named_modules():
-            module.register_forward_hook(self._hook(name, keep), always_call=False)
-
-    def _hook(self, name: str, keep: Callable[[Any], torch.Tensor | None]) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            value = keep(output)
-            if value is not None and name not in self.outputs:
-                self.outputs[name] = value
-
-        return hook
-
-
 @dataclass(frozen=True, slots=True)
 class _Plain:
     """The run without a plan."""
 
     model: nn.Module
-    trace: _Trace
+    trace: Outputs
     output: Any
 
 
@@ -111,10 +92,10 @@ def simulate(
     if distributed.is_initialized():
         return Outcome(verdict="unknown", reason="a process group is running in this process")
     single = make()
-    plain = _Trace()
+    plain: Outputs = {}
     try:
-        plain.watch(single, _own)
-        right = single(**inputs)
+        with watched(single, plain, lambda _, value: value.detach()):
+            right = single(**inputs)
         right.loss.backward()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
@@ -152,14 +133,14 @@ def _quiet() -> Iterator[None]:
 def _compare(
     right: _Plain, model: nn.Module, inputs: dict[str, torch.Tensor], lowered: Lowered
 ) -> Outcome:
-    trace = _Trace()
+    trace: Outputs = {}
     worker = Worker(model, dict(model.named_modules()), Meshes(lowered, "cpu"))
     try:
         for op in lowered.ops:
             if isinstance(op, Parallelize | Tie):
                 worker.run(op)
-        trace.watch(model, _whole)
-        output = model(**inputs)
+        with watched(model, trace, lambda _, value: _whole(value)):
+            output = model(**inputs)
         output.loss.backward()
     except Exception as error:
         return _crashed(error, worker, trace, right.trace)
@@ -200,10 +181,10 @@ def _gradients(single: nn.Module, model: nn.Module) -> Iterator[Part]:
         yield Part(kind=kind, subject=name, error=error)
 
 
-def _first_part(trace: _Trace, plain: _Trace) -> Part | None:
+def _first_part(trace: Outputs, plain: Outputs) -> Part | None:
     """The first module, in the order in which they end, whose output is not the same."""
-    for name, value in trace.outputs.items():
-        wanted = plain.outputs.get(name)
+    for name, value in trace.items():
+        wanted = plain.get(name)
         if wanted is None or not _comparable(value, wanted):
             continue
         error = _error(value, wanted)
@@ -212,7 +193,7 @@ def _first_part(trace: _Trace, plain: _Trace) -> Part | None:
     return None
 
 
-def _crashed(error: Exception, worker: Worker, trace: _Trace, plain: _Trace) -> Outcome:
+def _crashed(error: Exception, worker: Worker, trace: Outputs, plain: Outputs) -> Outcome:
     """An error of the simulation itself is unknown, any other would happen on the cluster."""
     frames = traceback.extract_tb(error.__traceback__)
     if "LocalTensor" in str(error) or frames[-1].filename.endswith("_local_tensor/__init__.py"):
@@ -224,9 +205,9 @@ def _crashed(error: Exception, worker: Worker, trace: _Trace, plain: _Trace) -> 
         where = f" ({name}:{own[-1].lineno}: {own[-1].line})"
     part = _first_part(trace, plain)
     subject = part.subject if part else worker.at
-    if trace.outputs and not part:
-        subject = _after(trace, plain) or next(reversed(trace.outputs))
-    ended = list(trace.outputs)
+    if trace and not part:
+        subject = _after(trace, plain) or next(reversed(trace))
+    ended = list(trace)
     leaves = (n for n in reversed(ended) if not any(o.startswith(f"{n}.") for o in ended))
     before = next(leaves, "")
     detail = f"{_first(error)}{where}"
@@ -234,28 +215,17 @@ def _crashed(error: Exception, worker: Worker, trace: _Trace, plain: _Trace) -> 
     return Outcome(verdict="refuted", parts=(crash, *([part] if part else [])))
 
 
-def _after(trace: _Trace, plain: _Trace) -> str:
+def _after(trace: Outputs, plain: Outputs) -> str:
     """The module that was to end next."""
-    return next((name for name in plain.outputs if name not in trace.outputs), "")
+    return next((name for name in plain if name not in trace), "")
 
 
 # Tensors -----------------------------------------------------------------------------------------
 
 
-def _own(output: Any) -> torch.Tensor | None:
-    value = output[0] if isinstance(output, tuple) and output else output
-    return value.detach() if isinstance(value, torch.Tensor) else None
-
-
-def _whole(output: Any) -> torch.Tensor | None:
-    """A module's output as every rank would see it whole, where that can be said."""
-    value = output[0] if isinstance(output, tuple) and output else output
-    if not isinstance(value, torch.Tensor):
-        return None
-    value = value.detach()
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    return value
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """A tensor as every rank would see it whole, where its layout is known."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
 def _by_rank(value: torch.Tensor) -> list[torch.Tensor]:
@@ -270,19 +240,14 @@ def _comparable(value: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def _error(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
     """The largest relative error over the ranks; 1 where the shapes differ."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = _whole(value)
     if not _comparable(whole, wanted):
         return 1.0
     return max(_relative(part, wanted, floor) for part in _by_rank(whole))
 
 
 def _relative(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
-    """Largest absolute difference over largest absolute value, or over `floor` where that is more:
-    a gradient that is 0 but for rounding (a key's bias, behind a softmax) has no other measure.
-    Infinite for what is not finite."""
-    difference = (value.detach() - wanted.detach()).abs().max()
-    error = float(difference / wanted.detach().abs().max().clamp_min(max(floor, 1e-12)))
-    return float("inf") if math.isnan(error) else error
+    return relative(value.detach(), wanted.detach(), max(floor, 1e-12))
 
 
 def _first(error: Exception) -> str:

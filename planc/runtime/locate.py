@@ -29,7 +29,7 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
         inputs: of the forward.
     """
     found: Outputs = {}
-    with _watched(model, found, take):
+    with watched(model, found, take):
         model(**inputs)
     return found
 
@@ -97,7 +97,9 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
 
 
 @contextmanager
-def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
+def watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
+    """Fills `found` with what `take` keeps of each module's output, while the model runs."""
+
     def hook(name: str) -> Callable[..., None]:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
             value = _first(output)

@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from planc import proof
+from planc.proof.verify import verify
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.runtime import certificate as store
@@ -89,7 +89,7 @@ def command(tmp_path):
 
 def proved(model, plan, **arguments):
     sink = Sink()
-    found = proof.verify(model, str(plan), sink, **arguments)
+    found = verify(model, str(plan), sink, **arguments)
     if found.certificate is not None:
         jsonschema.validate(found.certificate, SCHEMA)
     return found, sink
