@@ -111,7 +111,7 @@ def imports(body: str) -> str:
     lines = ["import torch"] if "torch." in body else []
     found: dict[str, list[str]] = {}
     for module, names in _IMPORTS:
-        found.setdefault(module, []).extend(n for n in names if f"{n}(" in body or f"{n}." in body)
+        found.setdefault(module, []).extend(n for n in names if _used(n, body))
     for module, used in found.items():
         line = f"from {module} import {', '.join(used)}"
         if used and len(line) <= WIDTH:
@@ -119,6 +119,10 @@ def imports(body: str) -> str:
         elif used:
             lines += [f"from {module} import (", *(f"    {n}," for n in used), ")"]
     return "\n".join(lines) + "\n"
+
+
+def _used(name: str, body: str) -> bool:
+    return any(f"{name}{end}" in body for end in ("(", ".", "):"))
 
 
 def style_source(style: ir.Style, head: str = "") -> Group:

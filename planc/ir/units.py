@@ -45,7 +45,11 @@ def rule(item: tree.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -
     if terms is None:
         return
     if isinstance(item.target, tree.Call):
-        _called(item, item.target, placed, terms, claims, scope)
+        members = _called(item, item.target, placed, scope)
+        # a group is one unit, so it is its own last
+        word = False if isinstance(terms.reshard, str) else terms.reshard
+        own = replace(terms, reshard=word, group=True)
+        claims.add_all([(m, own) for m in members], "unit", item.origin, override=item.override)
         return
     root = item.target.path == "root" and not placed.nested
     found = (
@@ -153,24 +157,11 @@ def _parts(
 # Calls in the place of a selector ----------------------------------------------------------------
 
 
-def _called(
-    item: tree.Rule,
-    call: tree.Call,
-    placed: Placed,
-    terms: Terms,
-    claims: Claims[Terms],
-    scope: Scope,
-) -> None:
+def _called(item: tree.Rule, call: tree.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
     if call.name != "group":
         unknown(call, ("group",), "unit", scope)
-        return
-    members = _members(item, call, placed, scope)
-    if not members:
-        return
-    # a group is one unit, so it is its own last
-    word = False if isinstance(terms.reshard, str) else terms.reshard
-    own = replace(terms, reshard=word, group=True)
-    claims.add_all([(m, own) for m in members], "unit", item.origin, override=item.override)
+        return ()
+    return _members(item, call, placed, scope)
 
 
 def _members(item: tree.Rule, call: tree.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:

@@ -97,7 +97,45 @@ replicate on dp {
 def test_as_torch_by_hand(four, tmp_path, name):
     plan = tmp_path / "t.plan"
     plan.write_text(CASES[name])
-    results = four.run("unitjobs.judge", model="llama", path=str(plan), hand=name)
+    changes = {"num_hidden_layers": 4} if name == "fetched" else None
+    results = four.run(
+        "unitjobs.judge", model="llama", path=str(plan), hand=name, changes=changes
+    )
     assert all(r["error"] < LIMIT for r in results), results
     for result in results:
         assert result["applied"] == result["script"] == result["hand"], result
+
+
+DIVIDED = HEAD + f"fsdp on dp_shard {{\n    divide = 8\n{UNITS}}}\n"
+
+
+def test_gradients_are_divided_by_what_the_plan_says(four, tmp_path):
+    plan = tmp_path / "t.plan"
+    plan.write_text(DIVIDED)
+    results = four.run("unitjobs.judge", model="llama", path=str(plan), hand="divided", steps=1)
+    for result in results:
+        assert result["applied"] == result["script"] == result["hand"]
+        assert result["error"] > 0.4  # a sum over 4 ranks divided by 8 is half their mean
+    halved = four.run("unitjobs.halved", model="llama", path=str(plan))
+    assert max(halved) < LIMIT
+
+
+def test_prefetch_gathers_ahead(four, tmp_path):
+    """The order of the gathers: with the plan's word two blocks early, without it just in time."""
+    plan = tmp_path / "t.plan"
+    plan.write_text(CASES["fetched"])
+    for order in four.run("unitjobs.gathered", path=str(plan)):
+        start = order.index("forward 0")
+        assert order[start : start + 6] == [
+            "forward 0",
+            "gather 0",
+            "gather 1",
+            "gather 1.mlp",
+            "gather 2",
+            "gather 2.mlp",
+        ]
+        back = order.index("backward 3")
+        assert order[back + 1 : back + 3] == ["gather 2", "gather 2.mlp"]
+    plan.write_text(CASES["fetched"].replace("    prefetch(forward = 2, backward = 1)\n", ""))
+    for order in four.run("unitjobs.gathered", path=str(plan)):
+        assert "gather 2" not in order[: order.index("forward 1")]

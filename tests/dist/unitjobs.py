@@ -93,6 +93,49 @@ def train(model, rank, size, steps, rows=(0, 1)):
     return seen
 
 
+def halved(model, path):
+    """How far the gradients of a plan that divides by 8 are from half of the single process's."""
+    single, made = build(model), build(model)
+    rank, size = numerics.by_planc(made, planc.lower(made, path, world_size=4))
+    right, seen = train(single, 0, 1, 1), train(made, rank, size, 1)
+    names = [n for n in right if n.startswith("gradient")]
+    return max(error(seen[n], right[n] / 2, _least(n, right)) for n in names)
+
+
+def gathered(path):
+    """Passes through the blocks of a four-layer llama and the gathers of one step, in order."""
+    from unittest import mock
+
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
+
+    made = build("llama", num_hidden_layers=4)
+    numerics.by_planc(made, planc.lower(made, path, world_size=4))
+    names, seen = {}, []
+    for name, unit in made.named_modules():
+        if isinstance(unit, FSDPModule) and "layers." in name:
+            short = name.removeprefix("model.layers.")
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                names[id(group)] = short
+    gather, before, after = Group.unshard, Group.pre_forward, Group.pre_backward
+
+    def note(kind, method):
+        def noted(self, *arguments):
+            known = self._all_gather_result is not None or self.is_unsharded
+            if id(self) in names and not (kind == "gather" and known):
+                seen.append(f"{kind} {names[id(self)]}")
+            return method(self, *arguments)
+
+        return noted
+
+    with (
+        mock.patch.object(Group, "unshard", note("gather", gather)),
+        mock.patch.object(Group, "pre_forward", note("forward", before)),
+        mock.patch.object(Group, "pre_backward", note("backward", after)),
+    ):
+        train(made, distributed.get_rank(), 4, 1)
+    return seen
+
+
 # By hand -----------------------------------------------------------------------------------------
 
 
