@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import planc
+from planc import whole
 from planc.diagnostic import Sink
 from planc.driver import UNREADABLE, Compiled, compile_plan
 from planc.lowering.document import dumps
@@ -150,6 +150,28 @@ def _verify(options: argparse.Namespace) -> int:
     return {"verified": CLEAN, "refuted": FINDINGS}.get(found.verdict, FAILED)
 
 
+def _fmt(options: argparse.Namespace) -> int:
+    from planc.syntax.rewrite import layouts
+
+    sink = Sink()
+    changed = failed = False
+    for layout in layouts(options.files, sink):
+        failed |= layout.after is None
+        changed |= layout.changes
+        if options.diff:
+            sys.stdout.write(layout.diff())
+        elif options.check:
+            print(f"{layout.name} is not in the canonical layout\n" * layout.changes, end="")
+        elif layout.path is None:
+            sys.stdout.write(layout.after or "")
+        elif layout.changes and layout.write(sink):
+            print(f"formatted {layout.name}")
+    _show(sink, "full", sys.stderr, quiet=True)
+    if failed or sink.failed:
+        return FAILED
+    return FINDINGS if changed and (options.check or options.diff) else CLEAN
+
+
 def _explain(options: argparse.Namespace) -> int:
     from planc.report import explain
 
@@ -199,15 +221,12 @@ def _write(text: str, output: str | None) -> int:
     if output is None or output == "-":
         sys.stdout.write(text)
         return CLEAN
-    path = Path(output)
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as stream:
-            stream.write(text)
-        Path(stream.name).replace(path)
+        whole.write(Path(output), text)
     except OSError as error:
-        print(f"cannot write {output}: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        sink = Sink()
+        sink.error("PL020", f"cannot write {output}: {(error.strerror or str(error)).lower()}")
+        _show(sink, "full", sys.stderr)
         return FAILED
     return CLEAN
 
@@ -265,6 +284,11 @@ def _parser() -> argparse.ArgumentParser:
     _verify_arguments(
         commands.add_parser("verify", help="prove a plan on processes, on a small model")
     )
+    fmt = commands.add_parser("fmt", help="write plans in the canonical layout, comments kept")
+    fmt.add_argument("files", metavar="PLAN", nargs="+", help="a file, a folder of them, or `-`")
+    fmt.add_argument("--check", action="store_true", help="write nothing; say which would change")
+    fmt.add_argument("--diff", action="store_true", help="write nothing; show what would change")
+    fmt.set_defaults(run=_fmt)
     explain = commands.add_parser("explain", help="say what a diagnostic means")
     explain.add_argument("code", metavar="CODE", help="such as PL101")
     explain.set_defaults(run=_explain)
