@@ -67,7 +67,7 @@ def laid_out(text: str) -> str:
     pads = _pads(lines)
     for at, line in enumerate(lines):
         blank = line.blank and at > 0 and not lines[at - 1].opens and not line.closes
-        made = _rendered(line.parts, line.indent, pads.get(at))
+        made = _rendered(line.parts, line.indent, pad=pads.get(at))
         made = made or [_Row(indent=line.indent, text="")]
         made[-1] = replace(made[-1], comment=line.comment)
         made[0] = replace(made[0], blank=blank)
@@ -129,7 +129,9 @@ class _Row:
     blank: bool = False
 
 
-def _rendered(parts: Sequence[Part], indent: int, pad: tuple[int, int] | None = None) -> list[_Row]:
+def _rendered(
+    parts: Sequence[Part], indent: int, *, pad: tuple[int, int] | None = None, end: str = ""
+) -> list[_Row]:
     """The rows of a statement or an item: one where it fits, else with brackets broken."""
     if not parts:
         return []
@@ -137,6 +139,7 @@ def _rendered(parts: Sequence[Part], indent: int, pad: tuple[int, int] | None = 
     broken = [g for g in groups if g.commented]
     while True:
         rows = _rows(parts, indent, pad, broken)
+        rows[-1] = replace(rows[-1], text=rows[-1].text + end)
         whole = [g for g in groups if g.items and not _among(g, broken)]
         if not whole or all(_INDENT * r.indent + len(r.text) <= WIDTH for r in rows):
             return rows
@@ -176,9 +179,8 @@ def _inside(group: Group, indent: int) -> list[_Row]:
     rows: list[_Row] = []
     for item in group.items:
         rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
-        made = _rendered(item.parts, indent)
-        comma = "," if group.listed else ""
-        made[-1] = replace(made[-1], text=made[-1].text + comma, comment=item.trailing)
+        made = _rendered(item.parts, indent, end="," if group.listed else "")
+        made[-1] = replace(made[-1], comment=item.trailing)
         rows += made
     return [*rows, *(_Row(indent=indent, text="", comment=c) for c in group.tail)]
 
