@@ -40,6 +40,7 @@ def unshard(model: nn.Module) -> Iterator[None]:
     Every rank must enter and leave it. Backward passes have no place in it.
     """
     own = units(model)
+    own = [unit for unit in own if all(_sharded(group) for group in _groups(unit))]
     before = [(g, g.post_forward_mesh_info) for unit in own for g in _groups(unit)]
     automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, own)]
     try:
@@ -53,6 +54,11 @@ def unshard(model: nn.Module) -> Iterator[None]:
         for state, value in automatic:
             state._auto_reshard_after_forward = value
         reshard(model)
+
+
+def _sharded(group: Any) -> bool:
+    """Whether there is something to gather: what is replicated is whole already."""
+    return hasattr(group.mesh_info, "shard_mesh_size")
 
 
 def _state(unit: FSDPModule) -> Any:

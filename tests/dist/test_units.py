@@ -76,6 +76,26 @@ fsdp on a * b {
     root               : unit
 }
 """,
+    "sized": HEAD
+    + "fsdp on dp_shard {\n    auto(min_params = 15K) : unit\n    root : unit\n}\n",
+    "partly": HEAD
+    + """fsdp on dp_shard {
+    model.layers.* : unit(reshard = 2)
+    root           : unit(reshard = never)
+}
+""",
+    "partly_copied": """plan t for llama
+
+mesh {
+    dp_replicate = 2
+    dp_shard     = auto
+}
+
+fsdp on dp_shard, replicate on dp_replicate {
+    model.layers.* : unit(shard_dim = 1)
+    root           : unit(reshard = never)
+}
+""",
     "hosted": HEAD + f"fsdp on dp_shard {{\n    offload(cpu)\n{UNITS}}}\n",
     "copied": """plan t for llama
 
@@ -139,3 +159,54 @@ def test_prefetch_gathers_ahead(four, tmp_path):
     plan.write_text(CASES["fetched"].replace("    prefetch(forward = 2, backward = 1)\n", ""))
     for order in four.run("unitjobs.gathered", path=str(plan)):
         assert "gather 2" not in order[: order.index("forward 1")]
+
+
+def test_islands_by_dtype(four, tmp_path):
+    plan = tmp_path / "t.plan"
+    plan.write_text(
+        HEAD
+        + """fsdp on dp_shard {
+    dtype(fp32)    : unit(precision(param = fp32, output = bf16))
+    model.layers.* : unit
+    root           : unit
+}
+"""
+    )
+    for result in four.run("unitjobs.islands", path=str(plan)):
+        assert result["applied"] == result["script"] == result["hand"]
+        assert result["far"] < 0.1
+
+
+CONTEXT = """plan t for llama
+
+mesh {
+    dp_shard = 2
+    cp       = 2
+}
+
+fsdp on dp_shard * cp {
+    model.layers.* : unit
+    root           : unit
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "loss"),
+    [
+        (CONTEXT, 2, 4),
+        (CASES["copied"], 4, 4),
+        (CASES["hosted"], 4, 4),
+        (CASES["own_axes"], 4, 4),
+        (CASES["second_dim_tensor"], 2, 2),
+        (CASES["copied_tensor"], 2, 2),
+    ],
+    ids=["context", "copied", "hosted", "own_axes", "second_dim_tensor", "copied_tensor"],
+)
+def test_the_handle(four, tmp_path, text, data, loss):
+    plan = tmp_path / "t.plan"
+    plan.write_text(text)
+    for result in four.run("unitjobs.handle", path=str(plan)):
+        assert set(result["data"]) == {data}
+        assert set(result["loss"]) == {loss}
+        assert all(error < 1e-4 for error in result["errors"].values()), result
