@@ -210,3 +210,35 @@ def test_the_handle(four, tmp_path, text, data, loss):
         assert set(result["data"]) == {data}
         assert set(result["loss"]) == {loss}
         assert all(error < 1e-4 for error in result["errors"].values()), result
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("hosted", "copied"),
+        ("copied", "second_dim"),
+        ("second_dim", "own_axes"),
+        ("partly_copied", "hosted"),
+        ("ignoring", "ignoring"),
+    ],
+)
+def test_resumed_under_another_plan(four, tmp_path, old, new):
+    paths = {}
+    for name in {old, new}:
+        paths[name] = tmp_path / f"{name}.plan"
+        paths[name].write_text(CASES[name])
+    results = four.run(
+        "unitjobs.resumed", old=str(paths[old]), new=str(paths[new]), folder=str(tmp_path / "run")
+    )
+    for result in results:
+        assert result["equal"]
+        assert result["losses"] == pytest.approx(result["right"], rel=1e-5)
+
+
+def test_an_offloaded_shard_is_made_in_host_memory(four, tmp_path):
+    plan = tmp_path / "t.plan"
+    plan.write_text(CASES["ignoring"].replace("    ignore model.emb", "    offload(cpu)\n    ignore model.emb"))
+    for homes in four.run("unitjobs.homes", path=str(plan)):
+        ignored = {n for n in homes if "embed_tokens" in n or "input_layernorm" in n}
+        assert {homes[n] for n in ignored} == {"meta"}
+        assert {homes[n] for n in homes if n not in ignored} == {"cpu"}

@@ -2,7 +2,10 @@
 
 import numerics
 import torch
+from loadingjobs import fresh
 from numerics import BATCH, build, data, error, plain, whole
+from savingjobs import made as optimizer_of
+from savingjobs import steps
 from torch import distributed
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from trainingjobs import applied
 
 import planc
 
@@ -211,6 +215,38 @@ def handle(path):
             "weights": max(error(weights[n], state[n]) for n in state),
         },
     }
+
+
+def resumed(old, new, folder):
+    """Losses of four steps without a break, and of two and two with another plan between."""
+    run = applied("llama", old, ())
+    right = steps(run, optimizer_of(run), 0, 4)
+    run = applied("llama", old, ())
+    optimizer = optimizer_of(run)
+    losses = steps(run, optimizer, 0, 2)
+    run.save(folder, optimizer=optimizer, step=2)
+    distributed.barrier()
+    before = run.full_state_dict(every_rank=True)
+    run = fresh("llama", new, ())
+    optimizer = optimizer_of(run)
+    step = run.load(folder, optimizer=optimizer)
+    after = run.full_state_dict(every_rank=True)
+    equal = all(torch.equal(before[n], after[n]) for n in before)
+    return {"right": right, "losses": losses + steps(run, optimizer, step, 4), "equal": equal}
+
+
+def homes(path):
+    """Where materialise puts the parameters of a plan that offloads, and those it ignores.
+
+    meta stands for a device that is not the CPU.
+    """
+    from loadingjobs import on_meta
+    from planc.runtime.loading import materialise
+
+    model = on_meta("llama")
+    planc.apply(model, path, device_type="cpu")
+    materialise(model, {}, "meta")
+    return {plain(n): p.device.type for n, p in model.named_parameters()}
 
 
 # By hand -----------------------------------------------------------------------------------------
