@@ -21,6 +21,7 @@ from planc.checks.halves import halves
 from planc.checks.heads import heads
 from planc.checks.kinds import kinds
 from planc.checks.norms import norms
+from planc.checks.offloads import offloads
 from planc.checks.pairs import pairs
 from planc.checks.partners import partners
 from planc.checks.precision import precision
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     precision,
     reshard,
     checkpoints,
+    offloads,
     compiled,
     graphs,
     coverage,

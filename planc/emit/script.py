@@ -13,6 +13,7 @@ from itertools import groupby
 from textwrap import dedent
 from typing import TypeVar, assert_never
 
+from planc.emit import remat
 from planc.emit.python import Group, Source, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import entries, loop_over, parameter, replace
 from planc.lowering.ops import (
@@ -75,7 +76,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
         body = "\n".join(_body(stage, list(group), lowered))
         functions.append(f'def {name}{arguments}:\n    """{stage.about}"""\n{body}\n')
         calls.append(f"    {name}{arguments}\n")
-    body = "\n\n".join([_mesh(lowered), *functions, _main("".join(calls))])
+    parts = [_mesh(lowered), remat.helpers(lowered.ops), *functions, _main("".join(calls))]
+    body = "\n\n".join(part for part in parts if part)
     return f"{_docstring(lowered, digest)}\n{imports(body)}\n{body}"
 
 
@@ -102,19 +104,34 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
     if stage is _SHARD:
         yield from _shard([op for op in ops if isinstance(op, FullyShard)], lowered)
         return
-    for op in ops:
+    for op in _inner_first(ops) if stage is _CHECKPOINT else ops:
         match op:
             case Configure():
                 note = remark(op.reason)
                 yield from lay(f"model.config.{op.name} = {op.value}", _IN, note=note)
             case Checkpoint():
                 loop = loop_over(op.modules, lowered.layers, assigned=True)
-                how = "checkpoint_impl=CheckpointImpl.NO_REENTRANT"
-                yield from _looped(loop.head, replace(loop, "checkpoint_wrapper", how), op.place)
+                wrapped = replace(loop, "checkpoint_wrapper", *remat.arguments(op))
+                yield from _looped(loop.head, wrapped, op.place)
             case Compile():
                 loop = loop_over(op.modules, lowered.layers)
                 how = "fullgraph=True" if op.fullgraph else ""
                 yield from _looped(loop.head, f"{loop.item}.compile({how})", op.place)
+
+
+def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
+    """Operations with what is inside another's modules before it: a wrapper hides its module.
+
+    The plan's order where nothing nests.
+    """
+    own = [op for op in ops if isinstance(op, Checkpoint)]
+    nested = any(
+        len(inner.modules.path) > len(outer.modules.path) and inner.modules.within(outer.modules)
+        for inner in own
+        for outer in own
+    )
+    own.sort(key=lambda op: -len(op.modules.path) if nested else 0)
+    return own
 
 
 def _looped(head: Sequence[str], statement: Source, place: str) -> Lines:

@@ -113,12 +113,23 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Parallelize():
             yield _tensor(op)
         case Checkpoint():
-            yield Entry(kind="checkpoint", modules=op.modules, place=op.place)
+            yield _checkpoint(op)
         case Compile():
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
         case FullyShard():
             yield from _unit(op, common)
+
+
+def _checkpoint(op: Checkpoint) -> Entry:
+    """Only what is not as in a plain `full`."""
+    said: tuple[tuple[str, Value], ...] = (
+        ("save", words.saves(op) or None),
+        ("offload", op.offload or None),
+        *((name, getattr(op, name) and None) for name in ("pin", "preserve_rng", "early_stop")),
+    )
+    facts = tuple((name, value) for name, value in said if value is not None)
+    return Entry(kind="checkpoint", modules=op.modules, facts=facts, place=op.place)
 
 
 def _tensor(op: Parallelize) -> Entry:

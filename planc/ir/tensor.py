@@ -1,4 +1,4 @@
-"""Tensor sections -> styles on modules; checkpoint and compile sections, which are alike."""
+"""Tensor sections -> styles on modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planc.ir.arguments import Arguments, unknown
 from planc.ir.claims import Claims, Placed, flatten
 from planc.ir.evaluate import evaluate
-from planc.ir.plan import CheckpointRule, CompileRule, TensorRule
+from planc.ir.plan import TensorRule
 from planc.ir.program import Program
 from planc.ir.scope import Scope
 from planc.ir.select import select
@@ -208,62 +208,3 @@ def _output(call: tree.Call, scope: Scope) -> Output | None:
     if not arguments.done(positional=len(arguments.positional)):
         return None
     return Output(positional=positional, local=local)
-
-
-# Checkpoint and compile ------------------------------------------------------------------------
-
-
-def checkpoint(program: Program) -> Iterator[CheckpointRule]:
-    claims: Claims[bool] = Claims(program.sink)
-    for section in program.named("checkpoint"):
-        _no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, "checkpoint", program)
-            if rule is None:
-                continue
-            if rule.action.name in ("ops", "offload", "save"):
-                program.sink.error(
-                    "PL010",
-                    f"checkpointing by `{rule.action.name}` is not supported yet",
-                    rule.action.origin,
-                    help="`full` recomputes the whole module",
-                )
-            elif rule.action.name not in ("full", "none"):
-                unknown(rule.action, ("full", "none"), "way to checkpoint", program.scope)
-            elif Arguments(rule.action, program.scope).done():
-                found = modules_of(rule, placed, program.scope)
-                full = rule.action.name == "full"
-                claims.add(found, "checkpoint", full, rule.origin, override=rule.override)
-    for claim in claims.claims:
-        if claim.value:
-            yield CheckpointRule(modules=claim.modules, origin=claim.origin)
-
-
-def compile_rules(program: Program) -> Iterator[CompileRule]:
-    claims: Claims[bool] = Claims(program.sink)
-    for section in program.named("compile"):
-        _no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, "compile", program)
-            if rule is None:
-                continue
-            if rule.action.name != "block":
-                unknown(rule.action, ("block",), "way to compile", program.scope)
-                continue
-            arguments = Arguments(rule.action, program.scope, ("fullgraph",))
-            fullgraph = arguments.truth("fullgraph", False)
-            if arguments.done():
-                found = modules_of(rule, placed, program.scope)
-                claims.add(found, "compile", fullgraph, rule.origin, override=rule.override)
-    for claim in claims.claims:
-        yield CompileRule(modules=claim.modules, fullgraph=claim.value, origin=claim.origin)
-
-
-def _no_axes(section: tree.Section, program: Program) -> None:
-    if section.axes or section.replicate:
-        program.sink.error(
-            "PL305",
-            f"a `{section.name}` section works over no axis",
-            (section.axes or section.replicate)[0].origin,
-            help=f"write `{section.name} {{`",
-        )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
+from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, Output, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
@@ -48,7 +48,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *_configure(facts),
         *_joined(_parallelize(rule, plan) for rule in _ordered(tensor)),
         *_ties(facts, tensor),
-        *_joined(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
+        *_joined(_checkpoint(rule) for rule in _inside_out(plan.checkpoint)),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
             for r in plan.compile
@@ -180,6 +180,29 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     if isinstance(rule.style, Input | Output):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
+
+
+def _checkpoint(rule: CheckpointRule) -> Checkpoint:
+    return Checkpoint(
+        modules=rule.modules,
+        save=rule.save,
+        offload=rule.offload,
+        pin=rule.pin,
+        preserve_rng=rule.preserve_rng,
+        early_stop=rule.early_stop,
+        place=rule.origin.place,
+    )
+
+
+def _inside_out(rules: Iterable[CheckpointRule]) -> list[CheckpointRule]:
+    """The plan's order, but nothing after what it is inside: a wrapper is no module's parent."""
+    rules = list(rules)
+    nested = any(
+        len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
+        for a in rules
+        for b in rules
+    )
+    return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
 
 
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:

@@ -33,6 +33,7 @@ from planc.lowering.ops import (
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
+from planc.runtime.remat import offloading, operators, saving, saving_on_cpu
 from planc.runtime.styles import build
 
 _log = logging.getLogger("planc")
@@ -155,8 +156,7 @@ class Worker:
             case Tie():
                 self._tie(op)
             case Checkpoint():
-                for self.at in op.modules.names():
-                    self._checkpoint(self.at)
+                self._checkpoint(op)
             case Compile():
                 for self.at in op.modules.names():
                     self.modules[self.at].compile(fullgraph=op.fullgraph)
@@ -178,13 +178,15 @@ class Worker:
         source, _, other = op.source.rpartition(".")
         setattr(self._inner(owner), name, getattr(self._inner(source), other))
 
-    def _checkpoint(self, name: str) -> None:
-        parent, _, last = name.rpartition(".")
-        wrapped = checkpoint_wrapper(
-            self.modules[name], checkpoint_impl=CheckpointImpl.NO_REENTRANT
-        )
-        self._inner(parent).register_module(last, wrapped)
-        self.modules[name] = wrapped
+    def _checkpoint(self, op: Checkpoint) -> None:
+        options = recomputing(op)
+        for self.at in op.modules.names():
+            parent, _, last = self.at.rpartition(".")
+            wrapped = checkpoint_wrapper(
+                self.modules[self.at], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options
+            )
+            self._inner(parent).register_module(last, wrapped)
+            self.modules[self.at] = wrapped
 
     def _shard(self, op: FullyShard) -> None:
         mesh = self.meshes.data(op.shard, op.replicate)
@@ -206,6 +208,22 @@ class Worker:
             return
         for self.at in names:
             fully_shard(self.modules[self.at], **shared)
+
+
+def recomputing(op: Checkpoint) -> dict[str, Any]:
+    """What `checkpoint_wrapper` is given beside the module; nothing that is torch's default."""
+    for save in op.save:
+        if save.name in save.ops and not list(operators(save.ops)):
+            raise ValueError(f"torch has no operator {save.name}")
+    groups = [(save.every, save.ops) for save in op.save]
+    options: dict[str, Any] = {}
+    if groups:
+        options["context_fn"] = saving_on_cpu(op.pin, *groups) if op.offload else saving(*groups)
+    if not op.preserve_rng:
+        options["preserve_rng_state"] = False
+    if not op.early_stop:
+        options["early_stop"] = False
+    return {"checkpoint_fn": offloading(op.pin, **options)} if op.offload else options
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
