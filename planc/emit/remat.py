@@ -10,7 +10,9 @@ from planc.emit.python import Group, Source, quoted
 from planc.lowering.ops import AnyOp, Checkpoint
 from planc.share import RUNTIME
 
-_TYPES = re.compile(r"(?:: (?=Any|bool|dict)| -> )(?:Any|bool|None|dict\[\w+, \w+\])(?=[,)=: \n])")
+_TYPES = re.compile(
+    r"(?:: (?=Any|bool|str|dict)| -> )(?:Any|bool|str|None|dict\[\w+, \w+\])(?=[,)=: \n])"
+)
 _DEFAULTS = re.compile(r"(\b\w+) = ([^\s,()]+|\(\))(?=[,)].*:\n)")
 """A default loses the spaces around its sign with its type."""
 _WAIVERS = re.compile(r"  # type: ignore.*")

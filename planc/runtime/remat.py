@@ -48,6 +48,83 @@ def _chooser(groups: Any) -> Any:
     return chosen
 
 
+class _Held:
+    """A result that is kept, and each tensor that looks at the same memory."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.views: list[Any] = []
+        self.see(tensor)
+
+    def see(self, view: Any) -> None:
+        # as torch does it: below autograd, a plain detach has a version of its own
+        view = torch.utils.checkpoint._detach_helper(view)
+        self.views.append((view, view._version))
+
+    def get_val(self, _allow: Any) -> Any:
+        """What torch takes in place of computing it again."""
+        if any(view._version != version for view, version in self.views):
+            raise RuntimeError("what a checkpoint keeps was changed in place after its module")
+        return self.tensor
+
+
+class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):  # type: ignore[misc]
+    """Torch's own, but right where a result is changed in place later.
+
+    Torch looks at the version of the result alone, and a matrix product is changed through
+    an `_unsafe_view` of it, which has another: the gradients would be wrong, and no error.
+    """
+
+    def __init__(self, decide: Any, storage: Any) -> None:
+        super().__init__(decide, storage)
+        self.held: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ahead = super().__torch_dispatch__
+        compiling = torch.utils.checkpoint._is_compiling
+        if not hasattr(func, "_schema") or compiling(func, args, kwargs or {}):
+            return ahead(func, types, args, kwargs)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._copy(value)
+        out = ahead(func, types, args, kwargs)
+        if self.held or func in self.storage:
+            torch.utils._pytree.tree_map_only(torch.Tensor, self._see, out)
+            self._hold(func)
+        return out
+
+    def _hold(self, func: Any) -> None:
+        """Takes over what torch just kept."""
+        kept = self.storage.get(func, {})
+        at = self.func_counter[func] - 1
+        wrapper = torch.utils.checkpoint._VersionWrapper
+        leaves, spec = torch.utils._pytree.tree_flatten(kept.get(at))
+        if any(isinstance(leaf, wrapper) for leaf in leaves):
+            values = [leaf.val if isinstance(leaf, wrapper) else leaf for leaf in leaves]
+            own = [_Held(v) if isinstance(v, torch.Tensor) else wrapper(v) for v in values]
+            self.held |= {_memory(h.tensor): h for h in own if isinstance(h, _Held)}
+            kept[at] = torch.utils._pytree.tree_unflatten(own, spec)
+
+    def _see(self, tensor: Any) -> None:
+        if _memory(tensor) in self.held:
+            self.held[_memory(tensor)].see(tensor)
+
+    def _copy(self, written: Any) -> None:
+        """A result that is about to be changed is kept as a copy from now on."""
+        for tensor in torch.utils._pytree.tree_leaves(written):
+            if isinstance(tensor, torch.Tensor):
+                held = self.held.pop(_memory(tensor), None)
+                if held is not None:
+                    held.tensor, held.views = held.tensor.clone(), []
+
+
+def _memory(tensor: Any) -> Any:
+    """What two tensors share where one is a view of the other."""
+    if isinstance(tensor, torch.distributed.tensor.DTensor):
+        tensor = tensor._local_tensor
+    return tensor.untyped_storage()._cdata
+
+
 def saving(*groups: Any) -> Any:
     """The `context_fn` that keeps what some operators give; a group is (n, names)."""
 
@@ -58,7 +135,8 @@ def saving(*groups: Any) -> Any:
             keep = chosen(op, context.is_recompute)
             return policy.MUST_SAVE if keep else policy.PREFER_RECOMPUTE
 
-        return torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
+        _, reuse = torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
+        return _Keep(decide, reuse.storage), reuse
 
     return contexts
 
@@ -111,7 +189,7 @@ def offloading(pin: bool, **options: Any) -> Any:
 # Both --------------------------------------------------------------------------------------------
 
 
-class _Keep(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+class _Park(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
     """In forward: parks what was chosen."""
 
     supports_higher_order_operators = True
@@ -124,15 +202,20 @@ class _Keep(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[mis
         out = func(*args, **(kwargs or {}))
         keep = self.chosen(func)
         if keep is not None:
-            self.kept.setdefault(func, []).append(self._park(out) if keep else None)
+            park = self._park(out, func.namespace) if keep else None
+            self.kept.setdefault(func, []).append(park)
         return out
 
-    def _park(self, out: Any) -> Any:
-        over = torch.utils._pytree.tree_map_only
-        return over(torch.Tensor, lambda t: _Parked(t, self.pin), out)
+    def _park(self, out: Any, namespace: str) -> Any:
+        def one(tensor: Any) -> Any:
+            if namespace == "_c10d_functional":  # its values are on their way
+                tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+            return _Parked(tensor, self.pin)
+
+        return torch.utils._pytree.tree_map_only(torch.Tensor, one, out)
 
 
-class _Reuse(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
     """In backward: brings it back in place of computing it again."""
 
     supports_higher_order_operators = True
@@ -161,6 +244,6 @@ def saving_on_cpu(pin: bool, *groups: Any) -> Any:
 
     def contexts() -> Any:
         kept: dict[Any, Any] = {}
-        return _Keep(_chooser(groups), pin, kept), _Reuse(kept)
+        return _Park(_chooser(groups), pin, kept), _Fetch(kept)
 
     return contexts
