@@ -13,7 +13,7 @@ from planc.ir.evaluate import evaluate
 from planc.ir.kernels import GROUPS, Save, like, listed, seen
 from planc.ir.plan import CheckpointRule, CompileRule
 from planc.ir.program import Program
-from planc.ir.scope import Scope
+from planc.ir.scope import Failed, Scope
 from planc.ir.tensor import modules_of, rule_of
 from planc.syntax import tree
 
@@ -184,6 +184,9 @@ def _saved(item: tree.Expr, arguments: Arguments) -> Save | None:
     value = word(item, scope) if isinstance(item, tree.Name) else evaluate(item, scope)
     if isinstance(value, str):
         return _named(value, item, arguments, every)
+    arguments.ok = False
+    if isinstance(value, Failed):
+        return None
     arguments.wrong(
         item,
         f"`{item.origin.text}` names no operators",
@@ -210,7 +213,7 @@ def _named(name: str, item: tree.Expr, arguments: Arguments, every: int) -> Save
             help="name those that it becomes: a linear layer is `matmul`, or `aten.mm.default`",
         )
         return None
-    close = nearest(name, [*GROUPS, *like(name)])
+    close = nearest(name, like(name) if "." in name else GROUPS)
     groups = one_of([f"`{g}`" for g in GROUPS])
     told = one_of([f"`{c}`" for c in close]) if close else ""
     sink.error(

@@ -9,7 +9,7 @@ inside FSDP because FSDP's hooks are graph breaks. (The order of torchtitan's `p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -124,9 +124,17 @@ def _data(plan: Plan) -> tuple[str, ...]:
 
 
 def _configure(facts: Facts) -> Iterator[Configure]:
-    """A key/value cache is for generation; in training it costs memory and breaks checkpointing."""
-    if facts.config.get("use_cache") is True:
-        yield Configure(name="use_cache", value=False, reason="training keeps no key/value cache")
+    """A key/value cache is for generation; in training it costs memory and breaks checkpointing.
+
+    A model of several towers has the field in the configuration of each (`text_config`).
+    """
+    inner = {
+        f"{name}.": value for name, value in facts.config.items() if isinstance(value, Mapping)
+    }
+    for owner, values in {"": facts.config, **inner}.items():
+        if values.get("use_cache") is True:
+            reason = "training keeps no key/value cache"
+            yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:

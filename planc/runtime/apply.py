@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, assert_never
 
 import torch
@@ -147,7 +148,9 @@ class Worker:
         self.at = ""
         match op:
             case Configure():
-                setattr(self.model.config, op.name, op.value)
+                owner, _, name = op.name.rpartition(".")
+                config = self.model.config
+                setattr(attrgetter(owner)(config) if owner else config, name, op.value)
             case Parallelize():
                 mesh, style = self.meshes.part(op.axis), build(op.style)
                 for self.at in op.modules.names():

@@ -53,7 +53,7 @@ class _Held:
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
-        self.views: list[Any] = []
+        self.views: Any = []
         self.see(tensor)
 
     def see(self, view: Any) -> None:
@@ -64,15 +64,15 @@ class _Held:
     def get_val(self, _allow: Any) -> Any:
         """What torch takes in place of computing it again."""
         if any(view._version != version for view, version in self.views):
-            raise RuntimeError("what a checkpoint keeps was changed in place after its module")
+            raise RuntimeError("what a checkpoint keeps was changed in place since")
         return self.tensor
 
 
 class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):  # type: ignore[misc]
     """Torch's own, but right where a result is changed in place later.
 
-    Torch looks at the version of the result alone, and a matrix product is changed through
-    an `_unsafe_view` of it, which has another: the gradients would be wrong, and no error.
+    Torch looks at the version of the result alone, and a matrix product is changed
+    through an `_unsafe_view` of it, which has another: the gradients would be wrong.
     """
 
     def __init__(self, decide: Any, storage: Any) -> None:
@@ -97,13 +97,16 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):  # type: ignore[m
         """Takes over what torch just kept."""
         kept = self.storage.get(func, {})
         at = self.func_counter[func] - 1
-        wrapper = torch.utils.checkpoint._VersionWrapper
-        leaves, spec = torch.utils._pytree.tree_flatten(kept.get(at))
-        if any(isinstance(leaf, wrapper) for leaf in leaves):
-            values = [leaf.val if isinstance(leaf, wrapper) else leaf for leaf in leaves]
-            own = [_Held(v) if isinstance(v, torch.Tensor) else wrapper(v) for v in values]
-            self.held |= {_memory(h.tensor): h for h in own if isinstance(h, _Held)}
-            kept[at] = torch.utils._pytree.tree_unflatten(own, spec)
+
+        def own(leaf: Any) -> Any:
+            if not isinstance(leaf.val, torch.Tensor):
+                return leaf
+            held = self.held[_memory(leaf.val)] = _Held(leaf.val)
+            return held
+
+        if at in kept:
+            wrapper = torch.utils.checkpoint._VersionWrapper
+            kept[at] = torch.utils._pytree.tree_map_only(wrapper, own, kept[at])
 
     def _see(self, tensor: Any) -> None:
         if _memory(tensor) in self.held:
