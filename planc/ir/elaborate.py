@@ -14,12 +14,13 @@ from planc.ir.program import Program, gather, origin_of, require
 from planc.ir.remat import checkpoint, compile_rules
 from planc.ir.scope import Failed, Scope
 from planc.ir.tensor import tensor
+from planc.ir.train import train
 from planc.model.facts import Facts
 from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "tensor", "checkpoint", "compile", "fsdp")
+SECTIONS = ("mesh", "tensor", "train", "checkpoint", "compile", "fsdp", "replicate")
 
 
 def elaborate(
@@ -72,6 +73,7 @@ def elaborate(
         tensor=part("tensor", lambda: tuple(tensor(program))),
         checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
         compile=part("compile", lambda: tuple(compile_rules(program))),
+        train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
         broken=frozenset(broken),
         origin=program.header.origin,

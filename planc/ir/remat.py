@@ -14,7 +14,7 @@ from planc.ir.kernels import GROUPS, Save, like, listed, seen
 from planc.ir.plan import CheckpointRule, CompileRule
 from planc.ir.program import Program
 from planc.ir.scope import Failed, Scope
-from planc.ir.tensor import modules_of, rule_of
+from planc.ir.tensor import modules_of, no_axes, rule_of
 from planc.syntax import tree
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def _claimed(
     """
     claims: Claims[T] = Claims(program.sink)
     for section in program.named(name):
-        _no_axes(section, program)
+        no_axes(section, program)
         for placed in flatten(section, program.scope):
             rule = rule_of(placed, name, program)
             if rule is None:
@@ -98,16 +98,6 @@ def _claimed(
                 found = modules_of(rule, placed, program.scope)
                 claims.add(found, name, value[0], rule.origin, override=rule.override)
     return tuple(claims.claims)
-
-
-def _no_axes(section: tree.Section, program: Program) -> None:
-    if section.axes or section.replicate:
-        program.sink.error(
-            "PL305",
-            f"a `{section.name}` section works over no axis",
-            (section.axes or section.replicate)[0].origin,
-            help=f"write `{section.name} {{`",
-        )
 
 
 # What a rule says --------------------------------------------------------------------------------

@@ -77,7 +77,9 @@ def rule_of(placed: Placed, section: str, program: Program) -> tree.Rule | None:
     item = placed.item
     if isinstance(item, tree.Rule) and isinstance(item.target, tree.Selector):
         return item
-    example = {"tensor": "colwise", "checkpoint": "full", "compile": "block"}[section]
+    example = {"tensor": "colwise", "checkpoint": "full", "compile": "block", "train": "frozen"}[
+        section
+    ]
     program.sink.error(
         "PL011",
         f"this has no place in a `{section}` section",
@@ -208,3 +210,13 @@ def _output(call: tree.Call, scope: Scope) -> Output | None:
     if not arguments.done(positional=len(arguments.positional)):
         return None
     return Output(positional=positional, local=local)
+
+
+def no_axes(section: tree.Section, program: Program) -> None:
+    if section.axes or section.replicate:
+        program.sink.error(
+            "PL305",
+            f"a `{section.name}` section works over no axis",
+            (section.axes or section.replicate)[0].origin,
+            help=f"write `{section.name} {{`",
+        )

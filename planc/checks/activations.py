@@ -7,7 +7,7 @@ from planc.ir.plan import Plan
 from planc.model.facts import Facts
 
 
-def offloads(plan: Plan, facts: Facts, sink: Sink) -> None:
+def activations(plan: Plan, facts: Facts, sink: Sink) -> None:
     """What a compiled graph keeps for backward its compiler decides; the hooks that move saved
     tensors to the CPU are not part of it.
     """
