@@ -107,13 +107,13 @@ def test_how_modules_are_checkpointed():
     said = "save [attention, matmul(every = 2)]"
     assert difference([], [ops]) == [f"  + checkpoint b[0:32]  ops, {said}  a.plan:3"]
     assert difference([], [away]) == [
-        "  + checkpoint b[0:32]  full, offload cpu, pin false  a.plan:3"
+        "  + checkpoint b[0:32]  full, offload cpu, pinned false  a.plan:3"
     ]
     assert difference([checkpoint("b[0:32]", 2)], [ops]) == [
         "  ~ checkpoint b[0:32]  save none -> [attention, matmul(every = 2)]  a.plan:2 -> :3"
     ]
     assert difference([away], [checkpoint("b[0:32]", 3)]) == [
-        "  ~ checkpoint b[0:32]  offload cpu -> none, pin false -> true  a.plan:3"
+        "  ~ checkpoint b[0:32]  offload cpu -> none, pinned false -> true  a.plan:3"
     ]
 
 

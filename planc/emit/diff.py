@@ -133,7 +133,7 @@ def _value(part: Part, value: Value, kind: str) -> str:
     if part.name == "replicate":
         names = " * ".join(map(str, value)) if isinstance(value, tuple) else ""
         return f"replicated over {names}" if names else "not replicated"
-    if value is None and part.name in ("pin", "preserve_rng", "early_stop"):
+    if value is None and kind == "checkpoint" and part.name not in ("save", "offload"):
         return "true"
     if value is None or value == ():
         return {"group": "alone", "axes": "no axis"}.get(part.name, "none")
@@ -194,7 +194,8 @@ def _recomputed(parts: dict[str, Value]) -> Iterator[str]:
     """How a module is checkpointed, where it is not in full alone."""
     yield "ops" if "save" in parts else "full"
     for name, value in parts.items():
-        yield f"{name} {_value(Part(name=name, old=None, new=value), value, 'checkpoint')}"
+        part = Part(name=name, old=None, new=value)
+        yield f"{_title(part)} {_value(part, value, 'checkpoint')}"
 
 
 def _locals(parts: Sequence[Part]) -> Iterator[str]:
