@@ -26,6 +26,7 @@ from planc.runtime.apply import Worker
 from planc.runtime.locate import Outputs, watched
 from planc.runtime.meshes import Meshes
 from planc.runtime.numerics import FLOOR, relative
+from planc.runtime.shards import ordered, orders
 
 LIMIT = 1e-4
 """Largest relative error that counts as equal, in float32."""
@@ -165,6 +166,7 @@ def _gradients(single: nn.Module, model: nn.Module) -> Iterator[Part]:
     reference = dict(single.named_parameters())
     every = (p.grad for p in reference.values() if p.grad is not None)
     floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
+    own = orders(model)
     for name, parameter in model.named_parameters():
         wanted = reference[name].grad
         if wanted is None:
@@ -172,7 +174,7 @@ def _gradients(single: nn.Module, model: nn.Module) -> Iterator[Part]:
         if parameter.grad is None:
             yield Part(kind="missing", subject=name, error=1.0)
             continue
-        error = _error(parameter.grad, wanted, floor)
+        error = _error(ordered(_whole(parameter.grad), own.get(name)), wanted, floor)
         kind = "gradient"
         if error > LIMIT and not isinstance(parameter.grad, DTensor):
             total = sum(_by_rank(parameter.grad), torch.zeros_like(wanted))
