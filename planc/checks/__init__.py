@@ -74,8 +74,8 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     Args:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
-        sink: receives PL15x and PL16x (kinds, pairs and norms), PL2xx (shapes and parameters), PL35x
-            (axes) and PL4xx (composition).
+        sink: receives PL15x and PL16x (kinds, pairs and norms), PL2xx (shapes and
+            parameters), PL35x (axes) and PL4xx (composition).
     """
     for rule in RULES:
         rule(plan, facts, sink)

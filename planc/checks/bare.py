@@ -61,7 +61,7 @@ def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
         if deeper and decides and other.modules.within(rule.modules):
             sink.error(
                 "PL224",
-                f"`{other.modules}` is inside `{rule.modules}`, whose parameters are all replicated",
+                f"`{other.modules}` is inside `{rule.modules}`, which is replicated whole",
                 Label(span=other.origin, text="decides its own"),
                 Label(span=rule.origin, text="decides all inside"),
                 help="put `replicate(gradient = sum)` on the modules that have no style",

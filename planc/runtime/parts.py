@@ -4,7 +4,7 @@ The emitted Python carries what it needs of this file as it stands, so it import
 its lines are of the length that formatters give without being told.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-subclassing-any
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def gathered(value, mesh):
 class PackedParallel(ParallelStyle):
     """ColwiseParallel or RowwiseParallel of a linear that holds several projections.
 
-    Each of them is split, and a rank holds its slice of every one, so that it can cut its
-    local output (or make its local input) as the whole model does.
+    Each of them is split, and a rank holds its slice of every one, so that it can cut
+    its local output (or make its local input) as the whole model does.
     """
 
-    def __init__(self, style, *, parts):
+    def __init__(self, style, *, parts) -> None:
         self.style = style
         self.parts = parts
 
@@ -150,7 +150,7 @@ class PackedParallel(ParallelStyle):
 class TransposedParallel(ParallelStyle):
     """ColwiseParallel or RowwiseParallel of a linear whose weight is [in, out]."""
 
-    def __init__(self, style, *, parts=1):
+    def __init__(self, style, *, parts=1) -> None:
         self.style = style
         self.parts = parts
 
@@ -191,7 +191,7 @@ class SummedGradient(ParallelStyle):
 class RotaryGradient(ParallelStyle):
     """The gradient of a module's last `features`, which no projection follows, is summed."""
 
-    def __init__(self, features):
+    def __init__(self, features) -> None:
         self.features = features
 
     def _apply(self, module, device_mesh):
@@ -213,7 +213,7 @@ class BareParallel(ParallelStyle):
         parts: by name, where a split dim holds several tensors side by side.
     """
 
-    def __init__(self, held, *, parts=None):
+    def __init__(self, held, *, parts=None) -> None:
         self.held = held
         self.parts = parts or {}
 
@@ -241,7 +241,7 @@ class ExpertsParallel(BareParallel):
         output_layout: of the sum over the ranks; None hands on what each rank has.
     """
 
-    def __init__(self, held, *, input_layout, output_layout, parts=None):
+    def __init__(self, held, *, input_layout, output_layout, parts=None) -> None:
         super().__init__(held, parts=parts)
         self.input_layout = input_layout
         self.output_layout = output_layout
@@ -253,7 +253,7 @@ class ExpertsParallel(BareParallel):
         @wraps(forward)
         def spread(*args, **kwargs):
             if self.input_layout.is_replicate():
-                args = [gathered(value, device_mesh) for value in args]
+                args = tuple(gathered(value, device_mesh) for value in args)
                 kwargs = {n: gathered(v, device_mesh) for n, v in kwargs.items()}
             output = forward(*args, **kwargs)
             if self.output_layout is None:
