@@ -8,8 +8,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import planc
 from planc.diagnostic import Sink
@@ -50,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> int:
     sink = Sink()
     compiled = _compile(options, sink)
-    checked = "structure"
+    checked, verdict = "structure", None
     if options.level == "flow" and compiled.lowered:
         verdict = flow(compiled, options.plan, options.set, sink, strict=options.strict)
         checked += f", {verdict.text}"
     proof = _proof(compiled, sink)
-    _show(sink, options.format, sys.stdout)
+    also = {"flow": verdict.document() if verdict else None, "certificate": proof}
+    _show(sink, options.format, sys.stdout, also=also)
     if options.format == "full" and compiled.lowered and compiled.plan:
         mesh = " | ".join(f"{a.name} {a.size}" for a in compiled.plan.mesh.axes)
         print(f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to ", end="")
@@ -173,13 +175,23 @@ def _compile(options: argparse.Namespace, sink: Sink) -> Compiled:
     )
 
 
-def _show(sink: Sink, format: str, stream: object, *, quiet: bool = False) -> None:
-    """Prints the findings; `quiet` leaves infos, and an empty summary, out."""
+def _show(
+    sink: Sink,
+    format: str,
+    stream: object,
+    *,
+    quiet: bool = False,
+    also: Mapping[str, Any] | None = None,
+) -> None:
+    """Prints the findings; `quiet` leaves infos, and an empty summary, out.
+
+    `also` is what a JSON document says beside them.
+    """
     found = [d for d in sink if not (quiet and d.severity == "info")]
     if quiet and not found:
         return
     colour = wants_colour(stream, os.environ)
-    text = render(found, format, colour=colour, width=_width())
+    text = render(found, format, colour=colour, width=_width(), also=also)
     print(text, end="" if text.endswith("\n") or not text else "\n", file=stream)  # type: ignore[call-overload]
 
 
