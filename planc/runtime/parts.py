@@ -258,7 +258,8 @@ class ExpertsParallel(BareParallel):
             output = forward(*args, **kwargs)
             if self.output_layout is None:
                 return output
-            parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            sums = [Partial()]
+            parts = DTensor.from_local(output, device_mesh, sums, run_check=False)
             return parts.redistribute(placements=[self.output_layout]).to_local()
 
         module.forward = spread
