@@ -25,7 +25,12 @@ _IMPORTS = (
         ("CheckpointImpl", "checkpoint_wrapper"),
     ),
     ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
-    ("torch.distributed.fsdp", ("MixedPrecisionPolicy", "fully_shard")),
+    (
+        "torch.distributed._composable.replicate_with_fsdp",
+        ("replicate",),
+    ),
+    ("torch.distributed.fsdp", ("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy")),
+    ("torch.distributed.fsdp", ("fully_shard",)),
     ("torch.distributed.tensor", ("DTensor", "Partial", "Replicate", "Shard")),
     ("torch.distributed.tensor", ("distribute_module", "distribute_tensor")),
     (_PARALLEL, ("ColwiseParallel", "ParallelStyle")),
