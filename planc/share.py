@@ -15,5 +15,3 @@ SHARE = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent
 GRAMMARS = SHARE / "grammars"
 PLANS = SHARE / "plans"
 PAGES = SHARE / "docs" / "diagnostics"
-RUNTIME = _PACKAGE / "runtime"
-"""Where the emitted Python takes what it holds of the runtime's text, word for word."""

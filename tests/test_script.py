@@ -59,6 +59,7 @@ CASES = [
     ("gemma-3-1b", "gemma3", 8, []),
     ("phi-4", "phi3", 4, ["tp=2"]),
     ("qwen3-8b", "qwen3", 4, ["tp=4"]),
+    ("mixtral-8x7b", "mixtral", 8, ["tp=2"]),
     ("gpt2", "gpt2", 2, ["param_dtype=fp32", "reduce_dtype=fp32"]),
 ]
 
@@ -85,7 +86,7 @@ def well_made(source):
             imported |= {a.name.partition(".")[0] for a in node.names}
         if isinstance(node, ast.ImportFrom):
             imported.add(node.module.partition(".")[0])
-    assert imported == {"torch"}
+    assert imported - {"functools"} == {"torch"}
     formatted = ruff(source, "format", "--diff")
     assert formatted.returncode == 0, formatted.stdout
     checked = ruff(source, "check", "--select", "E,F,I,B,UP,SIM,RUF,ARG")
@@ -170,31 +171,15 @@ def test_a_script_holds_the_helpers_that_it_calls(tmp_path, way, has, lacks):
     assert has in source and lacks not in source
 
 
-class Untyped(ast.NodeTransformer):
-    """What is left of functions without their types."""
-
-    def visit_AnnAssign(self, node):
-        return ast.Assign([node.target], node.value, lineno=node.lineno)
-
-    def visit_arg(self, node):
-        return ast.arg(node.arg)
-
-    def visit_FunctionDef(self, node):
-        node.returns = None
-        return self.generic_visit(node)
-
-
 def test_the_helpers_are_the_runtimes(everything):
-    """Word for word but for types, so that the script does what `apply` does."""
-    from planc.share import RUNTIME
+    """Word for word, so that the script does what `apply` does."""
+    from pathlib import Path
 
     source = written(planc.lower("llama-3.2-1b", str(everything), world_size=16))
-    mine = {n.name: ast.unparse(n) for n in ast.parse(source).body if hasattr(n, "name")}
-    theirs = Untyped().visit(ast.parse((RUNTIME / "remat.py").read_text()))
-    named = [node for node in theirs.body if hasattr(node, "name")]
+    text = (Path(planc.__file__).parent / "runtime" / "remat.py").read_text()
+    named = [node for node in ast.parse(text).body if hasattr(node, "name")]
     assert len(named) > 8
-    for node in named:
-        assert ast.unparse(node) == mine[node.name]
+    assert all(ast.get_source_segment(text, node) in source for node in named)
 
 
 class Inner(nn.Module):

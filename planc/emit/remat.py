@@ -1,21 +1,11 @@
-"""Checkpoints in the emitted Python: the wrapper's arguments, and the helpers that they call."""
+"""Checkpoints in the emitted Python: the arguments of the wrapper."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 from planc.emit.python import Group, Source, quoted
-from planc.lowering.ops import AnyOp, Checkpoint
-from planc.share import RUNTIME
-
-_TYPES = re.compile(
-    r"(?:: (?=Any|bool|str|dict)| -> )(?:Any|bool|str|None|dict\[\w+, \w+\])(?=[,)=: \n])"
-)
-_DEFAULTS = re.compile(r"(\b\w+) = ([^\s,()]+|\(\))(?=[,)].*:\n)")
-"""A default loses the spaces around its sign with its type."""
-_WAIVERS = re.compile(r"  # type: ignore.*")
+from planc.lowering.ops import Checkpoint
 
 
 def arguments(op: Checkpoint) -> tuple[Source, ...]:
@@ -44,27 +34,3 @@ def _options(op: Checkpoint) -> Iterable[Source]:
 def _end(items: Sequence[str]) -> str:
     """How a tuple ends."""
     return ",)" if len(items) == 1 else ")"
-
-
-def helpers(ops: Iterable[AnyOp]) -> str:
-    """The functions that the checkpoints of a script call; empty where they need none."""
-    own = [op for op in ops if isinstance(op, Checkpoint)]
-    uses = {
-        "Saving": any(op.save for op in own),
-        "Offload": any(op.offload for op in own),
-        "Both": any(op.save and op.offload for op in own),
-    }
-    return "\n\n".join(part for name, part in _parts().items() if uses.get(name))
-
-
-@cache
-def _parts() -> dict[str, str]:
-    """The chapters of the runtime's own text, so that a script does the same to the letter."""
-    text = (RUNTIME / "remat.py").read_text(encoding="utf-8")
-    _, *chapters = _WAIVERS.sub("", text).split("\n# ")
-    parts = {}
-    for chapter in chapters:
-        head, _, body = chapter.partition("\n")
-        body = _DEFAULTS.sub(r"\1=\2", _TYPES.sub("", body))
-        parts[head.split()[0]] = body.strip("\n") + "\n"
-    return parts

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, assert_never
+from typing import assert_never
 
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -35,9 +35,8 @@ from planc.lowering.ops import (
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
-from planc.runtime.remat import offloading, operators, saving, saving_on_cpu
 from planc.runtime.styles import build
-from planc.runtime.wrapping import divide, keywords, prefetch, wrap
+from planc.runtime.wrapping import divide, keywords, prefetch, recomputing, wrap
 
 _log = logging.getLogger("planc")
 
@@ -209,19 +208,3 @@ class Worker:
             return
         for self.at in names:
             wrap(op, self.modules[self.at], shared)
-
-
-def recomputing(op: Checkpoint) -> dict[str, Any]:
-    """What `checkpoint_wrapper` is given beside the module; nothing that is torch's default."""
-    for save in op.save:
-        if save.name in save.ops and not list(operators(save.ops)):
-            raise ValueError(f"torch has no operator {save.name}")
-    groups = [(save.every, save.ops) for save in op.save]
-    options: dict[str, Any] = {}
-    if groups:
-        options["context_fn"] = saving_on_cpu(op.pin, *groups) if op.offload else saving(*groups)
-    if not op.preserve_rng:
-        options["preserve_rng_state"] = False
-    if not op.early_stop:
-        options["early_stop"] = False
-    return {"checkpoint_fn": offloading(op.pin, **options)} if op.offload else options
