@@ -87,6 +87,28 @@ def applied(repeat):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def steps(what, argument):
+    """What tests/bench/steps.py measures, on four processes."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "steps.py"), what, str(argument)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def memory(repeat):
+    """Median MiB of a step's peak, each way in processes of its own, by turns."""
+    found = {"hand": [], "planc": []}
+    for _ in range(repeat):
+        for way, values in found.items():
+            values.append(steps("memory", way)[way] / 2**20)
+    return {way: statistics.median(values) for way, values in found.items()}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=7)
@@ -105,6 +127,17 @@ def main():
         table.add_column(heading, justify="left" if heading == "what" else "right")
     figures = [(w, median[a], median[b], limit) for w, a, b, limit in rows]
     figures.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
+    stepped, peak = steps("time", 3 * repeat), memory(min(repeat, 3))
+    figures += [
+        (
+            "the fastest step, 4 processes, against torch by hand",
+            stepped["planc"],
+            stepped["hand"],
+            1.02,
+        ),
+        ("its seconds on a core", stepped["planc cpu"], stepped["hand cpu"], 1.02),
+        ("its peak memory a rank, MiB", peak["planc"], peak["hand"], 1.02),
+    ]
     late = 0
     for what, mine, reference, limit in figures:
         ratio = mine / reference
