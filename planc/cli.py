@@ -152,6 +152,27 @@ def _verify(options: argparse.Namespace) -> int:
     return {"verified": CLEAN, "refuted": FINDINGS}.get(found.verdict, FAILED)
 
 
+def _why(options: argparse.Namespace) -> int:
+    from planc.emit import reasons
+    from planc.emit.why import why
+    from planc.report.colour import paint
+
+    sink = Sink()
+    compiled = _compile(options, sink)
+    answer = None
+    if compiled.lowered and compiled.facts:
+        answer = why(options.name, compiled.facts, compiled.lowered, compiled.plan, sink)
+    _show(sink, "full", sys.stderr, quiet=True)
+    if answer is None or compiled.lowered is None:
+        return _code(sink) if compiled.lowered is None else FAILED
+    if options.format == "json":
+        print(json.dumps(reasons.document(answer, compiled.lowered), indent=2))
+    else:
+        colour = wants_colour(sys.stdout, os.environ)
+        print("".join(f"{paint(line, colour)}\n" for line in reasons.lines(answer)), end="")
+    return CLEAN
+
+
 def _fmt(options: argparse.Namespace) -> int:
     from planc.syntax.rewrite import layouts
 
@@ -287,6 +308,11 @@ def _parser() -> argparse.ArgumentParser:
     _verify_arguments(
         commands.add_parser("verify", help="prove a plan on processes, on a small model")
     )
+    why = commands.add_parser("why", help="say which lines decided a module or a parameter")
+    _target(why)
+    why.add_argument("name", metavar="NAME", help="as torch has it, such as model.layers.0.mlp")
+    why.add_argument("--format", choices=("text", "json"), default="text")
+    why.set_defaults(run=_why)
     _fmt_arguments(
         commands.add_parser("fmt", help="write plans in the canonical layout, comments kept")
     )

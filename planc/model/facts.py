@@ -272,9 +272,22 @@ class Facts:
         Raises:
             KeyError: there is none of that name.
         """
-        *path, last = name.split(".")
+        path, _, last = name.rpartition(".")
+        at = self.at(path)
+        for parameter in at.module.parameters:
+            if parameter.name == last:
+                return at, parameter
+        raise KeyError(name)
+
+    def at(self, name: str) -> Modules:
+        """The one module that torch calls `name`, such as `model.layers.0`; the root is ``.
+
+        Raises:
+            KeyError: there is none; the argument is the part of the name up to what is missing.
+        """
         at = self.model
-        for part in path:
+        parts = name.split(".") if name else []
+        for i, part in enumerate(parts):
             for child in at.module.children:
                 own = child.indices
                 if child.name == part if own is None else part.isdecimal() and int(part) in own:
@@ -282,11 +295,8 @@ class Facts:
                     at = Modules((*at.path, segment), child.module)
                     break
             else:
-                raise KeyError(name)
-        for parameter in at.module.parameters:
-            if parameter.name == last:
-                return at, parameter
-        raise KeyError(name)
+                raise KeyError(".".join(parts[: i + 1]))
+        return at
 
     def source(self, field_name: str) -> str:
         """Where a configuration value comes from, for a message."""
