@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from planc.emit import words
-from planc.emit.why import Answer, Held, Reason
+from planc.emit.answer import Answer, Held, Reason
 from planc.lowering.document import dumps
 from planc.lowering.ops import Lowered
 
@@ -17,7 +17,7 @@ Segment = tuple[str, str]
 """A piece of text and the name of its style for a terminal; `""` is plain."""
 
 _HEAD = 12
-SECTIONS = ("tensor", "around", "inside", "ties", "checkpoint", "compile", "unit")
+SECTIONS = ("tensor", "around", "inside", "ties", "training", "checkpoint", "compile", "unit")
 
 
 def lines(answer: Answer) -> Iterator[list[Segment]]:
@@ -31,6 +31,8 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
         yield from _reason("", f"{reason.target}: {reason.what}", reason)
     for reason in answer.ties:
         yield from _reason("tie", f"{reason.target}: {reason.what}", reason)
+    for reason in answer.training:
+        yield from _reason("train", f"{reason.target}: {reason.what}", reason)
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
     yield from _reasons("unit", answer.unit, answer)

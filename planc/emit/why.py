@@ -6,108 +6,31 @@ adds what lowering leaves out because it has no effect, and the words of each li
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from math import prod
 
-from planc.diagnostic import Sink, nearest, one_of
+from planc.diagnostic import Sink
 from planc.emit import words
-from planc.ir.plan import Plan
+from planc.emit.answer import Answer, Held, Reason
+from planc.emit.named import found
+from planc.ir.plan import Meaning, Plan
 from planc.ir.style import style_name
-from planc.lowering.ops import AnyOp, Checkpoint, Compile, FullyShard, Lowered, Parallelize, Tie
+from planc.lowering.memory import split_dim
+from planc.lowering.ops import (
+    AnyOp,
+    Checkpoint,
+    Compile,
+    Divide,
+    Freeze,
+    FullyShard,
+    Lowered,
+    Parallelize,
+    Prefetch,
+    Tie,
+)
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 
-_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.|\.(?:_orig_mod)$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """One thing that a line of the plan decides.
-
-    Args:
-        what: the decision, in words.
-        target: the module that the line decides: the one asked for, or one around or inside it.
-        place: `name:line`; empty for what planc adds itself.
-        text: the line's words, where the plan is at hand.
-        op: which operation of the lowered plan it is.
-    """
-
-    what: str
-    target: str
-    place: str
-    text: str = ""
-    op: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """One parameter, on the rank that holds most of it.
-
-    Args:
-        name: in its module.
-        shape: as the model has it.
-        dtype: its torch dtype.
-        trainable: whether it takes a gradient.
-        local: its shape after tensor parallelism.
-        spread: (ranks, size) along the tensor-parallel dim, in order, where ranks differ.
-        shard: its shape at rest, after FSDP.
-        at_rest: bytes that a rank keeps.
-        gathered: bytes while its unit is gathered, in the dtype that it is gathered in.
-        computed: that dtype.
-        ties: names of the parameters that are the same tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    local: tuple[int, ...]
-    spread: tuple[tuple[int, int], ...]
-    shard: tuple[int, ...]
-    at_rest: int
-    gathered: int
-    computed: str
-    ties: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What is decided of one module, or of one of its parameters.
-
-    Args:
-        name: as torch has it; `root` for the model itself.
-        parameter: the parameter's name in the module, None where the module was asked for.
-        cls: the module's class.
-        kind: `linear`, `norm` and the like.
-        like: the set of like modules that it is one of.
-        held: its own parameters, or the one.
-        count: elements of all its parameters, with those of the modules inside it.
-        tensor: styles on the module itself.
-        around: styles on modules around it: what comes in there and goes out.
-        inside: styles on modules inside it.
-        checkpoint, compile: what is around it, is it, or is inside it.
-        unit: the unit that it belongs to, then those inside it.
-        unit_bytes: of the unit that it belongs to: at rest on a rank, and gathered.
-        missing: by section, why nothing decides it.
-    """
-
-    name: str
-    parameter: str | None
-    cls: str
-    kind: str
-    like: Modules
-    held: tuple[Held, ...]
-    count: int
-    tensor: tuple[Reason, ...] = ()
-    around: tuple[Reason, ...] = ()
-    inside: tuple[Reason, ...] = ()
-    checkpoint: tuple[Reason, ...] = ()
-    compile: tuple[Reason, ...] = ()
-    unit: tuple[Reason, ...] = ()
-    unit_bytes: tuple[int, int] | None = None
-    ties: tuple[Reason, ...] = ()
-    missing: Mapping[str, str] = field(default_factory=dict)
+_LONGEST = 100
 
 
 def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink) -> Answer | None:
@@ -121,60 +44,8 @@ def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink
         plan: the plan's meaning, None for one that was read back from JSON.
         sink: receives PL130 for a name that is not there.
     """
-    found = _found(name, facts, sink)
-    return None if found is None else _Question(facts, lowered, plan, *found).answer()
-
-
-# The name --------------------------------------------------------------------------------------
-
-
-def _found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | None] | None:
-    plain = re.sub(r"\[(\d+)\]", r".\1", _WRAPPERS.sub("", name)).removeprefix(".")
-    plain = "" if plain == "root" else plain
-    try:
-        return facts.at(plain), None
-    except KeyError as error:
-        missing = str(error.args[0])
-    try:
-        return facts.find(plain)
-    except KeyError:
-        _unknown(name, missing, facts, sink)
-    return None
-
-
-def _unknown(name: str, missing: str, facts: Facts, sink: Sink) -> None:
-    path, _, last = missing.rpartition(".")
-    at = facts.at(path)
-    close = nearest(last, _below(at))
-    around = f"`{path}`" if path else "the model"
-    help = f"did you mean {one_of(f'`{path}.{c}`'.replace('`.', '`') for c in close)}?"
-    if not close:
-        ends = [m for m in facts.model.below() if last in _below(m)]
-        first = [next(m.names()) for m in ends[:3]]
-        help = f"there is {one_of(f'`{f}.{last}`' for f in first)}" if first else ""
-    sink.error(
-        "PL130",
-        f"there is no module and no parameter `{name}`: {around} has no `{last}`",
-        facts=(f"{around} is a {at.module.cls}: {_listed(at)}",),
-        help=help or None,
-    )
-
-
-def _below(at: Modules) -> list[str]:
-    """What could follow a module's name."""
-    names = [p.name for p in at.module.parameters]
-    for child in at.module.children:
-        names += [child.name] if child.indices is None else map(str, child.indices)
-    return names
-
-
-def _listed(at: Modules) -> str:
-    names = [c.name if c.indices is None else f"entries {c.indices}" for c in at.module.children]
-    names += [p.name for p in at.module.parameters]
-    return ", ".join(names) or "nothing is in it"
-
-
-# The answer ------------------------------------------------------------------------------------
+    named = found(name, facts, sink)
+    return None if named is None else _Question(facts, lowered, plan, *named).answer()
 
 
 class _Question:
@@ -195,6 +66,9 @@ class _Question:
         self.name = next(at.names())
         self.full = _joined(self.name, parameter.name) if parameter else self.name
         self.shard = self._unit()
+        around = (m for m in (self.shard.ignored if self.shard else ()) if at.inside(m))
+        self.ignored = max(around, key=lambda m: len(m.path), default=None)
+        self.training = tuple(self._training())
 
     def answer(self) -> Answer:
         module = self.at.module
@@ -215,7 +89,10 @@ class _Question:
             count=self.parameter.numel if self.parameter else module.count,
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
-            unit_bytes=(self.shard.nbytes, self.shard.gathered) if self.shard else None,
+            unit_bytes=(self.shard.nbytes, self.shard.gathered)
+            if self.shard and not self.ignored
+            else None,
+            training=self.training,
             ties=tuple(self._ties()),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
             **found,
@@ -227,12 +104,13 @@ class _Question:
     def _around(self, op: Parallelize) -> bool:
         return not self._is(op) and self.at.inside(op.modules) is not None
 
-    def _reason(self, what: str, target: str, op: AnyOp) -> Reason:
+    def _reason(self, what: str, target: str, op: AnyOp, place: str = "") -> Reason:
+        place = place or op.place
         return Reason(
             what=what,
             target=target or "root",
-            place=op.place,
-            text=self.texts.get(op.place, ""),
+            place=place,
+            text=self.texts.get(place, ""),
             op=next(i for i, other in enumerate(self.lowered.ops) if other is op),
         )
 
@@ -270,23 +148,62 @@ class _Question:
         return max(around, key=lambda pair: pair[0])[1] if around else None
 
     def _units(self) -> Iterator[Reason]:
-        if self.shard:
-            yield self._sharded(self.shard)
-        for op in self.lowered.ops if self.parameter is None else ():
-            if isinstance(op, FullyShard) and op is not self.shard:
-                both = next((m.inside(self.at) for m in op.members if m.inside(self.at)), None)
+        """The unit, what holds for it, and the units inside."""
+        op = self.shard
+        if op and self.ignored:
+            place = self._line_of_ignored(self.ignored)
+            target = self._part(len(self.ignored.path))
+            yield self._reason("ignored: whole on every rank", target, op, place)
+        elif op:
+            yield self._sharded(op)
+            yield from self._settings(op)
+        for other in self.lowered.ops if self.parameter is None else ():
+            if isinstance(other, FullyShard) and other is not op:
+                both = next(filter(None, (m.inside(self.at) for m in other.members)), None)
                 if both is not None:
-                    target = words.unit(op) if op.group else str(both)
-                    yield self._reason(f"a unit inside it, {words.reshard(op.reshard)}", target, op)
+                    target = words.unit(other) if other.group else str(both)
+                    said = f"a unit inside it, {words.reshard(other.reshard)}"
+                    yield self._reason(said, target, other)
 
     def _sharded(self, op: FullyShard) -> Reason:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
         target = words.unit(op) if op.group else self._part(len(member.path))
-        what = f"on {words.axes(op.shard, self.lowered)}"
-        if op.replicate:
-            what += f", replicated over {words.axes(op.replicate, self.lowered)}"
-        what += f", {words.reshard(op.reshard)}, {words.precision(op)}"
-        return self._reason(what, target, op)
+        parts = [words.spread(op, self.lowered), words.along(op), words.reshard(op.reshard)]
+        return self._reason(", ".join(filter(None, parts)) + words.offload(op), target, op)
+
+    def _settings(self, op: FullyShard) -> Iterator[Reason]:
+        target = self._sharded(op).target
+        yield self._reason(words.precision(op), target, op, self._line_of_precision(op))
+        for other in self.lowered.ops:
+            if isinstance(other, Divide):
+                yield self._reason(f"gradients are divided by {other.factor}", target, other)
+            elif isinstance(other, Prefetch) and any(self.at.inside(m) for m in other.units):
+                yield self._reason(f"gathers {words.ahead(other)}", target, other)
+
+    def _line_of_precision(self, op: FullyShard) -> str:
+        section = self.plan.fsdp if self.plan else None
+        for unit in section.units if section else ():
+            precision = unit.precision or (section.precision if section else None)
+            if precision and unit.origin.place == op.place:
+                return precision.origin.place
+        return ""
+
+    def _line_of_ignored(self, ignored: Modules) -> str:
+        section = self.plan.fsdp if self.plan else None
+        lines = [
+            i.origin.place for i in (section.ignored if section else ()) if i.modules == ignored
+        ]
+        return lines[0] if lines else ""
+
+    def _freezing(self) -> list[Freeze]:
+        ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
+        return [op for op in ops if self.at.inside(op.modules) is not None]
+
+    def _training(self) -> Iterator[Reason]:
+        """What freezes the module or lets it train; the last word around it holds."""
+        for op in self._freezing()[-1:]:
+            said = "trains" if op.trainable else "frozen"
+            yield self._reason(said, self._part(len(op.modules.path)), op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}
@@ -333,15 +250,16 @@ class _Question:
                 if shape.name == parameter.name:
                     local = shape.local
                     spread = _spread(shape.shape, local, self.lowered.axis_size(op.axis))
-        ranks = self.lowered.axis_size(*self.shard.shard) if self.shard else 1
-        shard = (-(-local[0] // ranks), *local[1:]) if local else local
-        computed = (self.shard.param if self.shard else None) or parameter.dtype
+        unit = None if self.ignored else self.shard
+        shard = _at_rest(local, unit, self.lowered)
+        computed = (unit.param if unit else None) or parameter.dtype
+        trains = [op.trainable for op in self._freezing()]
         group = next((g for g in self.facts.ties if full in g), ())
         return Held(
             name=parameter.name,
             shape=parameter.shape,
             dtype=parameter.dtype,
-            trainable=parameter.trainable,
+            trainable=trains[-1] if trains else parameter.trainable,
             local=local,
             spread=spread,
             shard=shard,
@@ -352,10 +270,27 @@ class _Question:
         )
 
 
+def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) -> tuple[int, ...]:
+    """The shape of what a rank keeps of a parameter that a unit splits."""
+    ranks = lowered.axis_size(*unit.shard) if unit else 1
+    if unit is None or not local:
+        return local
+    dim = unit.shard_dim if split_dim(local, unit.shard_dim, ranks) else 0
+    return (*local[:dim], -(-local[dim] // ranks), *local[dim + 1 :])
+
+
 def _texts(plan: Plan) -> dict[str, str]:
     """The words of each line that decides something, by its place."""
-    rules = [*plan.tensor, *plan.checkpoint, *plan.compile, *(plan.fsdp.units if plan.fsdp else ())]
-    return {r.origin.place: " ".join(r.origin.text.split()) for r in rules}
+    rules: list[Meaning] = [*plan.tensor, *plan.checkpoint, *plan.compile, *plan.train]
+    if plan.fsdp:
+        settings = (plan.fsdp.precision, plan.fsdp.prefetch, plan.fsdp.divide)
+        rules += [*plan.fsdp.units, *plan.fsdp.ignored, *(s for s in settings if s is not None)]
+        rules += [u.precision for u in plan.fsdp.units if u.precision is not None]
+    found = {r.origin.place: " ".join(r.origin.text.split()) for r in reversed(rules)}
+    return {
+        place: f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text
+        for place, text in found.items()
+    }
 
 
 def _wrapped(op: Checkpoint | Compile) -> str:
