@@ -128,6 +128,7 @@ def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
     ops = json.loads(dumps(lowered))["ops"]
     fields = asdict(answer)
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
+    fields["class"], fields["parameters"] = fields.pop("cls"), fields.pop("held")
     for section in SECTIONS:
         for reason in fields[section]:
             reason["op"] = ops[reason["op"]]

@@ -219,7 +219,7 @@ class Modules:
         """Whether this set holds the module that torch calls `name`."""
         parts = name.split(".") if name else []
         return len(parts) == len(self.path) and all(
-            part == mine if isinstance(mine, str) else part.isdecimal() and int(part) in mine
+            part == mine if isinstance(mine, str) else _entry(part, mine)
             for part, mine in zip(parts, self.path, strict=True)
         )
 
@@ -290,7 +290,7 @@ class Facts:
         for i, part in enumerate(parts):
             for child in at.module.children:
                 own = child.indices
-                if child.name == part if own is None else part.isdecimal() and int(part) in own:
+                if child.name == part if own is None else _entry(part, own):
                     segment = part if own is None else Indices.of([int(part)])
                     at = Modules((*at.path, segment), child.module)
                     break
@@ -301,6 +301,11 @@ class Facts:
     def source(self, field_name: str) -> str:
         """Where a configuration value comes from, for a message."""
         return self.config_name if field_name in self.given else f"default of {self.family}"
+
+
+def _entry(part: str, indices: Indices) -> bool:
+    """Whether a part of a torch name is one of some indices: `3`, and not `03`."""
+    return re.fullmatch("0|[1-9][0-9]{0,8}", part) is not None and int(part) in indices
 
 
 def parse_path(text: str) -> tuple[Segment, ...]:
