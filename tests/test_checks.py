@@ -63,6 +63,8 @@ def tensor(rules, tp=2, units=UNITS, family="llama"):
         ("gemma-3-1b", "gemma3", 1),
         ("phi-4", "phi3", 8),
         ("phi-3-mini", "phi3", 8),
+        ("mixtral-8x7b", "mixtral", 8),
+        ("glm-4-9b", "glm", 2),
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", ["true", "false"])
@@ -172,7 +174,11 @@ def resized(module, old, new):
 @pytest.mark.parametrize(
     ("model", "family", "rule", "word"),
     [
-        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : colwise", "transposed"),
+        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : sequence", "not a norm"),
+        ("llama-3.1-8b", "llama", "model.layers.*.mlp : mla_kv(rope = 8)", "no linear layer"),
+        ("llama-3.1-8b", "llama", "lm_head : mla_kv(rope = 1M)", "takes 1,000,000 of them"),
+        ("llama-3.1-8b", "llama", "model.embed_tokens : colwise(parts = 2)", "no projections"),
+        ("llama-3.1-8b", "llama", "model.rotary_emb : replicate(gradient = sum)", "no parameters"),
         ("llama-3.1-8b", "llama", "model.norm : colwise", "neither"),
         ("llama-3.1-8b", "llama", "model.layers.*.mlp : rowwise", "neither"),
         ("llama-3.1-8b", "llama", "model.layers.* : sequence", "modules inside"),
@@ -300,3 +306,28 @@ def test_what_stays_whole_is_a_note():
     [note] = [d for d in sink if d.code == "PL204"]
     assert note.message.startswith("30% of the parameters stay whole")
     assert any("q_proj.weight 536,870,912" in fact for fact in note.facts)
+
+
+def test_offload_and_compile():
+    def plan(way, what):
+        sections = f"checkpoint {{\n model.layers.* : {way}\n}}\ncompile {{\n {what} : block\n}}\n"
+        return tensor("", tp=1, units=sections + UNITS)
+
+    offload = "full(offload = cpu)"
+    assert codes(judged(facts(), plan(offload, "model.layers.*"))) == ["PL473"]
+    assert codes(judged(facts(), plan(offload, "model.layers[3].mlp"))) == ["PL473"]
+    assert codes(judged(facts(), plan(offload, "lm_head"))) == []
+    assert codes(judged(facts(), plan("ops(save = [matmul])", "model.layers.*"))) == []
+
+
+def test_a_cache_inside_the_configuration_of_a_tower_is_switched_off():
+    from planc.ir import elaborate
+    from planc.lowering import lower
+
+    llama = facts()
+    towers = replace(llama, config={"text_config": {"use_cache": True}, "vision_config": {}})
+    text = tensor("", tp=1)
+    for known, names in ((llama, ["use_cache"]), (towers, ["text_config.use_cache"])):
+        plan = elaborate([parse(Source("t.plan", text), Sink())], known, Sink(), world_size=24)
+        ops = lower(plan, known).ops
+        assert [op.name for op in ops if type(op).__name__ == "Configure"] == names

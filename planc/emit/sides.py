@@ -119,7 +119,7 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Parallelize():
             yield _tensor(op)
         case Checkpoint():
-            yield Entry(kind="checkpoint", modules=op.modules, place=op.place)
+            yield _checkpoint(op)
         case Compile():
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
@@ -134,6 +134,17 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:
                 yield Entry(kind="prefetch", modules=modules, facts=depth, place=op.place)
+
+
+def _checkpoint(op: Checkpoint) -> Entry:
+    """Only what is not as in a plain `full`."""
+    said: tuple[tuple[str, Value], ...] = (
+        ("save", words.saves(op) or None),
+        ("offload", op.offload or None),
+        *((name, getattr(op, name) and None) for name in ("pin", "preserve_rng", "early_stop")),
+    )
+    facts = tuple((name, value) for name, value in said if value is not None)
+    return Entry(kind="checkpoint", modules=op.modules, facts=facts, place=op.place)
 
 
 def _tensor(op: Parallelize) -> Entry:
@@ -216,8 +227,19 @@ def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
         case ir.Colwise() | ir.Rowwise():
             yield "input", str(style.input)
             yield "output", str(style.output)
+            yield from _packing(style)
         case ir.Sequence():
             yield "dim", style.dim
+        case ir.Replicated():
+            yield "gradient", "sum" if style.summed else "same"
+        case ir.MlaKv():
+            yield "rope", style.rope
+        case ir.Parameters() | ir.Experts():
+            for name, held in style.held:
+                yield name, str(held)
+            if isinstance(style, ir.Experts):
+                yield "input", str(style.input)
+                yield "output", str(style.output)
         case ir.Input() | ir.Output():
             sides = [(str(i), c) for i, c in enumerate(style.positional) if c]
             if isinstance(style, ir.Input):
@@ -225,4 +247,12 @@ def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
             for name, change in sides:
                 yield f"{name}.source", str(change.source)
                 yield f"{name}.target", str(change.target)
-    yield "local", style.local
+    local = getattr(style, "local", None)
+    if local is not None:
+        yield "local", local
+
+
+def _packing(style: ir.Colwise | ir.Rowwise) -> Iterator[tuple[str, Value]]:
+    yield "parts", style.parts if isinstance(style.parts, int) else str(list(style.parts))
+    yield "interleaved", style.interleaved
+    yield "transposed", style.transposed

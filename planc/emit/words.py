@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from planc.ir import style as ir
-from planc.lowering.ops import FullyShard, Lowered, Prefetch, Shape
+from planc.lowering.ops import Checkpoint, FullyShard, Lowered, Prefetch, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
@@ -61,10 +61,16 @@ def flow(style: ir.Style) -> str:
     What a module hands on is a DTensor or a rank's own part; where that is not the style's
     default, `dtensor` or `local` says so.
     """
-    default = next(f.default for f in fields(style) if f.name == "local")
-    layouts = ir.style_arguments(replace(style, local=bool(default)))
-    kept = "" if style.local == default else "local" if style.local else "dtensor"
+    default = ir.local_default(style)
+    local = getattr(style, "local", default)
+    layouts = ir.style_arguments(_with_local(style, default) if local != default else style)
+    kept = "" if local == default else "local" if local else "dtensor"
     return ", ".join(filter(None, (layouts, kept)))
+
+
+def _with_local(style: ir.Style, local: bool) -> ir.Style:
+    assert isinstance(style, ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output)
+    return replace(style, local=local)
 
 
 def precision(op: FullyShard) -> str:
@@ -106,6 +112,26 @@ def ahead(op: Prefetch) -> str:
 
 def dtype(name: str) -> str:
     return SHORT.get(name, name)
+
+
+def recomputing(op: Checkpoint) -> str:
+    """What a checkpoint keeps, and where: `full`, or `ops(save = [...], offload = cpu)`."""
+    words = []
+    if op.save:
+        words.append(f"save = [{', '.join(saves(op))}]")
+    if op.offload:
+        words.append("offload = cpu")
+    terms = (("pin", op.pin), ("preserve_rng", op.preserve_rng), ("early_stop", op.early_stop))
+    words += [f"{name} = false" for name, value in terms if not value]
+    kind = "ops" if op.save else "full"
+    return f"{kind}({', '.join(words)})" if words else kind
+
+
+def saves(op: Checkpoint) -> tuple[str, ...]:
+    """What a checkpoint keeps: `attention`, `matmul(every = 2)`."""
+    return tuple(
+        save.name if save.every == 1 else f"{save.name}(every = {save.every})" for save in op.save
+    )
 
 
 def reshard(value: bool | int) -> str:
