@@ -7,6 +7,7 @@ adds what lowering leaves out because it has no effect, and the words of each li
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from math import prod
 
 from planc.diagnostic import Sink
@@ -14,7 +15,7 @@ from planc.emit import words
 from planc.emit.answer import Answer, Held, Reason
 from planc.emit.named import found
 from planc.ir.plan import Meaning, Plan
-from planc.ir.style import style_name
+from planc.ir.style import Split, part_sizes, style_name, weight_split
 from planc.lowering.memory import split_dim
 from planc.lowering.ops import (
     AnyOp,
@@ -243,13 +244,15 @@ class _Question:
 
     def _held(self, parameter: Parameter) -> Held:
         full = _joined(self.name, parameter.name)
-        local = parameter.shape
+        local, kind = parameter.shape, self.at.module.kind
         spread: tuple[tuple[int, int], ...] = ()
         for op in self.styles:
             for shape in op.shapes if self._is(op) else ():
                 if shape.name == parameter.name:
                     local = shape.local
-                    spread = _spread(shape.shape, local, self.lowered.axis_size(op.axis))
+                    split = weight_split(op.style, kind, shape.name, len(local))
+                    ranks = self.lowered.axis_size(op.axis)
+                    spread = _spread(split, shape.shape, ranks) if split else ()
         unit = None if self.ignored else self.shard
         shard = _at_rest(local, unit, self.lowered)
         computed = (unit.param if unit else None) or parameter.dtype
@@ -295,7 +298,9 @@ def _texts(plan: Plan) -> dict[str, str]:
 
 def _wrapped(op: Checkpoint | Compile) -> str:
     if isinstance(op, Checkpoint):
-        return "activations are computed again in backward"
+        how = words.recomputing(op)
+        kept = "" if how == "full" else f"{how}: "
+        return f"{kept}activations are computed again in backward"
     return "compiled as one graph, or fails" if op.fullgraph else "compiled"
 
 
@@ -313,15 +318,16 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _spread(
-    shape: tuple[int, ...], local: tuple[int, ...], ranks: int
-) -> tuple[tuple[int, int], ...]:
-    """How many ranks hold how much of the split dim, as `torch.chunk` cuts it; empty when even."""
-    dim = next((i for i, (a, b) in enumerate(zip(shape, local, strict=True)) if a != b), None)
-    if dim is None or shape[dim] % ranks == 0:
-        return ()
-    size = local[dim]
-    full, rest = divmod(shape[dim], size)
-    left = ranks - full - (rest > 0)
-    parts = [(full, size), (1 if rest else 0, rest), (left, 0)]
-    return tuple(part for part in parts if part[0] > 0)
+def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
+    """(ranks, size) along the split dim, each part of it as `torch.chunk` cuts it; () when even."""
+    parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
+    chunks = [-(-size // ranks) for size in parts]
+    held = [
+        sum(
+            min(chunk, max(0, size - rank * chunk))
+            for size, chunk in zip(parts, chunks, strict=True)
+        )
+        for rank in range(ranks)
+    ]
+    runs = [(len(list(group)), size) for size, group in groupby(held)]
+    return tuple(runs) if len(runs) > 1 else ()
