@@ -140,6 +140,23 @@ def test_diff(planc, tmp_path):
     assert code == 1 and json.loads(out)["same"] is False
 
 
+def test_an_error_of_one_side_hides_nothing_of_the_other(planc, tmp_path):
+    old, new = tmp_path / "old.plan", tmp_path / "new.plan"
+    for plan, slip in ((old, "model.nrm"), (new, "model.layerz.*")):
+        plan.write_text(
+            f"plan p for llama\nmesh {{\n    dp_shard = auto\n}}\n"
+            f"fsdp on dp_shard {{\n    {slip} : unit\n    root : unit\n}}\n"
+        )
+    code, out, err = planc("diff", "llama-3.1-8b", old, new, "--world-size", "8")
+    assert (code, out) == (2, "")
+    assert "`model.nrm` matches nothing" in err and "`model.layerz.*` matches nothing" in err
+    old.write_text("plan p fro llama\n")  # not even a plan
+    err = planc("diff", "llama-3.1-8b", old, new, "--world-size", "8")[2]
+    assert "PL001" in err and "`model.layerz.*` matches nothing" in err
+    err = planc("diff", "llama-3.1-8b", new, "--world-size", "8")[2]
+    assert err.count("`model.layerz.*` matches nothing") == 1, "told once of one plan"
+
+
 def test_diff_of_git_revisions(planc, tmp_path, monkeypatch):
     def git(*words):
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from planc.diagnostic import Diagnostic, Label, Severity, Sink
 from planc.report import FORMATS, render, summary, wants_colour
 from planc.report.cells import cells, width, wrap
-from planc.source import NOWHERE, Source
+from planc.source import Source
 
 SCHEMA = json.loads(
     (Path(__file__).parent.parent / "grammars" / "diagnostics.schema.json").read_text()
 )
+NOWHERE = Source("", "").span(0, 0)  # of a node that no one wrote
 PLAN = Source(
     "plans/llama.plan",
     """\

@@ -157,11 +157,6 @@ def block(modules: Modules) -> str:
     return str(Modules(modules.path[: at[-1] + 1], modules.module))
 
 
-def is_block(modules: Modules) -> bool:
-    """Whether the modules are entries of a list themselves."""
-    return bool(modules.path) and isinstance(modules.path[-1], Indices)
-
-
 def inside(modules: Modules) -> str:
     """The path of modules inside their block."""
     return str(modules).removeprefix(block(modules)).removeprefix(".")
