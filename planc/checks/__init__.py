@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planc.checks.adapters import adapters
 from planc.checks.axes import axes
 from planc.checks.blocks import blocks
 from planc.checks.checkpoints import checkpoints
@@ -32,6 +33,7 @@ from planc.checks.uneven import uneven
 from planc.checks.units import units
 from planc.checks.unsharded import unsharded
 from planc.diagnostic import Sink
+from planc.ir.derive import adapted
 from planc.ir.plan import Plan
 from planc.model.facts import Facts
 
@@ -60,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     checkpoints,
     compiled,
     graphs,
+    adapters,
     coverage,
 )
 
@@ -70,8 +73,9 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     Args:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
-        sink: receives PL15x and PL16x (kinds, pairs and norms), PL2xx (shapes), PL35x
+        sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx (shapes), PL35x
             (axes) and PL4xx (composition).
     """
+    plan, facts = adapted(plan, facts)
     for rule in RULES:
         rule(plan, facts, sink)

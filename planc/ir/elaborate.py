@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from planc.diagnostic import Sink, nearest, one_of
+from planc.ir.adapters import adapters
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
 from planc.ir.mesh import solve
@@ -18,7 +19,7 @@ from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "tensor", "checkpoint", "compile", "fsdp")
+SECTIONS = ("mesh", "tensor", "adapters", "checkpoint", "compile", "fsdp")
 
 
 def elaborate(
@@ -72,6 +73,7 @@ def elaborate(
         checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
         compile=part("compile", lambda: tuple(compile_rules(program))),
         fsdp=part("fsdp", lambda: fsdp(program)),
+        adapters=part("adapters", lambda: adapters(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )

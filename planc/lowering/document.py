@@ -13,6 +13,7 @@ from planc.diagnostic import Sink
 from planc.ir import style as ir
 from planc.lowering.ops import (
     FORMAT_VERSION,
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -142,6 +143,9 @@ def _plan(lowered: Lowered) -> dict[str, Any]:
     }
 
 
+_ADAPT = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+
+
 def _op(op: AnyOp) -> dict[str, Any]:
     match op:
         case Configure():
@@ -159,6 +163,9 @@ def _op(op: AnyOp) -> dict[str, Any]:
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
+        case Adapt():
+            body = {"op": "adapt", "modules": str(op.modules)}
+            body |= {name: getattr(op, name) for name in _ADAPT}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules)}
         case Compile():
@@ -239,6 +246,8 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
+        case "adapt":
+            return Adapt(**body)
         case "checkpoint":
             return Checkpoint(**body)
         case "compile":

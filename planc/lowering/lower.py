@@ -1,8 +1,9 @@
 """IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
 
-mesh, configure, tensor, ties, checkpoint, compile, FSDP (inner before outer, the root last).
+mesh, configure, tensor, ties, adapters, checkpoint, compile, FSDP (inner before outer, the root last).
 
-Tensor parallelism comes first because FSDP shards what it leaves; a checkpoint wrapper goes inside
+Tensor parallelism comes first because FSDP shards what it leaves; adapters go around layers that
+have their styles already, and then get their own; a checkpoint wrapper goes inside
 compile and FSDP so that recomputing happens while the unit's parameters are gathered; compile goes
 inside FSDP because FSDP's hooks are graph breaks. (The order of torchtitan's `parallelize_llama`.)
 """
@@ -13,10 +14,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from planc.ir.derive import adapted, styles
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, Output, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -41,13 +44,17 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     Returns:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out.
     """
+    plan, facts = adapted(plan, facts)
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
-    holdings = Holdings(facts, plan, tensor)
+    derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
+    holdings = Holdings(facts, plan, [*tensor, *derived])
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
         *_joined(_parallelize(rule, plan) for rule in _ordered(tensor)),
         *_ties(facts, tensor),
+        *_adapt(plan),
+        *_joined(_parallelize(rule, plan) for rule in _ordered(derived)),
         *_joined(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
@@ -71,7 +78,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     )
 
 
-Wrap = TypeVar("Wrap", Parallelize, Checkpoint, Compile, FullyShard)
+Wrap = TypeVar("Wrap", Parallelize, Adapt, Checkpoint, Compile, FullyShard)
 
 
 def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
@@ -180,6 +187,26 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     if isinstance(rule.style, Input | Output):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
+
+
+def _adapt(plan: Plan) -> Iterator[Adapt]:
+    """Each with a seed of its own: like layers of two rules would begin with the same values."""
+    if plan.adapters is None:
+        return
+    ops = _joined(
+        Adapt(
+            modules=r.modules,
+            rank=r.rank,
+            alpha=r.alpha,
+            dropout=r.dropout,
+            dtype=r.dtype,
+            init=r.init,
+            place=r.origin.place,
+        )
+        for r in plan.adapters.rules
+    )
+    for number, op in enumerate(ops):
+        yield replace(op, seed=plan.adapters.seed + number)
 
 
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:

@@ -6,6 +6,7 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from planc.ir.style import Style
@@ -63,6 +64,35 @@ class Tie(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapt(Op):
+    """peft's `inject_adapter_in_model` with a `LoraConfig`; all but the adapters is frozen.
+
+    Args:
+        rank, alpha, dropout: the configuration's `r`, `lora_alpha` and `lora_dropout`.
+        dtype: what A and B are cast to, None where they keep that of their layer.
+        init: `default`, `gaussian` or `random`, peft's `init_lora_weights`.
+        seed: of their first values, so that every rank has the same.
+    """
+
+    modules: Modules
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    dtype: str | None = None
+    init: str = "default"
+    seed: int = 0
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression that peft finds these modules by, and no others."""
+        parts = [
+            re.escape(s) if isinstance(s, str) else f"({'|'.join(map(str, s))})"
+            for s in self.modules.path
+        ]
+        return r"\.".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Op):
     """`checkpoint_wrapper` (without reentry) around each module."""
 
@@ -104,7 +134,7 @@ class FullyShard(Op):
     gathered: int = 0
 
 
-AnyOp = Configure | Parallelize | Tie | Checkpoint | Compile | FullyShard
+AnyOp = Configure | Parallelize | Tie | Adapt | Checkpoint | Compile | FullyShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
-from planc.lowering.ops import Configure, FullyShard, Lowered, Op, Parallelize, Tie
+from planc.lowering.ops import Adapt, Configure, FullyShard, Lowered, Op, Parallelize, Tie
 from planc.model.facts import Modules
 from planc.model.table import already_parallel
 
@@ -106,7 +106,10 @@ def _fits(
         name = type(model).__name__
         yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
         return
+    made = [op.modules for op in lowered.ops if isinstance(op, Adapt)]
     for op in lowered.ops:
+        if any(_below(m, layer) for m in members_of(op) for layer in made):
+            continue  # what adapters bring is not there yet
         # a set holds like modules: what is wrong with one of them is wrong with the next
         text = next(_misfits(op, model, modules), None)
         if text:
@@ -115,6 +118,11 @@ def _fits(
                 f"{called(op)}: {text}",
                 help="lower the plan for this model's configuration",
             )
+
+
+def _below(modules: Modules, layer: Modules) -> bool:
+    """Whether the modules are inside the layer, and not the layer itself."""
+    return len(modules.path) > len(layer.path) and modules.within(layer)
 
 
 def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:

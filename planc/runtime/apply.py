@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -30,6 +31,7 @@ from planc.lowering.ops import (
     Parallelize,
     Tie,
 )
+from planc.runtime.adapters import adapts, inject, require
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
@@ -107,6 +109,8 @@ def _prepare(
     """All that can fail before the model is touched; a process group of its own goes with it."""
     started = False
     try:
+        if adapts(lowered):
+            require()
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
     except Exception as error:
@@ -154,6 +158,8 @@ class Worker:
                     parallelize_module(self.modules[self.at], mesh, style)
             case Tie():
                 self._tie(op)
+            case Adapt():
+                self._adapt(op)
             case Checkpoint():
                 for self.at in op.modules.names():
                     self._checkpoint(self.at)
@@ -177,6 +183,15 @@ class Worker:
         owner, _, name = op.parameter.rpartition(".")
         source, _, other = op.source.rpartition(".")
         setattr(self._inner(owner), name, getattr(self._inner(source), other))
+
+    def _adapt(self, op: Adapt) -> None:
+        """peft's layer takes the place, and the name, of the layer that it is around."""
+        self.at = str(op.modules)
+        inject(self.model, op)
+        for name in op.modules.names():
+            layer = self.model.get_submodule(name)
+            inner = layer.named_modules()
+            self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
 
     def _checkpoint(self, name: str) -> None:
         parent, _, last = name.rpartition(".")

@@ -1,0 +1,77 @@
+"""LoRA by peft: put into a model, given its first values, written and read as peft does."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planc.diagnostic import PlanError
+from planc.lowering.ops import Adapt, Lowered
+from planc.runtime.agree import problem
+
+NAME = "default"  # of the adapter, peft's own
+_OPS = "_planc_adapters"  # where a model keeps the operations that gave it adapters
+
+
+def adapts(lowered: Lowered) -> tuple[Adapt, ...]:
+    return tuple(op for op in lowered.ops if isinstance(op, Adapt))
+
+
+def require() -> None:
+    """peft can be imported.
+
+    Raises:
+        PlanError: PL187, it can't.
+    """
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        found = problem(
+            "PL187",
+            f"the plan has adapters, and peft cannot be imported: {error}",
+            help="pip install 'planc[lora]'",
+        )
+        raise PlanError([found]) from error
+
+
+def inject(model: nn.Module, op: Adapt) -> None:
+    """Puts LoRA around the layers of an operation, and freezes all but adapters.
+
+    The values drawn are the same on every rank, and the caller's random state stays.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    init: Any = {"default": True, "random": False}.get(op.init, op.init)
+    config = LoraConfig(
+        r=op.rank,
+        lora_alpha=op.alpha,  # type: ignore[arg-type]
+        lora_dropout=op.dropout,
+        init_lora_weights=init,
+        target_modules=op.pattern,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied layers, and of Conv1D, which peft handles
+        torch.manual_seed(op.seed)
+        inject_adapter_in_model(config, model)
+    if op.dtype is not None:
+        for name in op.modules.names():
+            for half in _halves(model.get_submodule(name)):
+                half.to(getattr(torch, op.dtype))
+    setattr(model, _OPS, (*getattr(model, _OPS, ()), op))
+
+
+def adapted(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model with the adapters of a plan, and nothing else of it: what one process trains."""
+    for op in adapts(lowered):
+        inject(model, op)
+    return model
+
+
+def _halves(layer: nn.Module) -> Iterator[nn.Module]:
+    for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+        yield getattr(layer, name)
