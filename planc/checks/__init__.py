@@ -73,8 +73,8 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     Args:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
-        sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx (shapes), PL35x
-            (axes) and PL4xx (composition).
+        sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx
+            (shapes), PL35x (axes) and PL4xx (composition).
     """
     plan, facts = adapted(plan, facts)
     for rule in RULES:

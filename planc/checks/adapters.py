@@ -6,7 +6,7 @@ from planc.checks.table import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.ir.derive import meetings, of_layer, sides
 from planc.ir.plan import AdapterRule, Plan, TensorRule
-from planc.ir.style import Input, Output, Replicate, Rowwise, style_text
+from planc.ir.style import Replicate, Rowwise, style_text
 from planc.model.facts import Facts, Modules
 
 _KINDS = ("linear", "embedding", "conv1d")
@@ -86,16 +86,13 @@ def _style(
     derived = of_layer(base.style, part.module.kind)
     if not isinstance(derived, str):
         return
-    told = "put the change of layout on the module around it, or leave it without an adapter"
-    if not isinstance(base.style, Input | Output):
-        told = "let the layer give a plain layout, or leave it without an adapter"
     sink.error(
         "PL184",
         f"no style for the adapter of `{part}` follows from `{style_text(base.style)}`: {derived}",
         rule.origin,
         Label(span=base.origin, text="the layer's own style"),
         axis_label(plan, base),
-        help=told,
+        help="let the layer give a plain layout, or leave it without an adapter",
     )
 
 

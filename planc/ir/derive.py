@@ -26,6 +26,7 @@ from planc.ir.style import (
 from planc.model.facts import Child, Facts, Module, Modules, Parameter, Segment
 
 NAME = "default"  # of the adapter, as peft has it where no other is given
+BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
 
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
@@ -143,11 +144,14 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
 
 
 def meetings(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
-    """Every adapter rule, a style that its layers have, and the layers that both speak of."""
+    """Every adapter rule, a style of its layers' weights, and the layers that both speak of.
+
+    What changes an input or an output does so around the layer and its adapter.
+    """
     for rule in plan.adapters.rules if plan.adapters else ():
         for base in plan.tensor:
             part = rule.modules.overlap(base.modules)
-            if part is not None:
+            if part is not None and not isinstance(base.style, Input | Output):
                 yield rule, base, part
 
 
@@ -191,8 +195,8 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
             return Sequence(dim=style.dim), Sequence(dim=style.dim, local=style.local)
         case Colwise() | Rowwise():
             split = style.output if isinstance(style.output, Partial) else style.input
-            return f"a layer with `{split}` has no adapter of the same layout"
-    return "what changes the layout around the layer does not reach the adapter"
+            return f"nothing in two steps has the layout `{split}`"
+    raise AssertionError(style)  # those around a layer are none of the layer's
 
 
 def _of_embedding(style: Style) -> tuple[None, None] | str:

@@ -18,6 +18,7 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Freeze,
     FullyShard,
     Lowered,
     MeshAxis,
@@ -163,6 +164,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
+        case Freeze():
+            body = {"op": "freeze", "modules": str(op.modules)}
         case Adapt():
             body = {"op": "adapt", "modules": str(op.modules)}
             body |= {name: getattr(op, name) for name in _ADAPT}
@@ -246,6 +249,8 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
+        case "freeze":
+            return Freeze(**body)
         case "adapt":
             return Adapt(**body)
         case "checkpoint":

@@ -1,11 +1,13 @@
 """IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
 
-mesh, configure, tensor, ties, adapters, checkpoint, compile, FSDP (inner before outer, the root last).
+mesh, configure, adapters, tensor, ties, checkpoint, compile, FSDP (inner before outer, the root
+last).
 
-Tensor parallelism comes first because FSDP shards what it leaves; adapters go around layers that
-have their styles already, and then get their own; a checkpoint wrapper goes inside
-compile and FSDP so that recomputing happens while the unit's parameters are gathered; compile goes
-inside FSDP because FSDP's hooks are graph breaks. (The order of torchtitan's `parallelize_llama`.)
+Adapters come first because peft reads the size of a layer off its weight, of which a split one
+shows a rank's part. Tensor parallelism comes before FSDP, which shards what it leaves; a
+checkpoint wrapper goes inside compile and FSDP so that recomputing happens while the unit's
+parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. (The
+order of torchtitan's `parallelize_llama`.)
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.ir.derive import adapted, styles
+from planc.ir.derive import BASE_LAYER, adapted, styles
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
-from planc.ir.style import Input, Output, weight_shard
+from planc.ir.style import Input, Output, Sequence, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     Adapt,
@@ -24,6 +26,7 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Freeze,
     FullyShard,
     Lowered,
     MeshAxis,
@@ -31,7 +34,7 @@ from planc.lowering.ops import (
     Shape,
     Tie,
 )
-from planc.model.facts import Facts, Module
+from planc.model.facts import Facts, Module, Modules
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -51,10 +54,10 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
-        *_joined(_parallelize(rule, plan) for rule in _ordered(tensor)),
-        *_ties(facts, tensor),
         *_adapt(plan),
-        *_joined(_parallelize(rule, plan) for rule in _ordered(derived)),
+        *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
+        *_freeze(tensor, plan),
+        *_ties(facts, tensor, plan),
         *_joined(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
@@ -174,12 +177,47 @@ def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:
     )
 
 
-def _ties(facts: Facts, tensor: list[TensorRule]) -> Iterator[Tie]:
+def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
+    """The rules on the modules that they mean: a layer with an adapter is inside peft's.
+
+    What changes an input or an output stays outside, where it is the adapter's too.
+    """
+    for rule in rules:
+        if isinstance(rule.style, Input | Output):
+            yield rule
+            continue
+        left: tuple[Modules, ...] = (rule.modules,)
+        for adapter in plan.adapters.rules if plan.adapters else ():
+            both = rule.modules.overlap(adapter.modules)
+            if both is not None:
+                left = tuple(rest for part in left for rest in part.minus(both))
+                inner = Modules((*both.path, BASE_LAYER), both.module)
+                yield replace(rule, modules=inner)
+        yield from (replace(rule, modules=part) for part in left)
+
+
+def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
+    """What `SequenceParallel` unfreezes: torch 2.13 keeps `requires_grad` in its other styles."""
+    whole = [r for r in tensor if isinstance(r.style, Sequence) and r.modules.module.parameters]
+    frozen = plan.adapters is not None and bool(plan.adapters.rules)
+    for rule in _on_layers(_ordered(whole), plan):
+        if frozen or not any(p.trainable for p in rule.modules.module.parameters):
+            yield Freeze(modules=rule.modules)
+
+
+def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
     """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again."""
+
+    def now(parameter: str) -> str:
+        owner, _, name = parameter.rpartition(".")
+        rules = plan.adapters.rules if plan.adapters else ()
+        inside = any(r.modules.has(owner) for r in rules)
+        return f"{owner}.{BASE_LAYER}.{name}" if inside else parameter
+
     for source, *others in facts.ties:
         for other in others:
             if any(_makes(rule, name) for rule in tensor for name in (source, other)):
-                yield Tie(parameter=other, source=source)
+                yield Tie(parameter=now(other), source=now(source))
 
 
 def _makes(rule: TensorRule, parameter: str) -> bool:

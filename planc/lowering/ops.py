@@ -64,6 +64,13 @@ class Tie(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Freeze(Op):
+    """`module.requires_grad_(False)`: torch's sequence style makes parameters anew, trainable."""
+
+    modules: Modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adapt(Op):
     """peft's `inject_adapter_in_model` with a `LoraConfig`; all but the adapters is frozen.
 
@@ -134,7 +141,7 @@ class FullyShard(Op):
     gathered: int = 0
 
 
-AnyOp = Configure | Parallelize | Tie | Adapt | Checkpoint | Compile | FullyShard
+AnyOp = Configure | Adapt | Parallelize | Freeze | Tie | Checkpoint | Compile | FullyShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

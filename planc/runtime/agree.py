@@ -106,10 +106,8 @@ def _fits(
         name = type(model).__name__
         yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
         return
-    made = [op.modules for op in lowered.ops if isinstance(op, Adapt)]
+    modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     for op in lowered.ops:
-        if any(_below(m, layer) for m in members_of(op) for layer in made):
-            continue  # what adapters bring is not there yet
         # a set holds like modules: what is wrong with one of them is wrong with the next
         text = next(_misfits(op, model, modules), None)
         if text:
@@ -120,9 +118,16 @@ def _fits(
             )
 
 
-def _below(modules: Modules, layer: Modules) -> bool:
-    """Whether the modules are inside the layer, and not the layer itself."""
-    return len(modules.path) > len(layer.path) and modules.within(layer)
+def _inside_adapters(
+    lowered: Lowered, modules: dict[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The names that adapters will make, with what can be said of them before."""
+    for op in lowered.ops:
+        for name in op.modules.names() if isinstance(op, Adapt) else ():
+            if name in modules:
+                yield f"{name}.base_layer", modules[name]
+                for half in ("lora_A", "lora_B"):
+                    yield f"{name}.{half}.default", nn.Module()
 
 
 def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
@@ -130,7 +135,7 @@ def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterato
     for name in (n for members in members_of(op) for n in members.names()):
         if name not in modules:
             yield f"the model has no module {name!r}"
-        elif isinstance(op, Parallelize):
+        elif isinstance(op, Parallelize) and type(modules[name]) is not nn.Module:
             yield from _shapes(op, name, modules[name])
     if isinstance(op, Configure) and not hasattr(getattr(model, "config", None), op.name):
         yield f"the model has no config.{op.name}"

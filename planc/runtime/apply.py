@@ -26,6 +26,7 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Freeze,
     FullyShard,
     Lowered,
     Parallelize,
@@ -156,6 +157,9 @@ class Worker:
                 for self.at in op.modules.names():
                     # by name, and not by a dictionary of names, which torch would search for again
                     parallelize_module(self.modules[self.at], mesh, style)
+            case Freeze():
+                for self.at in op.modules.names():
+                    self.modules[self.at].requires_grad_(False)
             case Tie():
                 self._tie(op)
             case Adapt():
