@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from planc.checks.table import axis_label, ranks
 from planc.diagnostic import Label, Sink
-from planc.ir.derive import meetings, of_layer, sides
+from planc.ir.derive import KINDS, meetings, of_layer, sides
 from planc.ir.plan import AdapterRule, Plan, TensorRule
 from planc.ir.style import Replicate, Rowwise, style_text
 from planc.model.facts import Facts, Modules
-
-_KINDS = ("linear", "embedding", "conv1d")
 
 
 def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -25,7 +23,7 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
             "or take it out and train all of the model",
         )
     for rule in plan.adapters.rules:
-        if rule.modules.module.kind not in _KINDS:
+        if rule.modules.module.kind not in KINDS:
             module = rule.modules.module
             sink.error(
                 "PL180",
@@ -40,7 +38,7 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
     _own(plan, sink)
     if "tensor" not in plan.broken:
         for rule, base, part in meetings(plan):
-            if ranks(plan, base) > 1 and rule.modules.module.kind in _KINDS:
+            if ranks(plan, base) > 1 and rule.modules.module.kind in KINDS:
                 _style(rule, base, part, plan, sink)
         _dropout(plan, sink)
 
@@ -80,9 +78,7 @@ def _own(plan: Plan, sink: Sink) -> None:
             )
 
 
-def _style(
-    rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink
-) -> None:
+def _style(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
     derived = of_layer(base.style, part.module.kind)
     if not isinstance(derived, str):
         return

@@ -17,6 +17,7 @@ WIDTH = 88  # the default of ruff and black
 
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
+    ("peft", ("LoraConfig", "inject_adapter_in_model")),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         ("CheckpointImpl", "checkpoint_wrapper"),

@@ -16,10 +16,12 @@ from typing import TypeVar, assert_never
 from planc.emit.python import Group, Source, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import entries, loop_over, parameter, replace
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
     Configure,
+    Freeze,
     FullyShard,
     Lowered,
     Parallelize,
@@ -49,6 +51,7 @@ class _Stage:
 
 
 _CONFIGURE = _Stage("configure", "Sets what training needs of the configuration.")
+_ADAPT = _Stage("add_adapters", "Puts LoRA around layers, and freezes all else.")
 _TENSOR = _Stage("tensor_parallel", "Splits weights and activations over the tensor axes.", True)
 _CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to save memory.")
 _COMPILE = _Stage("compile_blocks", "Compiles the blocks, each by itself.")
@@ -83,7 +86,9 @@ def _stage(op: AnyOp) -> _Stage:
     match op:
         case Configure():
             return _CONFIGURE
-        case Parallelize() | Tie():
+        case Adapt():
+            return _ADAPT
+        case Parallelize() | Freeze() | Tie():
             return _TENSOR
         case Checkpoint():
             return _CHECKPOINT
@@ -107,6 +112,8 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
             case Configure():
                 note = remark(op.reason)
                 yield from lay(f"model.config.{op.name} = {op.value}", _IN, note=note)
+            case Adapt():
+                yield from _adapt(op, lowered)
             case Checkpoint():
                 loop = loop_over(op.modules, lowered.layers, assigned=True)
                 how = "checkpoint_impl=CheckpointImpl.NO_REENTRANT"
@@ -115,6 +122,25 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 loop = loop_over(op.modules, lowered.layers)
                 how = "fullgraph=True" if op.fullgraph else ""
                 yield from _looped(loop.head, f"{loop.item}.compile({how})", op.place)
+
+
+def _adapt(op: Adapt, lowered: Lowered) -> Lines:
+    """One `inject_adapter_in_model`, with values that are the same on every rank."""
+    arguments = [f"r={op.rank}", f"lora_alpha={op.alpha}"]
+    arguments += [f"lora_dropout={op.dropout}"] if op.dropout else []
+    if op.init != "default":
+        arguments.append(f"init_lora_weights={quoted(op.init) if op.init != 'random' else False}")
+    arguments.append(f'target_modules=r"{op.pattern}"')
+    yield from lay("with torch.random.fork_rng(devices=[]):", _IN, note=remark(op.place))
+    yield f"{_IN}    torch.manual_seed({op.seed})"
+    yield from lay(Group("config = LoraConfig(", tuple(arguments)), f"{_IN}    ")
+    yield f"{_IN}    inject_adapter_in_model(config, model)"
+    if op.dtype is None:
+        return
+    for members in op.members:
+        loop = loop_over(members, lowered.layers)
+        for half in ("lora_A", "lora_B"):
+            yield from _looped(loop.head, f"{loop.item}.{half}.to(torch.{op.dtype})", "")
 
 
 def _looped(head: Sequence[str], statement: Source, place: str) -> Lines:
@@ -130,9 +156,12 @@ def _looped(head: Sequence[str], statement: Source, place: str) -> Lines:
 
 
 def _docstring(lowered: Lowered, digest: str) -> str:
+    needed = "torch alone"
+    if any(isinstance(op, Adapt) for op in lowered.ops):
+        needed = "torch and peft alone"
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
-        f"Written by planc from the lowered plan {digest[:12]}; it needs torch alone.\n\n"
+        f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}.\n\n"
         '    model = parallelize(model, build_mesh("cuda"))\n"""\n'
     )
 
@@ -171,6 +200,12 @@ def _tensor(ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
     for (axis, block), group in groupby(styled, key=lambda op: (op.axis, _block(op.modules))):
         for batch in _batches(group, len(block)):
             yield from _styles(names[axis], batch, len(block), lowered)
+    frozen = [op for op in ops if isinstance(op, Freeze)]
+    if frozen:
+        yield f"{_IN}# SequenceParallel makes parameters anew, trainable"
+    for still in frozen:
+        loop = loop_over(still.modules, lowered.layers)
+        yield from _looped(loop.head, f"{loop.item}.requires_grad_(False)", still.place)
     ties = [op for op in ops if isinstance(op, Tie)]
     if ties:
         yield f"{_IN}# a split weight is a new parameter: what was one is tied again"

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from planc.emit import words
 from planc.ir import style as ir
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
     Configure,
+    Freeze,
     FullyShard,
     Lowered,
     Parallelize,
@@ -19,7 +21,7 @@ from planc.lowering.ops import (
 )
 from planc.model.facts import Modules
 
-Value = str | int | bool | tuple[int, ...] | tuple[str, ...] | None
+Value = str | float | bool | tuple[int, ...] | tuple[str, ...] | None
 Facts = tuple[tuple[str, Value], ...]
 
 KINDS = (
@@ -28,9 +30,11 @@ KINDS = (
     "data",
     "configure",
     "layers",
+    "adapters",
     "tensor",
     "tensor input",
     "tensor output",
+    "freeze",
     "tie",
     "checkpoint",
     "compile",
@@ -112,6 +116,13 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             yield Entry(kind="tie", label=op.parameter, facts=facts, place=op.place)
         case Parallelize():
             yield _tensor(op)
+        case Freeze():
+            yield Entry(kind="freeze", modules=words.layer(op.modules), place=op.place)
+        case Adapt():
+            names = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+            own: Facts = tuple((name, getattr(op, name)) for name in names)
+            for members in op.members:
+                yield Entry(kind="adapters", modules=members, facts=own, place=op.place)
         case Checkpoint():
             yield Entry(kind="checkpoint", modules=op.modules, place=op.place)
         case Compile():
@@ -130,7 +141,7 @@ def _tensor(op: Parallelize) -> Entry:
     return Entry(
         kind=kind,
         over=op.axis,
-        modules=op.modules,
+        modules=words.layer(op.modules),
         style=op.style,
         facts=tuple(facts),
         place=op.place,

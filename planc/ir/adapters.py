@@ -95,9 +95,7 @@ def _item(placed: Placed, claims: Claims[Lora | None], terms: _Terms, program: P
             )
 
 
-def _rule(
-    rule: tree.Rule, placed: Placed, claims: Claims[Lora | None], program: Program
-) -> None:
+def _rule(rule: tree.Rule, placed: Placed, claims: Claims[Lora | None], program: Program) -> None:
     scope = program.scope
     assert isinstance(rule.target, tree.Selector)
     if rule.action.name == "qlora":
@@ -148,7 +146,7 @@ def _lora(call: tree.Call, scope: Scope) -> Lora | None:
     if scope.sink.errors > before:
         return None
     assert isinstance(rank, int)
-    return rank, float(rank if alpha is None else alpha), float(dropout or 0), dtype, init
+    return rank, rank if alpha is None else alpha, dropout or 0.0, dtype, init
 
 
 def _range(scope: Scope, message: str, origin: Span) -> None:

@@ -28,6 +28,9 @@ from planc.model.facts import Child, Facts, Module, Modules, Parameter, Segment
 NAME = "default"  # of the adapter, as peft has it where no other is given
 BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
 
+KINDS = ("linear", "conv1d", "embedding")
+"""The modules that take an adapter; that of an embedding is parameters, not modules."""
+
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
 
@@ -41,7 +44,7 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     rules = plan.adapters.rules
     root = _module(facts.root, tuple((r.modules.path, r) for r in rules))
     if plan.adapters.own and plan.fsdp is not None:
-        own = tuple(u for r in rules if r.modules.module.kind != "embedding" for u in _units(r))
+        own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
         plan = replace(plan, fsdp=replace(plan.fsdp, units=(*own, *plan.fsdp.units)))
     return plan, replace(facts, root=root)
 
@@ -97,9 +100,9 @@ def _split(child: Child, rules: _Rest) -> Iterator[Child]:
 
 
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
-    weight = next((p for p in module.parameters if p.name == "weight"), None)
-    if weight is None or len(weight.shape) != 2:
-        return ()  # not a layer that takes an adapter, which a check has said
+    if module.kind not in KINDS:
+        return ()  # which a check has said
+    weight = next(p for p in module.parameters if p.name == "weight")
     dtype = rule.dtype or weight.dtype
     one, two = sides(module)
     if module.kind == "embedding":
@@ -131,11 +134,11 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
     """The styles of adapters, which follow from those of their layers."""
     found: list[TensorRule] = []
     for rule, base, part in meetings(plan):
-        two = halves(replace(rule, modules=part)) if rule.modules.module.kind != "embedding" else ()
         derived = of_layer(base.style, rule.modules.module.kind)
-        if isinstance(derived, str):
-            continue  # a check has said so
-        for half, style in zip(two, derived, strict=False):
+        if isinstance(derived, str) or rule.modules.module.kind not in KINDS[:2]:
+            continue  # what is wrong, a check has said
+        two = halves(replace(rule, modules=part))
+        for half, style in zip(two, derived, strict=True):
             if style is not None:
                 found.append(
                     TensorRule(modules=half, axis=base.axis, style=style, origin=rule.origin)

@@ -167,7 +167,7 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules)}
         case Adapt():
-            body = {"op": "adapt", "modules": str(op.modules)}
+            body = {"op": "adapt", "members": [str(m) for m in op.members]}
             body |= {name: getattr(op, name) for name in _ADAPT}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules)}
@@ -252,6 +252,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "freeze":
             return Freeze(**body)
         case "adapt":
+            body["members"] = tuple(modules_of(m) for m in body["members"])
             return Adapt(**body)
         case "checkpoint":
             return Checkpoint(**body)

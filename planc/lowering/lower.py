@@ -81,7 +81,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     )
 
 
-Wrap = TypeVar("Wrap", Parallelize, Adapt, Checkpoint, Compile, FullyShard)
+Wrap = TypeVar("Wrap", Parallelize, Checkpoint, Compile, FullyShard)
 
 
 def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
@@ -228,23 +228,37 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
 
 
 def _adapt(plan: Plan) -> Iterator[Adapt]:
-    """Each with a seed of its own: like layers of two rules would begin with the same values."""
-    if plan.adapters is None:
-        return
-    ops = _joined(
-        Adapt(
-            modules=r.modules,
-            rank=r.rank,
-            alpha=r.alpha,
-            dropout=r.dropout,
-            dtype=r.dtype,
-            init=r.init,
-            place=r.origin.place,
+    """One for each rule, with a seed of its own: two rules would begin with the same values."""
+    ops: dict[tuple[Adapt, str], list[Modules]] = {}
+    for rule in plan.adapters.rules if plan.adapters else ():
+        op = Adapt(
+            members=(),
+            rank=rule.rank,
+            alpha=rule.alpha,
+            dropout=rule.dropout,
+            dtype=rule.dtype,
+            init=rule.init,
+            place=rule.origin.place,
         )
-        for r in plan.adapters.rules
-    )
-    for number, op in enumerate(ops):
-        yield replace(op, seed=plan.adapters.seed + number)
+        ops.setdefault((op, op.place), []).append(rule.modules)
+    for number, ((op, _), members) in enumerate(ops.items()):
+        assert plan.adapters is not None
+        seed = plan.adapters.seed + number
+        yield replace(op, members=_merged(members), seed=seed)
+
+
+def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
+    """Sets of modules as few, where unlike blocks parted them."""
+    result: list[Modules] = []
+    for modules in sets:
+        for i, other in enumerate(result):
+            union = other.union(modules)
+            if union is not None:
+                result[i] = union
+                break
+        else:
+            result.append(modules)
+    return tuple(result)
 
 
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:

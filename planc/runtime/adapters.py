@@ -21,21 +21,25 @@ def adapts(lowered: Lowered) -> tuple[Adapt, ...]:
     return tuple(op for op in lowered.ops if isinstance(op, Adapt))
 
 
-def require() -> None:
-    """peft can be imported.
-
-    Raises:
-        PlanError: PL187, it can't.
-    """
+def missing_peft(lowered: Lowered) -> str | None:
+    """Why a plan's adapters can't be made here; None where they can, or where it has none."""
+    if not adapts(lowered):
+        return None
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        found = problem(
-            "PL187",
-            f"the plan has adapters, and peft cannot be imported: {error}",
-            help="pip install 'planc[lora]'",
-        )
-        raise PlanError([found]) from error
+        return f"the plan has adapters, and peft cannot be imported: {error}"
+    return None
+
+
+def require(lowered: Lowered) -> None:
+    """What the adapters of a plan need is there.
+
+    Raises:
+        PlanError: PL187, peft cannot be imported.
+    """
+    if missing := missing_peft(lowered):
+        raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
 
 
 def inject(model: nn.Module, op: Adapt) -> None:
@@ -48,7 +52,7 @@ def inject(model: nn.Module, op: Adapt) -> None:
     init: Any = {"default": True, "random": False}.get(op.init, op.init)
     config = LoraConfig(
         r=op.rank,
-        lora_alpha=op.alpha,  # type: ignore[arg-type]
+        lora_alpha=op.alpha,
         lora_dropout=op.dropout,
         init_lora_weights=init,
         target_modules=op.pattern,
@@ -58,7 +62,7 @@ def inject(model: nn.Module, op: Adapt) -> None:
         torch.manual_seed(op.seed)
         inject_adapter_in_model(config, model)
     if op.dtype is not None:
-        for name in op.modules.names():
+        for name in op.names():
             for half in _halves(model.get_submodule(name)):
                 half.to(getattr(torch, op.dtype))
     setattr(model, _OPS, (*getattr(model, _OPS, ()), op))

@@ -64,7 +64,7 @@ def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Modul
 
 def members_of(op: Op) -> tuple[Modules, ...]:
     """The module sets that an operation works on."""
-    if isinstance(op, FullyShard):
+    if isinstance(op, FullyShard | Adapt):
         return op.members
     modules: Modules | None = getattr(op, "modules", None)
     return (modules,) if modules is not None else ()
@@ -123,7 +123,7 @@ def _inside_adapters(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The names that adapters will make, with what can be said of them before."""
     for op in lowered.ops:
-        for name in op.modules.names() if isinstance(op, Adapt) else ():
+        for name in op.names() if isinstance(op, Adapt) else ():
             if name in modules:
                 yield f"{name}.base_layer", modules[name]
                 for half in ("lora_A", "lora_B"):

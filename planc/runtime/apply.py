@@ -32,7 +32,7 @@ from planc.lowering.ops import (
     Parallelize,
     Tie,
 )
-from planc.runtime.adapters import adapts, inject, require
+from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
@@ -110,8 +110,7 @@ def _prepare(
     """All that can fail before the model is touched; a process group of its own goes with it."""
     started = False
     try:
-        if adapts(lowered):
-            require()
+        require(lowered)
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
     except Exception as error:
@@ -190,9 +189,9 @@ class Worker:
 
     def _adapt(self, op: Adapt) -> None:
         """peft's layer takes the place, and the name, of the layer that it is around."""
-        self.at = str(op.modules)
+        self.at = ", ".join(map(str, op.members))
         inject(self.model, op)
-        for name in op.modules.names():
+        for name in op.names():
             layer = self.model.get_submodule(name)
             inner = layer.named_modules()
             self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}

@@ -21,11 +21,13 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.lowering.ops import Lowered, Parallelize, Tie
+from planc.lowering.ops import Freeze, Lowered, Parallelize, Tie
+from planc.runtime.adapters import adapted, missing_peft
 from planc.runtime.apply import Worker
 from planc.runtime.locate import Outputs, watched
 from planc.runtime.meshes import Meshes
 from planc.runtime.numerics import FLOOR, relative
+from planc.runtime.verify import told_apart
 
 LIMIT = 1e-4
 """Largest relative error that counts as equal, in float32."""
@@ -91,7 +93,10 @@ def simulate(
     """
     if distributed.is_initialized():
         return Outcome(verdict="unknown", reason="a process group is running in this process")
-    single = make()
+    lowered = told_apart(lowered)
+    if (missing := missing_peft(lowered)) is not None:
+        return Outcome(verdict="unknown", reason=missing)
+    single = adapted(make(), lowered)
     plain: Outputs = {}
     try:
         with watched(single, plain, lambda _, value: value.detach()):
@@ -99,7 +104,8 @@ def simulate(
         right.loss.backward()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
-    model = make()  # outside the simulation, where random numbers would differ by rank
+    # outside the simulation, where random numbers would differ by rank
+    model = adapted(make(), lowered)
     with warnings.catch_warnings(), _quiet(), _ranks(lowered.world_size):
         warnings.simplefilter("ignore")
         return _compare(_Plain(single, plain, right), model, inputs, lowered)
@@ -137,7 +143,7 @@ def _compare(
     worker = Worker(model, dict(model.named_modules()), Meshes(lowered, "cpu"))
     try:
         for op in lowered.ops:
-            if isinstance(op, Parallelize | Tie):
+            if isinstance(op, Parallelize | Freeze | Tie):
                 worker.run(op)
         with watched(model, trace, lambda _, value: _whole(value)):
             output = model(**inputs)

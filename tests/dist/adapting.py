@@ -26,13 +26,8 @@ LLAMA = """
     lm_head                         : lora(rank = 3, init = random)
 """
 TARGETS = (  # by hand: what the rules above say, in peft's words, one call each
-    (r"model\.layers\.\d\.self_attn\.q_proj", 4, 8),
-    (r"model\.layers\.\d\.self_attn\.k_proj", 4, 8),
-    (r"model\.layers\.\d\.self_attn\.v_proj", 4, 8),
-    (r"model\.layers\.\d\.self_attn\.o_proj", 4, 8),
-    (r"model\.layers\.\d\.mlp\.gate_proj", 6, 6),
-    (r"model\.layers\.\d\.mlp\.up_proj", 6, 6),
-    (r"model\.layers\.\d\.mlp\.down_proj", 6, 6),
+    (r"model\.layers\.\d\.self_attn\.[qkvo]_proj", 4, 8),
+    (r"model\.layers\.\d\.mlp\.(gate|up|down)_proj", 6, 6),
     ("lm_head", 3, 3),
 )
 
