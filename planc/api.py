@@ -30,6 +30,7 @@ def check(
     world_size: int | None = None,
     overrides: Iterable[str] = (),
     allow_code: bool = False,
+    level: str = "flow",
 ) -> tuple[Diagnostic, ...]:
     """Every finding about a plan for a model; empty when there is nothing to say.
 
@@ -40,11 +41,21 @@ def check(
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options.
         allow_code: whether code that `model` names may be run to build it.
+        level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
+
+    Raises:
+        ValueError: there is no such level.
     """
-    sink = Sink()
-    compile_plan(
-        _facts(model), plan, sink, world_size=world_size, settings=overrides, allow_code=allow_code
+    from planc.proof.flow import flow
+
+    if level not in ("flow", "structure"):
+        raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
+    sink, settings = Sink(), tuple(overrides)
+    compiled = compile_plan(
+        _facts(model), plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
     )
+    if level == "flow" and compiled.lowered is not None:
+        flow(compiled, plan, settings, sink)
     return tuple(sink)
 
 

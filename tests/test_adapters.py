@@ -231,6 +231,15 @@ def test_one_dtype_in_a_unit_and_no_more():
     assert not plan_of(both)[2]  # two units
 
 
+def test_freezing_again_is_a_mistake_and_training_more_is_not():
+    body = f"{Q} : lora(rank = 4)\n}}\ntrain {{\n model.norm : "
+    assert [d.code for d in plan_of(f"{body}frozen")[2]] == ["PL188"]
+    assert [(str(op.modules), op.trainable) for op in ops(lowered(f"{body}trainable"), Freeze)] == [
+        ("model.norm", False),
+        ("model.norm", True),
+    ]
+
+
 def test_units_without_an_fsdp_section():
     found = plan_of(f"{Q} : lora(rank = 4)\nunits = own", units="", world=2)[2]
     assert "PL186" in [d.code for d in found]

@@ -36,6 +36,7 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
             continue
         _rank(rule, sink)
     _own(plan, sink)
+    _frozen(plan, sink)
     if "tensor" not in plan.broken:
         for rule, base, part in meetings(plan):
             if ranks(plan, base) > 1 and rule.modules.module.kind in KINDS:
@@ -75,6 +76,20 @@ def _own(plan: Plan, sink: Sink) -> None:
                 Label(span=plan.adapters.units_origin, text="asked for here"),
                 facts=["peft keeps it in two parameters, which no module's forward gathers"],
                 help="write `units = with_layer`",
+            )
+
+
+def _frozen(plan: Plan, sink: Sink) -> None:
+    assert plan.adapters is not None
+    for rule in plan.train:
+        if not rule.trainable:
+            sink.error(
+                "PL188",
+                f"`{rule.modules}` is frozen already, by the adapters section",
+                rule.origin,
+                Label(span=plan.adapters.origin, text="all but adapters is frozen"),
+                facts=["this would freeze the adapters inside, too"],
+                help="take the rule out",
             )
 
 

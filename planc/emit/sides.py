@@ -13,15 +13,17 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Divide,
     Freeze,
     FullyShard,
     Lowered,
     Parallelize,
+    Prefetch,
     Tie,
 )
 from planc.model.facts import Modules
 
-Value = str | float | bool | tuple[int, ...] | tuple[str, ...] | None
+Value = str | int | float | bool | tuple[int, ...] | tuple[str, ...] | None
 Facts = tuple[tuple[str, Value], ...]
 
 KINDS = (
@@ -34,11 +36,13 @@ KINDS = (
     "tensor",
     "tensor input",
     "tensor output",
-    "freeze",
     "tie",
+    "training",
     "checkpoint",
     "compile",
     "fsdp",
+    "divide",
+    "prefetch",
 )
 """What a change can be about, in the order in which a diff lists it."""
 
@@ -116,8 +120,6 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             yield Entry(kind="tie", label=op.parameter, facts=facts, place=op.place)
         case Parallelize():
             yield _tensor(op)
-        case Freeze():
-            yield Entry(kind="freeze", modules=words.layer(op.modules), place=op.place)
         case Adapt():
             names = ("rank", "alpha", "dropout", "dtype", "init", "seed")
             own: Facts = tuple((name, getattr(op, name)) for name in names)
@@ -128,8 +130,17 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Compile():
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
+        case Freeze():
+            state: Facts = (("trainable", op.trainable),)
+            yield Entry(kind="training", modules=op.modules, facts=state, place=op.place)
         case FullyShard():
             yield from _unit(op, common)
+        case Divide():
+            yield Entry(kind="divide", facts=(("factor", op.factor),), place=op.place)
+        case Prefetch():
+            depth: Facts = (("forward", op.forward), ("backward", op.backward))
+            for modules in op.units:
+                yield Entry(kind="prefetch", modules=modules, facts=depth, place=op.place)
 
 
 def _tensor(op: Parallelize) -> Entry:
@@ -159,6 +170,7 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
         ("cast_inputs", op.cast_inputs),
         ("nbytes", op.nbytes),
         ("gathered", op.gathered),
+        *_more(op),
     )
     entry = Entry(kind="fsdp", facts=facts, place=op.place)
     if op.group and _members(op) in common:
@@ -167,6 +179,20 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
     group = words.unit(op) if op.group else None
     for members in op.members:
         yield replace(entry, modules=members, facts=(("group", group), *facts))
+
+
+def _more(op: FullyShard) -> Facts:
+    """What most units do not say; a diff has them where one side does."""
+    return tuple(
+        (name, value)
+        for name, value in (
+            ("ignored", tuple(str(m) for m in op.ignored)),
+            ("shard_dim", op.shard_dim),
+            ("offload", op.offload),
+            ("pin", op.pin),
+        )
+        if value
+    )
 
 
 def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:

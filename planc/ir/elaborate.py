@@ -14,12 +14,22 @@ from planc.ir.plan import Mesh, Plan
 from planc.ir.program import Program, gather, origin_of, require
 from planc.ir.scope import Failed, Scope
 from planc.ir.tensor import checkpoint, compile_rules, tensor
+from planc.ir.train import train
 from planc.model.facts import Facts
 from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "tensor", "adapters", "checkpoint", "compile", "fsdp")
+SECTIONS = (
+    "mesh",
+    "tensor",
+    "adapters",
+    "train",
+    "checkpoint",
+    "compile",
+    "fsdp",
+    "replicate",
+)
 
 
 def elaborate(
@@ -72,6 +82,7 @@ def elaborate(
         tensor=part("tensor", lambda: tuple(tensor(program))),
         checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
         compile=part("compile", lambda: tuple(compile_rules(program))),
+        train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
         adapters=part("adapters", lambda: adapters(program)),
         broken=frozenset(broken),

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from planc.diagnostic import Diagnostic
 from planc.report.colour import wants_colour
@@ -18,7 +19,12 @@ FORMATS = ("full", "concise", "json", "github")
 
 
 def render(
-    diagnostics: Iterable[Diagnostic], format: str, *, colour: bool = False, width: int = 100
+    diagnostics: Iterable[Diagnostic],
+    format: str,
+    *,
+    colour: bool = False,
+    width: int = 100,
+    also: Mapping[str, Any] | None = None,
 ) -> str:
     """The findings as text that ends with a newline, or is empty.
 
@@ -27,6 +33,7 @@ def render(
         format: one of `FORMATS`.
         colour: whether to use ANSI colours; for `full` and `concise`.
         width: the cells of a line; for `full`.
+        also: fields beside the findings, such as a verdict; for `json`.
 
     Raises:
         ValueError: there is no such format.
@@ -44,7 +51,7 @@ def render(
         case "json":
             from planc.report import machine
 
-            return machine.render(found)
+            return machine.render(found, also)
         case "github":
             from planc.report import github
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planc.diagnostic import Diagnostic, Label
@@ -23,9 +23,14 @@ def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
     }
 
 
-def render(diagnostics: Iterable[Diagnostic]) -> str:
-    """The document as text in ASCII, so that no terminal and no codec can trip over it."""
-    return json.dumps(document(diagnostics), indent=2) + "\n"
+def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:
+    """The document as text in ASCII, so that no terminal and no codec can trip over it.
+
+    Args:
+        diagnostics: the findings.
+        also: fields to put beside them.
+    """
+    return json.dumps({**document(diagnostics), **(also or {})}, indent=2) + "\n"
 
 
 def _finding(diagnostic: Diagnostic) -> dict[str, Any]:

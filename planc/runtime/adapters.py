@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planc.diagnostic import PlanError
-from planc.lowering.ops import Adapt, Lowered
+from planc.lowering.ops import Adapt, Freeze, Lowered
 from planc.runtime.agree import problem
 
 NAME = "default"  # of the adapter, peft's own
@@ -68,10 +68,15 @@ def inject(model: nn.Module, op: Adapt) -> None:
     setattr(model, _OPS, (*getattr(model, _OPS, ()), op))
 
 
-def adapted(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model with the adapters of a plan, and nothing else of it: what one process trains."""
-    for op in adapts(lowered):
-        inject(model, op)
+def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model as one process would train it: with a plan's adapters, and frozen as it says."""
+    for op in lowered.ops:
+        match op:
+            case Adapt():
+                inject(model, op)
+            case Freeze():
+                for name in op.modules.names():
+                    model.get_submodule(name).requires_grad_(op.trainable)
     return model
 
 

@@ -14,77 +14,43 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.lowering.ops import Freeze, Lowered, Parallelize, Tie
-from planc.runtime.adapters import adapted, missing_peft
+from planc.ir import style as ir
+from planc.lowering.ops import Checkpoint, Configure, Freeze, Lowered, Parallelize, Tie
+from planc.runtime.adapters import alone, missing_peft
 from planc.runtime.apply import Worker
-from planc.runtime.locate import Outputs, watched
+from planc.runtime.arrivals import by_rank, layouts, resized, says, stated
+from planc.runtime.implicit import Implicit, redistributions
 from planc.runtime.meshes import Meshes
-from planc.runtime.numerics import FLOOR, relative
+from planc.runtime.numerics import FLOOR, named, relative
+from planc.runtime.outcome import LIMIT, Outcome, Part
+from planc.runtime.trace import Call, Trace, line_of
 from planc.runtime.verify import told_apart
 
-LIMIT = 1e-4
-"""Largest relative error that counts as equal, in float32."""
 
+@dataclass(slots=True)
+class _Runs:
+    """The run without a plan and the one with it."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Where the two runs part.
-
-    Args:
-        kind: `output`, `gradient`, `partial` (a gradient whose sum over the ranks is right, and
-            that nothing sums), `missing` (no gradient) or `crash`.
-        subject: the torch name of a module or of a parameter, empty where it is not known.
-        error: the relative error, 0 for a crash.
-        detail: torch's message and the model's source line, for a crash.
-        before: the module without modules inside that ended last before a crash.
-    """
-
-    kind: str
-    subject: str
-    error: float = 0.0
-    detail: str = ""
-    before: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a simulation found.
-
-    Args:
-        verdict: `proved`, `refuted` or `unknown`.
-        reason: why it is unknown.
-        parts: where the runs part, the first in execution order in front.
-        logits, loss, gradient: the largest relative errors.
-    """
-
-    verdict: str
-    reason: str = ""
-    parts: tuple[Part, ...] = ()
-    logits: float = 0.0
-    loss: float = 0.0
-    gradient: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """The run without a plan."""
-
+    single: nn.Module
     model: nn.Module
-    trace: Outputs
-    output: Any
+    lowered: Lowered
+    output: Any = None
+    right: Trace = field(default_factory=Trace)
+    mine: Trace = field(default_factory=Trace)
+    implicit: list[Implicit] = field(default_factory=list)
 
 
 def simulate(
     make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], lowered: Lowered
 ) -> Outcome:
-    """Whether the tensor-parallel operations of a plan leave the model the same.
+    """Whether the tensor-parallel and checkpointing operations of a plan leave the model the same.
 
     Args:
         make: builds the small model, the same each time.
@@ -93,22 +59,22 @@ def simulate(
     """
     if distributed.is_initialized():
         return Outcome(verdict="unknown", reason="a process group is running in this process")
+    # made outside the simulation, where random numbers would differ by rank
     lowered = told_apart(lowered)
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
-    single = adapted(make(), lowered)
-    plain: Outputs = {}
+    runs = _Runs(alone(make(), lowered), alone(make(), lowered), lowered)
     try:
-        with watched(single, plain, lambda _, value: value.detach()):
-            right = single(**inputs)
-        right.loss.backward()
+        with runs.right.of(dict(runs.single.named_modules())):
+            runs.output = runs.single(**inputs)
+        if getattr(runs.output, "loss", None) is None:
+            return Outcome(verdict="unknown", reason="the model's forward gives no loss")
+        runs.output.loss.backward()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
-    # outside the simulation, where random numbers would differ by rank
-    model = adapted(make(), lowered)
     with warnings.catch_warnings(), _quiet(), _ranks(lowered.world_size):
         warnings.simplefilter("ignore")
-        return _compare(_Plain(single, plain, right), model, inputs, lowered)
+        return _compare(runs, inputs)
 
 
 @contextmanager
@@ -136,94 +102,168 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _compare(
-    right: _Plain, model: nn.Module, inputs: dict[str, torch.Tensor], lowered: Lowered
-) -> Outcome:
-    trace: Outputs = {}
-    worker = Worker(model, dict(model.named_modules()), Meshes(lowered, "cpu"))
+def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
+    model, mine = runs.model, runs.mine
+    worker = Worker(model, dict(model.named_modules()), Meshes(runs.lowered, "cpu"))
+    styled = set(_styled(runs.lowered))
     try:
-        for op in lowered.ops:
-            if isinstance(op, Parallelize | Freeze | Tie):
+        for op in runs.lowered.ops:
+            if isinstance(op, Configure | Parallelize | Tie | Freeze | Checkpoint):
                 worker.run(op)
-        with watched(model, trace, lambda _, value: _whole(value)):
+        with mine.of(worker.modules), redistributions(mine, styled, runs.implicit):
             output = model(**inputs)
         output.loss.backward()
     except Exception as error:
-        return _crashed(error, worker, trace, right.trace)
-    gradients = list(_gradients(right.model, model))
-    logits = _error(output.logits, right.output.logits)
-    loss = _error(output.loss, right.output.loss)
-    parts = [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
+        return _crashed(error, worker, runs)
+    gradients = list(_gradients(runs))
+    logits = _error(output.logits, runs.output.logits)
+    loss = _error(output.loss, runs.output.loss)
+    parts = [*_sizes(runs)]
     if max(logits, loss) > LIMIT:
-        parts.insert(
-            0, _first_part(trace, right.trace) or Part(kind="output", subject="", error=logits)
-        )
+        parts.append(_first_part(runs) or Part(kind="output", subject="", error=logits))
+    parts += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
     return Outcome(
         verdict="refuted" if parts else "proved",
-        parts=tuple(parts),
+        parts=(*parts, *_beside(runs)),
         logits=logits,
         loss=loss,
         gradient=max((p.error for p in gradients), default=0.0),
+        modules=_modules(runs, gradients),
     )
 
 
-def _gradients(single: nn.Module, model: nn.Module) -> Iterator[Part]:
-    reference = dict(single.named_parameters())
+def _styled(lowered: Lowered) -> Iterator[str]:
+    """The modules whose own computation a style has taken over."""
+    for op in lowered.ops:
+        if isinstance(op, Parallelize) and not isinstance(op.style, ir.Input | ir.Output):
+            yield from op.modules.names()
+
+
+# What differs ------------------------------------------------------------------------------------
+
+
+def _gradients(runs: _Runs) -> Iterator[Part]:
+    reference = dict(runs.single.named_parameters())
     every = (p.grad for p in reference.values() if p.grad is not None)
     floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named(runs.model):
         wanted = reference[name].grad
         if wanted is None:
             continue
+        call = runs.mine.begun.get(name.rpartition(".")[0])
+        line = call.line if call else ""
         if parameter.grad is None:
-            yield Part(kind="missing", subject=name, error=1.0)
+            yield Part(kind="missing", subject=name, error=1.0, line=line)
             continue
         error = _error(parameter.grad, wanted, floor)
         kind = "gradient"
         if error > LIMIT and not isinstance(parameter.grad, DTensor):
-            total = sum(_by_rank(parameter.grad), torch.zeros_like(wanted))
+            total = sum(by_rank(parameter.grad), torch.zeros_like(wanted))
             if _relative(total, wanted, floor) < LIMIT:
                 kind = "partial"
-        yield Part(kind=kind, subject=name, error=error)
+        yield Part(kind=kind, subject=name, error=error, line=line)
 
 
-def _first_part(trace: Outputs, plain: Outputs) -> Part | None:
+def _first_part(runs: _Runs) -> Part | None:
     """The first module, in the order in which they end, whose output is not the same."""
-    for name, value in trace.items():
-        wanted = plain.get(name)
-        if wanted is None or not _comparable(value, wanted):
+    last = None
+    for name in runs.mine.ended:
+        mine, right = runs.mine.begun[name], runs.right.begun.get(name)
+        error = _output_error(mine, right)
+        if error is None or right is None or right.output is None or mine.output is None:
             continue
-        error = _error(value, wanted)
-        if error > LIMIT:
-            return Part(kind="output", subject=name, error=error)
+        if error > LIMIT and not layouts(mine.output, right.output, LIMIT):
+            told = f"`{last}` before it gives a part of a sum that nothing adds up" if last else ""
+            return Part(kind="output", subject=name, error=error, line=mine.line, detail=told)
+        partial = layouts(mine.output, right.output, LIMIT) == (ir.Partial(),)
+        last = name if partial and not isinstance(mine.output, DTensor) else None
     return None
 
 
-def _crashed(error: Exception, worker: Worker, trace: Outputs, plain: Outputs) -> Outcome:
+def _output_error(mine: Call, right: Call | None) -> float | None:
+    """How far a module's output is from the plain one, None where that can't be said."""
+    if right is None or mine.output is None or right.output is None:
+        return None
+    whole = _whole(mine.output)
+    if not _comparable(whole, right.output):
+        return None
+    return _error(whole, right.output)
+
+
+def _modules(runs: _Runs, gradients: list[Part]) -> tuple[tuple[str, float | None], ...]:
+    """The error of each module that the plain model ran: its output and its own gradients."""
+    found: dict[str, float | None] = {}
+    for name, right in runs.right.begun.items():
+        mine = runs.mine.begun.get(name)
+        if mine is None or (mine.output is None and right.output is not None):
+            found[name] = None
+            continue
+        error = _output_error(mine, right) or 0.0
+        if error > LIMIT and mine.output is not None and right.output is not None:
+            # a slice or a summand of the right one may have its shape
+            error = 0.0 if layouts(mine.output, right.output, LIMIT) else error
+        found[name] = error
+    for part in gradients:
+        holder = part.subject.rpartition(".")[0]
+        found[holder] = max(found.get(holder) or 0.0, part.error)
+    return tuple(found.items())
+
+
+def _sizes(runs: _Runs) -> Iterator[Part]:
+    """Positions and ids that the model's own code made as long as a local part of the sequence."""
+    for name, call in runs.mine.begun.items():
+        right = runs.right.begun.get(name)
+        for which, value, wanted in resized(call, right) if right else ():
+            told = f"{which} of {list(value.shape)} where one process has {list(wanted.shape)}"
+            yield Part(kind="size", subject=name, detail=told, line=call.line)
+            return
+
+
+def _beside(runs: _Runs) -> Iterator[Part]:
+    """What the plan does not say as it is, right or wrong: arrivals and redistributions."""
+    for name, which, layout, _ in stated(runs.lowered):
+        mine, right = runs.mine.begun.get(name), runs.right.begun.get(name)
+        if mine is None or right is None:
+            continue
+        value, wanted = mine.inputs.get(which), right.inputs.get(which)
+        if value is None or wanted is None:
+            continue
+        found = layouts(value, wanted, LIMIT)
+        if found and not says(layout, found, wanted.dim()):
+            told = f"{layout} is stated, {found[0]} arrives"
+            yield Part(kind="boundary", subject=name, detail=told, line=mine.line)
+    for seen in runs.implicit:
+        told = f"{seen.source} -> {seen.target} (for {seen.op})"
+        yield Part(
+            kind="unstated", subject=seen.module, detail=told, line=seen.line, before=seen.before
+        )
+
+
+def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
     """An error of the simulation itself is unknown, any other would happen on the cluster."""
     frames = traceback.extract_tb(error.__traceback__)
     if "LocalTensor" in str(error) or frames[-1].filename.endswith("_local_tensor/__init__.py"):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
     own = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
-    where = ""
-    if own:
-        name = own[-1].filename.replace("\\", "/").rpartition("/")[2]
-        where = f" ({name}:{own[-1].lineno}: {own[-1].line})"
-    part = _first_part(trace, plain)
+    line = line_of(own[-1].filename, own[-1].lineno or 0, own[-1].line) if own else ""
+    part = _first_part(runs)
     subject = part.subject if part else worker.at
-    if trace and not part:
-        subject = _after(trace, plain) or next(reversed(trace))
-    ended = list(trace)
-    leaves = (n for n in reversed(ended) if not any(o.startswith(f"{n}.") for o in ended))
-    before = next(leaves, "")
-    detail = f"{_first(error)}{where}"
-    crash = Part(kind="crash", subject=subject, detail=detail, before=before)
-    return Outcome(verdict="refuted", parts=(crash, *([part] if part else [])))
+    if runs.mine.ended and not part:
+        subject = _after(runs) or runs.mine.ended[-1]
+    crash = Part(
+        kind="crash",
+        subject=subject,
+        detail=_first(error),
+        line=line,
+        before=runs.mine.leaf,
+    )
+    parts = (crash, *([part] if part else []), *_sizes(runs), *_beside(runs))
+    return Outcome(verdict="refuted", parts=parts, modules=_modules(runs, []))
 
 
-def _after(trace: Outputs, plain: Outputs) -> str:
+def _after(runs: _Runs) -> str:
     """The module that was to end next."""
-    return next((name for name in plain if name not in trace), "")
+    return next((name for name in runs.right.ended if name not in runs.mine.ended), "")
 
 
 # Tensors -----------------------------------------------------------------------------------------
@@ -234,14 +274,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def _by_rank(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor of each rank; a plain tensor is the same on all."""
-    parts = getattr(value, "_local_tensors", None)
-    return list(parts.values()) if parts is not None else [value]
-
-
 def _comparable(value: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return all(part.shape == wanted.shape for part in _by_rank(value))
+    return all(part.shape == wanted.shape for part in by_rank(value))
 
 
 def _error(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
@@ -249,7 +283,7 @@ def _error(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> flo
     whole = _whole(value)
     if not _comparable(whole, wanted):
         return 1.0
-    return max(_relative(part, wanted, floor) for part in _by_rank(whole))
+    return max(_relative(part, wanted, floor) for part in by_rank(whole))
 
 
 def _relative(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:

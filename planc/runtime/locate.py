@@ -15,6 +15,7 @@ from planc.ir import style as ir
 from planc.lowering.ops import Lowered, Parallelize
 from planc.runtime.handle import Run
 from planc.runtime.numerics import plain, relative, whole
+from planc.runtime.trace import first
 
 Outputs = dict[str, torch.Tensor]
 Take = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -29,7 +30,7 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
         inputs: of the forward.
     """
     found: Outputs = {}
-    with watched(model, found, take):
+    with _watched(model, found, take):
         model(**inputs)
     return found
 
@@ -97,12 +98,12 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
 
 
 @contextmanager
-def watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
+def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
     """Fills `found` with what `take` keeps of each module's output, while the model runs."""
 
     def hook(name: str) -> Callable[..., None]:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            value = _first(output)
+            value = first(output)
             if value is not None and name not in found:
                 kept = take(name, value)
                 if kept is not None:
@@ -124,16 +125,3 @@ def watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
 
 def _name(name: str) -> str:
     return plain(f"{name}.").removesuffix(".")
-
-
-def _first(output: Any) -> torch.Tensor | None:
-    """The tensor that matters of what a module gives: hidden states come first, logits by name."""
-    if isinstance(output, torch.Tensor):
-        return output if output.is_floating_point() else None
-    logits = getattr(output, "logits", None)
-    if isinstance(logits, torch.Tensor):
-        return logits
-    values = output.values() if isinstance(output, dict) else output
-    if isinstance(values, tuple | list) or isinstance(output, dict):
-        return next((found for v in values if (found := _first(v)) is not None), None)
-    return None

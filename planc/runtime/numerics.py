@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from planc.lowering.ops import Lowered
 from planc.model.real import Maker
-from planc.runtime.adapters import adapted
+from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.handle import Run
 
@@ -74,7 +74,7 @@ def prove(maker: Maker, lowered: Lowered, digest: str, seed: int, report: Report
     """
     report("single")
     batches = [batch(maker, lowered, seed, step) for step in range(STEPS)]
-    right = _train(adapted(maker.build(seed), lowered), batches, mean=lambda loss: loss)
+    right = _train(alone(maker.build(seed), lowered), batches, mean=lambda loss: loss)
     _sound(right)
     report("apply")
     model = maker.build(seed)

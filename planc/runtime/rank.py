@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import distributed
 
+from planc import whole
 from planc.diagnostic import Sink
 from planc.lowering.document import loads
 from planc.lowering.ops import Lowered
 from planc.model.real import Maker
-from planc.runtime.adapters import adapted
+from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
@@ -52,7 +53,7 @@ def main(job: Job, number: int) -> int:
         found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
         found["traceback"] = traceback.format_exc()
     found["time"] = time.monotonic()
-    _leave(found, Path(job.folder) / f"{number}.json")
+    whole.write(Path(job.folder) / f"{number}.json", json.dumps(_finite(found)))
     return int("error" in found)
 
 
@@ -105,7 +106,7 @@ def _locate(
     run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu")
     rows = rows_of(run, len(tokens))
     inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
-    single = adapted(maker.build(seed), lowered)
+    single = alone(maker.build(seed), lowered)
     right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
     mine = outputs_of(model, taker(run, lowered), **inputs)
     order = {name: i for i, name in enumerate(right)}
@@ -118,13 +119,6 @@ def _locate(
     name = max(wrong, key=lambda n: order.get(n.rpartition(".")[0], -1))
     last = len(order) - order.get(name.rpartition(".")[0], -1)
     return {"what": "gradient", "name": name, "error": wrong[name], "order": len(order) + last}
-
-
-def _leave(found: dict[str, Any], path: Path) -> None:
-    """Whole, or not there at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(_finite(found)), encoding="utf-8")
-    part.replace(path)
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,160 @@
+"""What layout flow found -> findings at the lines of the plan, with the model's source line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from planc.diagnostic import Label, Sink
+from planc.ir.plan import Plan, TensorRule
+from planc.model.facts import Modules
+from planc.runtime.outcome import Outcome, Part
+
+_MOST = 8
+"""Findings of one kind: a plan that is wrong everywhere is not told so a hundred times."""
+
+
+def refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
+    """Where the model computes something else: PL501, PL502, PL503 and PL507.
+
+    Of outputs only the first that differs is told, for what comes after differs with it.
+    """
+    first = [g for g in _alike(outcome) if g[0].kind in ("output", "crash")][:1]
+    sizes = [g for g in _alike(outcome) if g[0].kind == "size"][:1]
+    gradients = [g for g in _alike(outcome) if g[0].kind in ("gradient", "partial", "missing")]
+    for group in (*sizes, *(first or gradients[:_MOST])):
+        _TOLD.get(group[0].kind, _gradient)(group, small, sink)
+
+
+def unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
+    """What is not as the plan says: arrivals (PL505) and redistributions (PL506)."""
+    wrong = outcome.verdict == "refuted"
+    for kind in ("boundary", "unstated"):
+        for group in [g for g in _alike(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
+            part, subject = group[0], _generic(group[0].subject)
+            rules = _labels(subject, small)
+            facts = [*_source(part), *_seen(group)]
+            if kind == "boundary":
+                report = sink.error if wrong else sink.warning
+                message = f"what arrives at `{subject}` is not what the plan says: {part.detail}"
+                stated, _, arrives = part.detail.removesuffix(" arrives").partition(" is stated, ")
+                told = f"state it as it arrives: `{arrives} -> ...` instead of `{stated} -> ...`"
+                report("PL505", message, *rules, facts=facts, help=told)
+            elif not wrong:
+                message = f"no rule says that `{subject or 'the model'}` changes {part.detail}"
+                rules = _with_before(rules, part, small)
+                told = "state it with a style, `input(...)` or `output(...)`, or leave it as it is"
+                sink.warning("PL506", message, *rules, facts=facts, help=told)
+
+
+def _alike(outcome: Outcome) -> list[list[Part]]:
+    """The parts, those of like modules together."""
+    groups: dict[tuple[str, str, str], list[Part]] = {}
+    for part in outcome.parts:
+        detail = part.detail if part.kind in ("boundary", "unstated") else ""
+        groups.setdefault((part.kind, _generic(part.subject), detail), []).append(part)
+    return list(groups.values())
+
+
+def _generic(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _source(part: Part) -> list[str]:
+    return [f"the model's own code: {part.line}"] if part.line else []
+
+
+def _seen(group: list[Part]) -> list[str]:
+    return ["seen on a shrunken model, with all ranks of the axis simulated (2)"]
+
+
+def _labels(module: str, small: Plan) -> list[Label]:
+    return [
+        Label(span=r.origin, text=f"decides `{r.modules.path[-1]}`" if r.modules.path else "")
+        for r in _rules(module, small)
+    ]
+
+
+def _with_before(labels: list[Label], part: Part, small: Plan) -> list[Label]:
+    """The labels, and the rules of the module that ended last."""
+    marked = {label.span for label in labels}
+    before = [r for r in _rules(_generic(part.before), small) if r.origin not in marked]
+    return [*labels, *(Label(span=r.origin, text="ended just before") for r in before)]
+
+
+def _crash(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], _generic(group[0].subject)
+    labels = _with_before(_labels(subject, small), part, small)
+    message = f"the model dies at `{subject}` under this plan"
+    facts = [part.detail, *_source(part), *_seen(group)]
+    sink.error("PL503", message, *labels, facts=facts)
+
+
+def _output(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], _generic(group[0].subject)
+    facts = [f"the first output that differs, by {part.error:.1e}"]
+    facts += [part.detail] if part.detail else []
+    message = f"`{subject or 'the model'}` computes something else under this plan"
+    facts += [*_source(part), *_seen(group)]
+    sink.error("PL501", message, *_labels(subject, small), facts=facts)
+
+
+def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], _generic(group[0].subject)
+    module = subject.rpartition(".")[0]
+    worst = max(p.error for p in group)
+    help = None
+    if part.kind == "partial":
+        message = f"the gradient of `{subject}` is a part of a sum, and nothing adds it up"
+        told = f"each rank's differs by up to {worst:.1e}"
+        last = module.rpartition(".")[2]
+        help = f"give it a style that sums: `{last} : sequence(dim = ..., local = true)`"
+    else:
+        message = f"the gradient of `{subject}` is wrong under this plan"
+        told = f"relative error {worst:.1e}"
+    facts = [told, *_source(part), *_seen(group)]
+    sink.error("PL502", message, *_labels(module, small), facts=facts, help=help)
+
+
+def _size(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], _generic(group[0].subject)
+    message = f"`{subject}` gets {part.detail}: read off a local part of the sequence"
+    sink.error(
+        "PL507",
+        message,
+        *_labels(subject, small),
+        facts=[*_source(part), *_seen(group)],
+        help="hand the split activations on as a DTensor, which knows the whole size: "
+        "`local = false`",
+    )
+
+
+_TOLD: dict[str, Callable[[list[Part], Plan, Sink], None]] = {
+    "crash": _crash,
+    "output": _output,
+    "size": _size,
+}
+
+
+def _rules(module: str, small: Plan) -> Iterable[TensorRule]:
+    """The rules on a module, else those right around it, else those of its block."""
+    parts = module.split(".") if module else []
+    for length in range(len(parts), 0, -1):
+        around = parts[:length]
+        on = [r for r in small.tensor if _names(r.modules, around)]
+        if on:
+            return on
+        beside = [
+            r
+            for r in small.tensor
+            if len(r.modules.path) == length + 1 and _names(r.modules, around, inside=True)
+        ]
+        if beside:
+            return list({r.origin: r for r in beside}.values())
+    return []
+
+
+def _names(modules: Modules, parts: list[str], *, inside: bool = False) -> bool:
+    path = modules.path[: len(parts)] if inside else modules.path
+    return len(path) == len(parts) and all(
+        s == p if isinstance(s, str) else p == "*" for s, p in zip(path, parts, strict=True)
+    )

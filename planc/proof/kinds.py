@@ -1,0 +1,157 @@
+"""The kinds of layer of a model, and what layout flow says of each.
+
+Blocks of one list are of one kind when they hold the same modules and the configuration says the
+same of them (`layer_types` and the like). The small model has one layer of each kind; what was
+seen there holds for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planc.model.facts import Facts, Module, Modules
+from planc.model.indices import Indices
+from planc.runtime.outcome import LIMIT, Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Like blocks and the verdict on them.
+
+    Args:
+        modules: as a plan selects them, such as `model.layers[0:32]`; `root` is all that is in no
+            list of blocks.
+        label: what the configuration calls them, such as `sliding_attention`; may be empty.
+        verdict: `proved`, `refuted` or `unknown`.
+        reason: why it is unknown.
+        error: the largest relative error, None where none was measured.
+    """
+
+    modules: str
+    label: str
+    verdict: str
+    reason: str = ""
+    error: float | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.modules} ({self.label})" if self.label else self.modules
+
+
+_Key = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class _Group:
+    modules: Modules
+    label: str
+
+
+def kinds(facts: Facts, small: Facts, outcome: Outcome) -> tuple[Kind, ...]:
+    """The verdict on each kind of layer of a model, from a run of a small one.
+
+    Args:
+        facts: of the model.
+        small: of the small model that was run.
+        outcome: of the run.
+    """
+    if outcome.verdict not in ("proved", "refuted"):
+        return ()
+    seen = {key: list(group.modules.names()) for key, group in _groups(small, facts)}
+    found = [
+        _judged(str(group.modules), group.label, seen.get(key, []), outcome)
+        for key, group in _groups(facts, facts)
+    ]
+    blocks = [name for names in seen.values() for name in names]
+    rest = [n for n, _ in outcome.modules if not any(_in(n, b) or _in(b, n) for b in blocks)]
+    return (*found, _judged("root", "", rest, outcome)) if rest else tuple(found)
+
+
+def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Kind:
+    errors = [e for n, e in outcome.modules if any(_in(n, name) for name in names)]
+    if not errors:
+        reason = "the small model has no such layer"
+        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
+    first = outcome.first
+    worst = max((e for e in errors if e is not None), default=None)
+    own = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
+    if own:
+        return Kind(modules=modules, label=label, verdict="refuted", error=worst)
+    if first is not None:
+        reason = f"the model is wrong at {first.subject or 'its end'}, so this can't be compared"
+        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
+    if None in errors:
+        reason = "the run did not get there"
+        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
+    return Kind(modules=modules, label=label, verdict="proved", error=worst)
+
+
+def _in(name: str, holder: str) -> bool:
+    return name == holder or name.startswith(f"{holder}.")
+
+
+def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
+    """Blocks by what tells them apart, in order.
+
+    Args:
+        facts: whose blocks.
+        named: whose configuration decides which of its lists tell blocks apart: the large model's,
+            for in a small one many a list is as long as there are layers.
+    """
+    for at in _lists(facts.model):
+        wide = next((o for o in _lists(named.model) if o.path == at.path), None)
+        columns = list(_columns(facts.config, named.config, _length(wide) if wide else 0))
+        merged: dict[_Key, _Group] = {}
+        for child in at.module.children:
+            assert child.indices is not None
+            for index in child.indices:
+                values = tuple(str(column[index]) for _, column in columns if index < len(column))
+                key = (at.path, values, _signature(child.module))
+                one = Modules((*at.path, Indices.of([index])), child.module)
+                if key in merged:
+                    joined = merged[key].modules.union(one)
+                    assert joined is not None
+                    merged[key].modules = joined
+                else:
+                    labels = [v for v, (_, c) in zip(values, columns, strict=True) if _varies(c)]
+                    merged[key] = _Group(one, ", ".join(labels))
+        yield from merged.items()
+
+
+def _lists(at: Modules) -> Iterator[Modules]:
+    """The outermost lists of modules with parameters."""
+    for child in at.module.children:
+        below = Modules((*at.path, child.segment), child.module)
+        if child.module.kind == "list" and child.module.count:
+            yield below
+        elif child.indices is None:
+            yield from _lists(below)
+
+
+def _length(modules: Modules) -> int:
+    return sum(child.times for child in modules.module.children)
+
+
+def _columns(
+    config: Mapping[str, Any], named: Mapping[str, Any], length: int
+) -> Iterator[tuple[str, list[Any]]]:
+    """The lists of a configuration that say something of each layer."""
+    for name, value in named.items():
+        if isinstance(value, Mapping) and isinstance(config.get(name), Mapping):
+            yield from _columns(config[name], value, length)
+        elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
+            own = config.get(name)
+            if isinstance(own, list):
+                yield name, own
+
+
+def _varies(column: list[Any]) -> bool:
+    return len({str(v) for v in column}) > 1
+
+
+def _signature(module: Module) -> tuple[Any, ...]:
+    """What a block is made of, whatever its sizes."""
+    inner = tuple(dict.fromkeys((c.name, _signature(c.module)) for c in module.children).keys())
+    return (module.cls, tuple(p.name for p in module.parameters), inner)

@@ -1,0 +1,130 @@
+"""What goes into and comes out of every module of one run, and the model's line that called it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/modeling_layers")
+
+
+@dataclass(slots=True)
+class Call:
+    """One module's part of a run; of a module that runs twice, the first.
+
+    Args:
+        name: of the module, as torch has it.
+        line: of the model's code that called it, as `modeling_llama.py:281: ...`.
+        inputs: its tensors by position (`0`) or by name, as they came, before any style's hook.
+        output: the first tensor that it gave, after every hook; None while it has not ended.
+    """
+
+    name: str
+    line: str
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    output: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Trace:
+    """Args:
+    begun: the calls in the order in which they began.
+    ended: the names in the order in which they ended.
+    running: the modules that run now, the outermost first.
+    """
+
+    begun: dict[str, Call] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def of(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches modules while they run, under these names, from outside all hooks."""
+        handles = []
+        for name, module in modules.items():
+            before, after = self._hooks(name)
+            handles += [
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, name: str) -> tuple[Any, Any]:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.running.append(name)
+            if name in self.begun:
+                return
+            given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
+            call = Call(name=name, line=caller())
+            call.inputs = {k: v.detach() for k, v in given if isinstance(v, torch.Tensor)}
+            self.begun[name] = call
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            while self.running and self.running.pop() != name:
+                pass
+            call = self.begun[name]
+            if call.output is None:
+                value = first(output)
+                call.output = None if value is None else value.detach()
+                self.ended.append(name)
+
+        return before, after
+
+    @property
+    def leaf(self) -> str:
+        """The module without modules inside that ended last."""
+        leaves = (n for n in reversed(self.ended) if not any(within(o, n) for o in self.begun))
+        return next(leaves, "")
+
+
+def within(name: str, holder: str) -> bool:
+    """Whether a module is inside another one."""
+    return name != holder and (not holder or name.startswith(f"{holder}."))
+
+
+def first(output: Any) -> torch.Tensor | None:
+    """The tensor that matters of what a module gives: hidden states come first, logits by name."""
+    if isinstance(output, torch.Tensor):
+        return output if output.is_floating_point() else None
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        return logits
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(values, tuple | list) or isinstance(output, dict):
+        return next((found for v in values if (found := first(v)) is not None), None)
+    return None
+
+
+def line_of(path: str, number: int, text: str | None = None) -> str:
+    """A line of code as a message names it."""
+    import linecache
+
+    short = path.replace("\\", "/").rpartition("/")[2]
+    shown = text if text is not None else linecache.getline(path, number)
+    return f"{short}:{number}: {shown.strip()}"
+
+
+def own(path: str) -> bool:
+    """Whether a file is code of the model, and not of what runs it."""
+    return not any(part in path.replace("\\", "/") for part in _MACHINERY)
+
+
+def caller() -> str:
+    """The line of the model's own code that is running; empty where it is no model's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if own(path):
+            return line_of(path, frame.f_lineno) if "/modeling_" in path else ""
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
