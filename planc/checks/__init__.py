@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from planc.checks.adapters import adapters
 from planc.checks.axes import axes
+from planc.checks.bare import bare
 from planc.checks.blocks import blocks
 from planc.checks.checkpoints import checkpoints
 from planc.checks.compiled import compiled
@@ -24,6 +25,7 @@ from planc.checks.ignored import ignored
 from planc.checks.kinds import kinds
 from planc.checks.norms import norms
 from planc.checks.offload import offload
+from planc.checks.packed import packed
 from planc.checks.pairs import pairs
 from planc.checks.partners import partners
 from planc.checks.precision import precision
@@ -49,6 +51,8 @@ RULES: tuple[Rule, ...] = (
     axes,
     containers,
     kinds,
+    bare,
+    packed,
     fused,
     halves,
     heads,
@@ -85,8 +89,8 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     Args:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
-        sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx
-            (shapes), PL35x (axes) and PL4xx (composition).
+        sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx (shapes
+            and parameters), PL35x (axes) and PL4xx (composition).
     """
     plan, facts = adapted(plan, facts)
     for rule in RULES:

@@ -15,9 +15,11 @@ from planc.ir.style import (
     Change,
     Colwise,
     Input,
+    MlaKv,
     Output,
     Partial,
     Replicate,
+    Replicated,
     Rowwise,
     Sequence,
     Shard,
@@ -30,6 +32,9 @@ BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
 
 KINDS = ("linear", "conv1d", "embedding")
 """The modules that take an adapter; that of an embedding is parameters, not modules."""
+
+AROUND = (Input, Output, MlaKv)
+"""Styles that change what comes in or goes out, of a layer and its adapter together."""
 
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
@@ -154,7 +159,7 @@ def meetings(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
     for rule in plan.adapters.rules if plan.adapters else ():
         for base in plan.tensor:
             part = rule.modules.overlap(base.modules)
-            if part is not None and not isinstance(base.style, Input | Output):
+            if part is not None and not isinstance(base.style, AROUND):
                 yield rule, base, part
 
 
@@ -180,26 +185,27 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
     match style:
         case Colwise(input=Replicate()):
             whole = Change(Replicate(), Replicate())
-            b = Colwise(output=style.output, local=style.local)
-            return Input(positional=(whole,), local=True), b
+            return Input(positional=(whole,), local=True), replace(style, transposed=False)
         case Colwise(input=Shard() as shard) if not _features(shard):
-            b = Colwise(input=shard, output=style.output, local=style.local)
-            return Sequence(dim=shard.dim), b
+            return Sequence(dim=shard.dim), replace(style, transposed=False)
         case Rowwise(output=Replicate()):
             whole = Change(Replicate(), Replicate())
             kept = None if style.local else Output(positional=(whole,), local=False)
-            return Rowwise(input=style.input), kept
+            return replace(style, local=True, transposed=False), kept
         case Rowwise(output=Shard() as shard) if _features(shard):
-            return Rowwise(input=style.input), Colwise(output=shard, local=style.local)
+            a = replace(style, output=Replicate(), local=True, transposed=False)
+            return a, Colwise(output=shard, local=style.local)
         case Rowwise(output=Shard() as shard):
-            a = Rowwise(input=style.input, output=shard)
+            a = replace(style, local=True, transposed=False)
             return a, Sequence(dim=shard.dim, local=style.local)
         case Sequence():
             return Sequence(dim=style.dim), Sequence(dim=style.dim, local=style.local)
+        case Replicated():
+            return (style, style) if style.summed else (None, None)
         case Colwise() | Rowwise():
             split = style.output if isinstance(style.output, Partial) else style.input
             return f"nothing in two steps has the layout `{split}`"
-    raise AssertionError(style)  # those around a layer are none of the layer's
+    return "it is no style of a linear layer"
 
 
 def _of_embedding(style: Style) -> tuple[None, None] | str:

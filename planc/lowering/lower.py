@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.ir.derive import BASE_LAYER, adapted, styles
+from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
-from planc.ir.style import Input, Output, Sequence, weight_shard
+from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     Adapt,
@@ -49,10 +49,11 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         facts: the model that it was resolved for.
 
     Returns:
-        The lowered plan. Tensor-parallel rules over an axis of one rank are left out.
+        The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
+        `replicate`, which only says that a module stays as it is.
     """
     plan, facts = adapted(plan, facts)
-    tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
+    tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
@@ -192,7 +193,7 @@ def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
     What changes an input or an output stays outside, where it is the adapter's too.
     """
     for rule in rules:
-        if isinstance(rule.style, Input | Output):
+        if isinstance(rule.style, AROUND):
             yield rule
             continue
         left: tuple[Modules, ...] = (rule.modules,)
@@ -231,7 +232,7 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
     """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
-    if isinstance(rule.style, Input | Output):
+    if isinstance(rule.style, Input | Output | MlaKv):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
 

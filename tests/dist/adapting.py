@@ -1,4 +1,4 @@
-"""What test_adapters runs on every rank: a plan with adapters beside peft in one process."""
+"""What test_adapting runs on every rank: a plan with adapters beside peft in one process."""
 
 from dataclasses import replace
 from pathlib import Path
