@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planc.checks.activations import activations
 from planc.checks.adapters import adapters
 from planc.checks.axes import axes
 from planc.checks.bare import bare
@@ -76,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     offload,
     prefetch,
     checkpoints,
+    activations,
     compiled,
     graphs,
     adapters,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from planc.ir.kernels import Save
 from planc.ir.style import Style
 from planc.model.facts import Modules, Segment
 
@@ -138,9 +139,22 @@ def _either(parts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Op):
-    """`checkpoint_wrapper` (without reentry) around each module."""
+    """`checkpoint_wrapper` (without reentry) around each module.
+
+    Args:
+        save: what is kept in forward (selective checkpointing); empty where nothing is.
+        offload: what is kept, and what goes into the modules, waits for backward on the CPU.
+        pin: there in pinned memory, where the device is CUDA.
+        preserve_rng: `preserve_rng_state`.
+        early_stop: `early_stop`.
+    """
 
     modules: Modules
+    save: tuple[Save, ...] = ()
+    offload: bool = False
+    pin: bool = True
+    preserve_rng: bool = True
+    early_stop: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
