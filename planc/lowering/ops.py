@@ -288,6 +288,13 @@ class Lowered:
             size *= axis.size
         return size
 
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The axes over which gradients are averaged: those of the data, and of the sequence."""
+        units = [op for op in self.ops if isinstance(op, FullyShard)]
+        names = {name for op in units for name in (*op.shard, *op.replicate)}
+        return tuple(a.name for a in self.axes if a.name in names)
+
     def axis_size(self, *names: str) -> int:
         size = 1
         for axis in self.axes:
