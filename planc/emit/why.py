@@ -14,10 +14,12 @@ from planc.diagnostic import Sink
 from planc.emit import words
 from planc.emit.answer import Answer, Held, Reason
 from planc.emit.named import found
-from planc.ir.plan import Meaning, Plan
+from planc.ir.derive import adapted
+from planc.ir.plan import AdapterRule, Adapters, Meaning, Mesh, Plan
 from planc.ir.style import Split, part_sizes, style_name, weight_split
 from planc.lowering.memory import split_dim
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -30,6 +32,7 @@ from planc.lowering.ops import (
     Tie,
 )
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
+from planc.source import Source
 
 _LONGEST = 100
 
@@ -45,6 +48,7 @@ def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink
         plan: the plan's meaning, None for one that was read back from JSON.
         sink: receives PL130 for a name that is not there.
     """
+    facts = _with_adapters(facts, lowered)
     named = found(name, facts, sink)
     return None if named is None else _Question(facts, lowered, plan, *named).answer()
 
@@ -88,6 +92,7 @@ class _Question:
             like=_alike(self.facts, self.at),
             held=tuple(self._held(p) for p in held),
             count=self.parameter.numel if self.parameter else module.count,
+            adapter=tuple(self._adapted()),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
@@ -100,13 +105,13 @@ class _Question:
         )
 
     def _is(self, op: Parallelize) -> bool:
-        return op.modules.has(self.name)
+        return words.layer(op.modules).has(self.name)
 
     def _around(self, op: Parallelize) -> bool:
         return not self._is(op) and self.at.inside(op.modules) is not None
 
-    def _reason(self, what: str, target: str, op: AnyOp, place: str = "") -> Reason:
-        place = place or op.place
+    def _reason(self, what: str, target: str, op: AnyOp, place: str | None = None) -> Reason:
+        place = op.place if place is None else place
         return Reason(
             what=what,
             target=target or "root",
@@ -128,10 +133,17 @@ class _Question:
     def _inside(self) -> Iterator[Reason]:
         for op in self.styles:
             both = op.modules.inside(self.at)
-            if both is not None and len(both.path) > len(self.at.path):
+            if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
                 said = f"{style_name(op.style)} {words.flow(op.style)}".strip()
                 shapes = words.shapes(op.shapes)
                 yield self._reason(f"{said}  {shapes}".strip(), _after(both, self.at), op)
+
+    def _adapted(self) -> Iterator[Reason]:
+        for op in (o for o in self.lowered.ops if isinstance(o, Adapt)):
+            for members in op.members:
+                if self.at.inside(members) is not None:
+                    target = self._part(len(members.path))
+                    yield self._reason(f"lora, {words.lora(op)}", target, op)
 
     def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
         for op in self.lowered.ops:
@@ -273,6 +285,29 @@ class _Question:
         )
 
 
+def _with_adapters(facts: Facts, lowered: Lowered) -> Facts:
+    """The model with the adapters that a plan puts in."""
+    nowhere = Source("", "").span(0, 0)
+    rules = tuple(
+        AdapterRule(
+            modules=Modules(members.path, facts.at(next(members.names())).module),
+            rank=op.rank,
+            alpha=op.alpha,
+            dropout=op.dropout,
+            dtype=op.dtype,
+            init=op.init,
+            origin=nowhere,
+        )
+        for op in lowered.ops
+        if isinstance(op, Adapt)
+        for members in op.members
+    )
+    mesh = Mesh(axes=(), origin=nowhere)
+    adapters = Adapters(rules=rules, origin=nowhere)
+    plan = Plan(name="", families=(), options={}, mesh=mesh, adapters=adapters, origin=nowhere)
+    return adapted(plan, facts)[1]
+
+
 def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) -> tuple[int, ...]:
     """The shape of what a rank keeps of a parameter that a unit splits."""
     ranks = lowered.axis_size(*unit.shard) if unit else 1
@@ -285,6 +320,7 @@ def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) 
 def _texts(plan: Plan) -> dict[str, str]:
     """The words of each line that decides something, by its place."""
     rules: list[Meaning] = [*plan.tensor, *plan.checkpoint, *plan.compile, *plan.train]
+    rules += plan.adapters.rules if plan.adapters else ()
     if plan.fsdp:
         settings = (plan.fsdp.precision, plan.fsdp.prefetch, plan.fsdp.divide)
         rules += [*plan.fsdp.units, *plan.fsdp.ignored, *(s for s in settings if s is not None)]
