@@ -100,7 +100,7 @@ def _diff(options: argparse.Namespace) -> int:
     from planc.emit import delta, diff
 
     sides = []
-    told: dict[tuple[object, ...], Diagnostic] = {}
+    told: list[Diagnostic] = []
     for side, plan in (("old", options.old), ("new", options.new or options.old)):
         own, sink = vars(options), Sink()  # an error of one side hides nothing of the other
         compiled = compile_plan(
@@ -112,10 +112,8 @@ def _diff(options: argparse.Namespace) -> int:
             allow_code=options.allow_code,
         )
         sides.append(compiled.lowered)
-        for found in sink:  # what both sides have is told once
-            places = tuple(label.span.place for label in found.labels)
-            told.setdefault((found.code, found.message, places), found)
-    _show(told.values(), "full", sys.stderr, quiet=True)
+        told += sink
+    _show(told, "full", sys.stderr, quiet=True)
     old, new = sides
     if old is None or new is None:
         return FAILED
