@@ -19,6 +19,7 @@ from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry
 from planc.runtime.loading import Weights, load_files, lost, match, materialise, together
 from planc.runtime.optimizers import room
+from planc.runtime.pieces import Stored, one
 from planc.runtime.saving import METADATA, reason, saved
 from planc.runtime.shards import held, irregular, local, orders, reshard, runs, take
 
@@ -140,20 +141,21 @@ def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
     return out
 
 
-def _entries(folder: Path, stored: Mapping[str, Any], start: str) -> dict[str, Entry]:
+def _entries(folder: Path, stored: Mapping[str, Any], start: str) -> dict[str, Stored]:
     """The model's part of a checkpoint, as `match` reads it."""
-    out: dict[str, Entry] = {}
+    out: dict[str, Stored] = {}
     for key, meta in stored.items():
         other = key == _STEP or key.startswith(_OPTIMIZER)
         if other or not key.startswith(start) or not isinstance(meta, TensorStorageMetadata):
             continue
         dtype = meta.properties.dtype
-        out[key[len(start) :]] = Entry(
-            file=folder / ".metadata",
+        entry = Entry(
+            file=folder / METADATA,
             name=key[len(start) :],
             shape=tuple(meta.size),
             dtype="F" if dtype.is_floating_point else str(dtype),
         )
+        out[entry.name] = one(entry)
     return out
 
 
