@@ -175,6 +175,8 @@ def _whole(change: Change) -> str:
             return f"= {parts['source']}"
         case "checkpoint":
             return ", ".join(_recomputed(parts))
+        case "load":
+            return ", ".join(f"{name} {words.dtype(str(v))}" for name, v in parts.items())
         case "training":
             return "trainable" if parts["trainable"] else "frozen"
         case "divide":

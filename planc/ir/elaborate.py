@@ -8,6 +8,7 @@ from typing import TypeVar
 from planc.diagnostic import Sink, nearest, one_of
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
+from planc.ir.loads import load
 from planc.ir.mesh import solve
 from planc.ir.plan import Mesh, Plan
 from planc.ir.program import Program, gather, origin_of, require
@@ -20,7 +21,7 @@ from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "tensor", "train", "checkpoint", "compile", "fsdp", "replicate")
+SECTIONS = ("mesh", "load", "tensor", "train", "checkpoint", "compile", "fsdp", "replicate")
 
 
 def elaborate(
@@ -70,6 +71,7 @@ def elaborate(
         families=tuple(f.path for f in program.header.families),
         options={n: v for n, v in options.items() if not isinstance(v, Failed)},
         mesh=mesh,
+        load=part("load", lambda: load(program)),
         tensor=part("tensor", lambda: tuple(tensor(program))),
         checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
         compile=part("compile", lambda: tuple(compile_rules(program))),

@@ -271,7 +271,6 @@ _LATER = {
     "pipeline": "pipeline parallelism",
     "loss": "loss parallelism",
     "adapters": "LoRA adapters",
-    "load": "loading weights",
 }
 _ITEMS = {
     "prefetch": "write `prefetch(forward = 2)` in the fsdp section",

@@ -28,6 +28,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     MeshAxis,
     Parallelize,
@@ -54,6 +55,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
+        *_load(plan),
         *_joined(_parallelize(rule, plan) for rule in _ordered(tensor)),
         *_ties(facts, tensor),
         *_joined(
@@ -148,6 +150,13 @@ def _configure(facts: Facts) -> Iterator[Configure]:
         if values.get("use_cache") is True:
             reason = "training keeps no key/value cache"
             yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
+
+
+def _load(plan: Plan) -> Iterator[Load]:
+    if plan.load is not None:
+        own = plan.load
+        place = own.origin.place
+        yield Load(meta=own.meta, weights=own.weights, dtype=own.dtype, place=place)
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:

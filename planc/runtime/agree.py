@@ -11,7 +11,7 @@ from typing import Any
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
-from planc.lowering.ops import Configure, FullyShard, Lowered, Op, Parallelize, Prefetch, Tie
+from planc.lowering.ops import Configure, FullyShard, Load, Lowered, Op, Parallelize, Prefetch, Tie
 from planc.model.facts import Modules
 from planc.model.table import already_parallel
 
@@ -111,6 +111,15 @@ def _fits(
         name = type(model).__name__
         yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
         return
+    if any(isinstance(op, Load) and op.meta for op in lowered.ops):
+        full = next((n for n, p in model.named_parameters() if not p.is_meta), None)
+        if full is not None:
+            yield problem(
+                "PL474",
+                f"the plan starts on the meta device, and {full} has memory already",
+                help='build the model inside `with torch.device("meta"):`',
+            )
+            return
     for op in lowered.ops:
         # a set holds like modules: what is wrong with one of them is wrong with the next
         text = next(_misfits(op, model, modules), None)
