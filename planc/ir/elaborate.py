@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from planc.diagnostic import Sink, nearest, one_of
+from planc.ir.adapters import adapters
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
 from planc.ir.loads import load
@@ -21,7 +22,17 @@ from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "load", "tensor", "train", "checkpoint", "compile", "fsdp", "replicate")
+SECTIONS = (
+    "mesh",
+    "load",
+    "tensor",
+    "adapters",
+    "train",
+    "checkpoint",
+    "compile",
+    "fsdp",
+    "replicate",
+)
 
 
 def elaborate(
@@ -77,6 +88,7 @@ def elaborate(
         compile=part("compile", lambda: tuple(compile_rules(program))),
         train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
+        adapters=part("adapters", lambda: adapters(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )
