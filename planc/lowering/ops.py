@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from planc.ir.kernels import Save
 from planc.ir.style import Style
 from planc.model.facts import Modules
 
@@ -72,9 +73,22 @@ class Freeze(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Op):
-    """`checkpoint_wrapper` (without reentry) around each module."""
+    """`checkpoint_wrapper` (without reentry) around each module.
+
+    Args:
+        save: what is kept in forward (selective checkpointing); empty where nothing is.
+        offload: what is kept, and what goes into the modules, waits for backward on the CPU.
+        pin: there in pinned memory, where the device is CUDA.
+        preserve_rng: `preserve_rng_state`.
+        early_stop: `early_stop`.
+    """
 
     modules: Modules
+    save: tuple[Save, ...] = ()
+    offload: bool = False
+    pin: bool = True
+    preserve_rng: bool = True
+    early_stop: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +212,13 @@ class Lowered:
         for axis in self.axes:
             size *= axis.size
         return size
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The axes over which gradients are averaged: those of the data, and of the sequence."""
+        units = [op for op in self.ops if isinstance(op, FullyShard)]
+        names = {name for op in units for name in (*op.shard, *op.replicate)}
+        return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:
         size = 1

@@ -81,6 +81,11 @@ class Module:
         own = sum(p.numel for p in self.parameters)
         return own + sum(c.module.count * c.times for c in self.children)
 
+    @property
+    def container(self) -> bool:
+        """Whether it has no forward: an nn.ModuleList or ModuleDict. An nn.Sequential has one."""
+        return self.kind == "dict" or (self.kind == "list" and self.cls == "ModuleList")
+
     def fact(self, name: str) -> int | None:
         return dict(self.facts).get(name)
 

@@ -16,7 +16,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.lowering.ops import Lowered
+from planc.lowering.ops import Divide, Freeze, Lowered
 from planc.model.real import Maker
 from planc.runtime.apply import apply_lowered
 from planc.runtime.handle import Run
@@ -74,7 +74,10 @@ def prove(maker: Maker, lowered: Lowered, digest: str, seed: int, report: Report
     """
     report("single")
     batches = [batch(maker, lowered, seed, step) for step in range(STEPS)]
-    right = _train(maker.build(seed), batches, mean=lambda loss: loss)
+    single = maker.build(seed)
+    frozen(single, lowered)
+    scale = scaled(lowered)
+    right = _train(single, batches, mean=lambda loss: loss, scale=scale)
     _sound(right)
     report("apply")
     model = maker.build(seed)
@@ -102,6 +105,19 @@ def batch(maker: Maker, lowered: Lowered, seed: int, step: int) -> tuple[torch.T
     return tokens, torch.randint(low, high, shape, generator=generator)
 
 
+def frozen(model: nn.Module, lowered: Lowered) -> None:
+    """Freezes in a single process what the plan freezes: it is part of what is to be trained."""
+    for op in (op for op in lowered.ops if isinstance(op, Freeze)):
+        for name in op.modules.names():
+            model.get_submodule(name).requires_grad_(op.trainable)
+
+
+def scaled(lowered: Lowered) -> float:
+    """What a plan's `divide` makes of a mean gradient."""
+    factors = [op.factor for op in lowered.ops if isinstance(op, Divide)]
+    return lowered.axis_size(*lowered.averaged) / factors[-1] if factors else 1.0
+
+
 def rows_of(run: Run, count: int) -> slice:
     """The rows that this rank reads, of `count`."""
     own = count // run.data_size
@@ -120,8 +136,9 @@ def _train(
     batches: list[tuple[torch.Tensor, ...]],
     *,
     mean: Callable[[torch.Tensor], torch.Tensor],
+    scale: float = 1.0,
 ) -> Sample:
-    """A few steps of AdamW."""
+    """A few steps of AdamW, on gradients of the loss times `scale`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
     sample, own = None, orders(model)
@@ -130,7 +147,7 @@ def _train(
         loss = getattr(output, "loss", None)
         if loss is None:
             raise SingleError("its forward gives no loss")
-        loss.backward()
+        (loss if scale == 1.0 else loss * scale).backward()
         if sample is None:
             sample = Sample(logits=whole(output.logits), loss=mean(whole(loss)))
             sample.gradients = {
