@@ -185,7 +185,7 @@ any_style = st.one_of(
     st.just(Replicated(summed=True)),
     st.builds(MlaKv, rope=st.integers(1, 64)),
     st.builds(Parameters, held=bare),
-    st.builds(Experts, held=bare, input=layouts, output=layouts),
+    st.builds(Experts, held=bare, input=layouts, output=layouts, local=st.booleans()),
     st.builds(Sequence, dim=st.integers(-3, 3), local=st.booleans()),
     st.builds(
         Input,

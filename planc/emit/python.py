@@ -209,6 +209,8 @@ def _bare(style: ir.Bare, head: str) -> Group:
         left = style.output in (ir.Partial(), ir.Shard(-1))
         arguments.append(f"input_layout={_layout(style.input)}")
         arguments.append(f"output_layout={None if left else _layout(style.output)}")
+        if not style.local:
+            arguments.append("use_local_output=False")
     if packed:
         arguments.append(Group("parts={", packed, "}"))
     name = "ExpertsParallel" if isinstance(style, ir.Experts) else "BareParallel"

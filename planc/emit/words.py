@@ -69,7 +69,7 @@ def flow(style: ir.Style) -> str:
 
 
 def _with_local(style: ir.Style, local: bool) -> ir.Style:
-    assert isinstance(style, ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output)
+    assert not isinstance(style, ir.Replicated | ir.MlaKv | ir.Parameters)
     return replace(style, local=local)
 
 

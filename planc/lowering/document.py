@@ -244,6 +244,7 @@ def _style(style: ir.Style) -> dict[str, Any]:
         case ir.Parameters() | ir.Experts():
             if isinstance(style, ir.Experts):
                 body |= {"input": str(style.input), "output": str(style.output)}
+                body |= {} if style.local else {"local": False}
             return {**body, "parameters": {name: _held(h) for name, h in style.held}}
         case ir.Colwise() | ir.Rowwise():
             body |= {"input": str(style.input), "output": str(style.output)}
@@ -353,7 +354,8 @@ def _read_style(data: dict[str, Any]) -> ir.Style:
             return ir.Parameters(held=_read_held(data))
         case "experts":
             one, two = _read_layout(data["input"]), _read_layout(data["output"])
-            return ir.Experts(held=_read_held(data), input=one, output=two)
+            kept = data.get("local", True)
+            return ir.Experts(held=_read_held(data), input=one, output=two, local=kept)
         case "sequence":
             return ir.Sequence(dim=data["dim"], local=local)
         case "input":
