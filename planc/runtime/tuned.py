@@ -17,8 +17,9 @@ from planc.diagnostic import Diagnostic
 from planc.lowering.ops import Adapt, Lowered
 from planc.runtime.adapters import NAME, adapts, layers
 from planc.runtime.agree import problem
-from planc.runtime.files import Entry, fill, headers, reading
+from planc.runtime.files import Entry, headers, reading
 from planc.runtime.loading import together
+from planc.runtime.pieces import fill, one
 from planc.runtime.shards import (
     adapter,
     aliases,
@@ -80,9 +81,9 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     together(findings)
     try:
         with reading(folder / WEIGHTS) as opened, torch.no_grad():
-            for entry, name in wanted.items():
-                place = tensors[name]
-                fill(local(place), opened, entry, runs(place, order.get(name)))
+            for stored, name in wanted.items():
+                place, (piece,) = tensors[name], one(entries[stored]).pieces
+                fill(local(place), opened, piece, runs(place, order.get(name)))
     except Exception as error:
         findings.append(problem("PL497", f"reading {folder} failed midway: {error}"))
     together(findings)
