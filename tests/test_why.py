@@ -241,6 +241,19 @@ adapters {
 """
 
 
+def test_what_weights_are_kept_in(tmp_path):
+    plan = tmp_path / "p.plan"
+    plan.write_text(PLAN.format(rest="load {\n    dtype = fp32\n}\n" + FSDP))
+    compiled = compiled_of("llama-3.1-8b", plan)
+    answer = ask(compiled, "model.norm")
+    assert answer.held[0].dtype == "float32" and answer.held[0].at_rest == 4096 // 8 * 4
+    assert answer.load[0].what == "kept in fp32"
+    names = [n for m in compiled.facts.model.below() for n in m.names()]
+    rest = sum(h.at_rest for n in names for h in ask(compiled, n).held)
+    assert rest == compiled.lowered.parameters
+    valid(answer, compiled.lowered)
+
+
 def test_adapters(tmp_path):
     plan = tmp_path / "p.plan"
     plan.write_text(ADAPTERS)

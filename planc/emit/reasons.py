@@ -18,6 +18,7 @@ Segment = tuple[str, str]
 
 _HEAD = 12
 SECTIONS = (
+    "load",
     "adapter",
     "tensor",
     "around",
@@ -34,6 +35,8 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
     """The answer as a person reads it: what is decided, and under it the line that does."""
     yield from _title(answer)
     yield []
+    for reason in answer.load:
+        yield from _reason("load", reason.what, reason)
     for reason in answer.adapter:
         yield from _reason("adapter", f"{reason.target}: {reason.what}", reason)
     yield from _reasons("tensor", answer.tensor, answer)
