@@ -20,10 +20,15 @@ WIDTH = 88  # the default of ruff and black
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
     ("peft", ("LoraConfig", "inject_adapter_in_model")),
-    ("torch", ("nn",)),
+    ("torch", ("distributed", "nn")),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         ("CheckpointImpl", "checkpoint_wrapper"),
+    ),
+    ("torch.distributed.checkpoint", ("FileSystemReader", "HuggingFaceStorageReader", "load")),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        ("StateDictOptions", "set_model_state_dict"),
     ),
     ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
     (

@@ -21,6 +21,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     MeshAxis,
     Parallelize,
@@ -167,6 +168,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
+        case Load():
+            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
         case Adapt():
@@ -277,6 +280,8 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Compile(**body)
         case "freeze":
             return Freeze(**body)
+        case "load":
+            return Load(**body)
         case "divide":
             return Divide(**body)
         case "prefetch":
