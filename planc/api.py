@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Diagnostic, PlanError, Sink
-from planc.driver import compile_plan
+from planc.driver import Compiled, compile_plan
 from planc.lowering.document import digest
 from planc.lowering.ops import Lowered
 
@@ -40,7 +40,7 @@ def check(
         plan: a path, the name of a shipped plan, or `REV:path`.
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options.
-        allow_code: whether code that `model` names may be run to build it.
+        allow_code: whether code that `model` or the plan names may be run.
         level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
 
     Raises:
@@ -50,12 +50,10 @@ def check(
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
-    sink, settings = Sink(), tuple(overrides)
-    compiled = compile_plan(
-        _facts(model), plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
-    )
+    settings = tuple(overrides)
+    compiled, sink = _compiled(model, plan, world_size, settings, allow_code)
     if level == "flow" and compiled.lowered is not None:
-        flow(compiled, plan, settings, sink)
+        flow(compiled, plan, settings, sink, allow_code=allow_code)
     return tuple(sink)
 
 
@@ -72,10 +70,7 @@ def lower(
     Raises:
         PlanError: the plan has errors.
     """
-    sink = Sink()
-    compiled = compile_plan(
-        _facts(model), plan, sink, world_size=world_size, settings=overrides, allow_code=allow_code
-    )
+    compiled, sink = _compiled(model, plan, world_size, overrides, allow_code)
     if compiled.lowered is None:
         raise PlanError(sink)
     return compiled.lowered
@@ -95,6 +90,7 @@ def apply(
     overrides: Iterable[str] = (),
     world_size: int | None = None,
     device_type: str | None = None,
+    allow_code: bool = False,
 ) -> Run:
     """Spreads a model over the ranks of this run, in place, as a plan says.
 
@@ -105,6 +101,7 @@ def apply(
         world_size: the number of ranks; by default that of the process group, else that of
             torchrun's environment, else 1.
         device_type: `cpu` or `cuda`; by default where the model is.
+        allow_code: whether styles of the plan's own (`style NAME = python "..."`) may be imported.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`.
@@ -128,6 +125,7 @@ def apply(
         digest=own,
         device_type=device_type,
         describe=lambda: render(lowered, digest=own),
+        allow_code=allow_code,
     )
 
 
@@ -137,6 +135,21 @@ def _ranks() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _compiled(
+    model: str | nn.Module,
+    plan: str,
+    world_size: int | None,
+    settings: Iterable[str],
+    allow_code: bool,
+) -> tuple[Compiled, Sink]:
+    sink = Sink()
+    facts = _facts(model)
+    compiled = compile_plan(
+        facts, plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
+    )
+    return compiled, sink
 
 
 def _facts(model: Any) -> str | Facts:

@@ -8,6 +8,7 @@ from planc.ir.kernels import Save
 from planc.ir.style import (
     Change,
     Colwise,
+    Custom,
     Experts,
     Held,
     Input,
@@ -28,6 +29,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     MeshAxis,
     Parallelize,
@@ -176,15 +178,26 @@ weighted = {
     "interleaved": st.booleans(),
     "transposed": st.booleans(),
 }
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"', max_size=3),
+    lambda inner: st.lists(inner, max_size=2).map(tuple),
+    max_leaves=3,
+)
 held = st.builds(Held, layout=layouts, parts=sizes, interleaved=st.booleans())
 bare = st.dictionaries(words, held, min_size=1, max_size=2).map(lambda d: tuple(d.items()))
 any_style = st.one_of(
     st.builds(Colwise, **weighted),
     st.builds(Rowwise, **weighted),
     st.just(Replicated(summed=True)),
+    st.builds(
+        Custom,
+        name=words,
+        path=st.sampled_from(["a:B", "a.b:C"]),
+        arguments=st.dictionaries(words, plain, max_size=2).map(lambda d: tuple(d.items())),
+    ),
     st.builds(MlaKv, rope=st.integers(1, 64)),
     st.builds(Parameters, held=bare),
-    st.builds(Experts, held=bare, input=layouts, output=layouts),
+    st.builds(Experts, held=bare, input=layouts, output=layouts, local=st.booleans()),
     st.builds(Sequence, dim=st.integers(-3, 3), local=st.booleans()),
     st.builds(
         Input,
@@ -280,6 +293,13 @@ any_op = st.one_of(
         axis=st.sampled_from(["tp", "ep"]),
         style=any_style,
         shapes=some_shapes,
+        place=places,
+    ),
+    st.builds(
+        Load,
+        meta=st.booleans(),
+        weights=st.sampled_from([None, "slices", "rank0", "checkpoint"]),
+        dtype=st.sampled_from([None, "bfloat16", "float32"]),
         place=places,
     ),
     st.builds(Tie, parameter=st.sampled_from(["a.w", "b.w"]), source=st.just("c.w"), place=places),

@@ -154,14 +154,14 @@ def test_all_that_is_wrong_is_said_with_its_place():
         'x.json, at ops[1].shapes[0].shape: "big" is not of type array',
         'x.json, at ops[1].style.output: "sharded" is not a layout',
         'x.json, at ops[2].style.name: "diagonal" is not "colwise", "rowwise", "sequence", '
-        '"input", "output", "replicate", "mla_kv", "parameters" or "experts"',
+        '"input", "output", "replicate", "mla_kv", "parameters", "experts" or "python"',
         'x.json, at ops[3].modules: "model layers" is not a set of modules',
         'x.json, at ops[4]: "colour" is not known here; known are op, modules, axis, style, '
         "shapes and place",
         "x.json, at ops[5]: axis is missing",
         "x.json, at ops[20].reshard: null is not of type boolean or integer",
-        'x.json, at ops[21].op: "explode" is not "configure", "parallelize", "tie", "freeze", '
-        '"checkpoint", "compile", "fully_shard", "divide" or "prefetch"',
+        'x.json, at ops[21].op: "explode" is not "configure", "load", "adapt", "parallelize", '
+        '"tie", "freeze", "checkpoint", "compile", "fully_shard", "divide" or "prefetch"',
         "x.json, at ops[22]: 3 is not of type object",
     ]
 

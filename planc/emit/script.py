@@ -14,10 +14,12 @@ from typing import assert_never
 
 from planc.emit import remat
 from planc.emit.carried import carried
+from planc.emit.loads import filled, prepared
 from planc.emit.python import Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -25,6 +27,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
@@ -50,6 +53,8 @@ class _Stage:
 
 
 _CONFIGURE = _Stage("configure", "Sets what training needs of the configuration.")
+_LOAD = _Stage("prepare", "Says where weights begin, and what type they are kept in.")
+_ADAPT = _Stage("add_adapters", "Puts LoRA around layers, and freezes all else.")
 _TENSOR = _Stage("tensor_parallel", "Splits weights and activations over the tensor axes.", True)
 _FREEZE = _Stage("freeze", "Says which parameters take gradients.")
 _CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to save memory.")
@@ -80,15 +85,21 @@ def render(lowered: Lowered, *, digest: str) -> str:
         body = "\n".join(_body(stage, list(group), lowered))
         functions.append(f'def {name}{arguments}:\n    """{stage.about}"""\n{body}\n')
         calls.append(f"    {name}{arguments}\n")
+    functions += filled(lowered)
     own = carried("\n\n".join(functions))
     body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
-    return f"{_docstring(lowered, digest)}\n{imports(body)}\n{body}"
+    modules = {path.partition(":")[0] for path in lowered.code}
+    return f"{_docstring(lowered, digest)}\n{imports(body, modules)}\n{body}"
 
 
 def _stage(op: AnyOp) -> _Stage:
     match op:
         case Configure():
             return _CONFIGURE
+        case Load():
+            return _LOAD
+        case Adapt():
+            return _ADAPT
         case Parallelize() | Tie():
             return _TENSOR
         case Freeze():
@@ -119,6 +130,10 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
             case Configure():
                 note = remark(op.reason)
                 yield from lay(f"model.config.{op.name} = {op.value}", IN, note=note)
+            case Load():
+                yield from prepared(op)
+            case Adapt():
+                yield from _adapt(op, lowered)
             case Freeze():
                 loop = loop_over(op.modules, lowered.layers)
                 call = f"{loop.item}.requires_grad_({op.trainable})"
@@ -135,6 +150,25 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 yield from divide(op)
             case Prefetch():
                 yield from prefetch(op)
+
+
+def _adapt(op: Adapt, lowered: Lowered) -> Lines:
+    """One `inject_adapter_in_model`, with values that are the same on every rank."""
+    arguments = [f"r={op.rank}", f"lora_alpha={op.alpha}"]
+    arguments += [f"lora_dropout={op.dropout}"] if op.dropout else []
+    if op.init != "default":
+        arguments.append(f"init_lora_weights={quoted(op.init) if op.init != 'random' else False}")
+    arguments.append(f'target_modules=r"{op.pattern}"')
+    yield from lay("with torch.random.fork_rng(devices=[]):", IN, note=remark(op.place))
+    yield f"{IN}    torch.manual_seed({op.seed})"
+    yield from lay(Group("config = LoraConfig(", tuple(arguments)), f"{IN}    ")
+    yield f"{IN}    inject_adapter_in_model(config, model)"
+    if op.dtype is None:
+        return
+    for members in op.members:
+        loop = loop_over(members, lowered.layers)
+        for half in ("lora_A", "lora_B"):
+            yield from looped(loop.head, f"{loop.item}.{half}.to(torch.{op.dtype})", "")
 
 
 def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
@@ -156,9 +190,14 @@ def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
 
 
 def _docstring(lowered: Lowered, digest: str) -> str:
+    needed = "torch alone"
+    if any(isinstance(op, Adapt) for op in lowered.ops):
+        needed = "torch and peft alone"
+    if lowered.code:
+        needed = needed.replace("alone", "and the styles of the plan's own")
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
-        f"Written by planc from the lowered plan {digest[:12]}; it needs torch alone.\n\n"
+        f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}.\n\n"
         '    model = parallelize(model, build_mesh("cuda"))\n"""\n'
     )
 

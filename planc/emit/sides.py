@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from planc.emit import words
 from planc.ir import style as ir
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -15,6 +16,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
@@ -30,7 +32,9 @@ KINDS = (
     "mesh",
     "data",
     "configure",
+    "load",
     "layers",
+    "adapters",
     "tensor",
     "tensor input",
     "tensor output",
@@ -118,11 +122,20 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             yield Entry(kind="tie", label=op.parameter, facts=facts, place=op.place)
         case Parallelize():
             yield _tensor(op)
+        case Adapt():
+            names = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+            own: Facts = tuple((name, getattr(op, name)) for name in names)
+            for members in op.members:
+                yield Entry(kind="adapters", modules=members, facts=own, place=op.place)
         case Checkpoint():
             yield _checkpoint(op)
         case Compile():
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
+        case Load():
+            way: Facts = (("weights", op.weights), ("dtype", op.dtype))
+            way = ((("meta", True),) if op.meta else ()) + way
+            yield Entry(kind="load", facts=way, place=op.place)
         case Freeze():
             state: Facts = (("trainable", op.trainable),)
             yield Entry(kind="training", modules=op.modules, facts=state, place=op.place)
@@ -156,7 +169,7 @@ def _tensor(op: Parallelize) -> Entry:
     return Entry(
         kind=kind,
         over=op.axis,
-        modules=op.modules,
+        modules=words.layer(op.modules),
         style=op.style,
         facts=tuple(facts),
         place=op.place,
@@ -234,6 +247,9 @@ def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
             yield "gradient", "sum" if style.summed else "same"
         case ir.MlaKv():
             yield "rope", style.rope
+        case ir.Custom():
+            yield "path", style.path
+            yield "arguments", ir.style_arguments(style)
         case ir.Parameters() | ir.Experts():
             for name, held in style.held:
                 yield name, str(held)

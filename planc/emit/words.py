@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planc.ir import style as ir
-from planc.lowering.ops import Checkpoint, FullyShard, Lowered, Prefetch, Shape
+from planc.lowering.ops import Adapt, Checkpoint, FullyShard, Load, Lowered, Prefetch, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
@@ -69,7 +69,7 @@ def flow(style: ir.Style) -> str:
 
 
 def _with_local(style: ir.Style, local: bool) -> ir.Style:
-    assert isinstance(style, ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output)
+    assert not isinstance(style, ir.Replicated | ir.MlaKv | ir.Parameters | ir.Custom)
     return replace(style, local=local)
 
 
@@ -127,6 +127,19 @@ def recomputing(op: Checkpoint) -> str:
     return f"{kind}({', '.join(words)})" if words else kind
 
 
+def arrival(op: Load) -> str:
+    """How weights arrive: `each rank reads its slices, kept in bf16, from meta`."""
+    ways = {
+        "slices": "each rank reads its own slices",
+        "rank0": "rank 0 reads and sends",
+        "checkpoint": "from a distributed checkpoint",
+    }
+    parts = [ways[op.weights]] if op.weights else []
+    parts += [f"kept in {dtype(op.dtype)}"] if op.dtype else []
+    parts += ["built on meta"] if op.meta else []
+    return ", ".join(parts) or "as the call says"
+
+
 def saves(op: Checkpoint) -> tuple[str, ...]:
     """What a checkpoint keeps: `attention`, `matmul(every = 2)`."""
     return tuple(
@@ -149,17 +162,39 @@ def unit(op: FullyShard) -> str:
     return f"group({names})" if op.group else names
 
 
+def layer(modules: Modules) -> Modules:
+    """A layer by its own name, where peft's layer is around it."""
+    inner = modules.path[-1:] == ("base_layer",)
+    return Modules(modules.path[:-1], modules.module) if inner else modules
+
+
+def adapter(path: str) -> tuple[str, str]:
+    """(the layer, `.lora_A` or `.lora_B`) of a path inside an adapter; else (the path, nothing)."""
+    for half in (".lora_A", ".lora_B"):
+        if path.endswith(f"{half}.default"):
+            return path.removesuffix(f"{half}.default"), half
+    return path, ""
+
+
+def number(value: float) -> str:
+    return f"{value:g}"
+
+
+def lora(op: Adapt) -> str:
+    """What an adapter is, as a plan writes it in brackets; defaults of planc are left out."""
+    parts = [f"rank {op.rank:,}", f"alpha {number(op.alpha)}"]
+    parts += [f"dropout {number(op.dropout)}"] if op.dropout else []
+    parts += [dtype(op.dtype)] if op.dtype else []
+    parts += [f"init {op.init}"] if op.init != "default" else []
+    return ", ".join(parts)
+
+
 def block(modules: Modules) -> str:
     """The repeated block that the modules are in, or empty: `model.layers[0:32]`."""
     at = [i for i, s in enumerate(modules.path) if isinstance(s, Indices)]
     if not at or at[-1] == len(modules.path) - 1:
         return ""
     return str(Modules(modules.path[: at[-1] + 1], modules.module))
-
-
-def is_block(modules: Modules) -> bool:
-    """Whether the modules are entries of a list themselves."""
-    return bool(modules.path) and isinstance(modules.path[-1], Indices)
 
 
 def inside(modules: Modules) -> str:

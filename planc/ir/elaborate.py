@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from planc.diagnostic import Sink, nearest, one_of
+from planc.ir.adapters import adapters
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
+from planc.ir.loads import load
 from planc.ir.mesh import solve
 from planc.ir.plan import Mesh, Plan
 from planc.ir.program import Program, gather, origin_of, require
@@ -20,7 +22,17 @@ from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "tensor", "train", "checkpoint", "compile", "fsdp", "replicate")
+SECTIONS = (
+    "mesh",
+    "load",
+    "tensor",
+    "adapters",
+    "train",
+    "checkpoint",
+    "compile",
+    "fsdp",
+    "replicate",
+)
 
 
 def elaborate(
@@ -70,11 +82,13 @@ def elaborate(
         families=tuple(f.path for f in program.header.families),
         options={n: v for n, v in options.items() if not isinstance(v, Failed)},
         mesh=mesh,
+        load=part("load", lambda: load(program)),
         tensor=part("tensor", lambda: tuple(tensor(program))),
         checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
         compile=part("compile", lambda: tuple(compile_rules(program))),
         train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
+        adapters=part("adapters", lambda: adapters(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )

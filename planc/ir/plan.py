@@ -12,7 +12,7 @@ from math import prod
 
 from planc.ir.kernels import Save
 from planc.ir.style import Style
-from planc.model.facts import Modules
+from planc.model.facts import Modules, Parameter
 from planc.source import Span
 
 
@@ -55,6 +55,21 @@ class TensorRule(Meaning):
     modules: Modules
     axis: str
     style: Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Meaning):
+    """The load section.
+
+    Args:
+        meta: the model is built on the meta device, without memory.
+        weights: how they arrive: `slices`, `rank0` or `checkpoint`; None where a call says it.
+        dtype: torch's name of the type that parameters are kept in, None for the model's own.
+    """
+
+    meta: bool = False
+    weights: str | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +205,42 @@ class Fsdp(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRule(Meaning):
+    """LoRA on a set of modules: W x + alpha / rank * B A x, as peft has it.
+
+    Args:
+        rank: the number of rows of A.
+        alpha: what the adapter's output is scaled by, over the rank.
+        dropout: the share of A's inputs that training drops.
+        dtype: of A and B, a torch dtype's name; None for that of the layer.
+        init: `default` (B is 0), `gaussian`, or `random` (A and B).
+    """
+
+    modules: Modules
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    dtype: str | None = None
+    init: str = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters(Meaning):
+    """The adapters section: what is trained, while all else is frozen.
+
+    Args:
+        own: whether A and B are FSDP units of their own, or belong to the unit around.
+        seed: of their first values, which must be the same on every rank.
+        units_origin: where `units` is set, None where it is not.
+    """
+
+    rules: tuple[AdapterRule, ...]
+    own: bool = False
+    seed: int = 0
+    units_origin: Span | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
     """A plan, resolved.
 
@@ -207,9 +258,16 @@ class Plan(Meaning):
     families: tuple[str, ...]
     options: Mapping[str, object]
     mesh: Mesh
+    load: Load | None = None
     tensor: tuple[TensorRule, ...] = ()
     checkpoint: tuple[CheckpointRule, ...] = ()
     compile: tuple[CompileRule, ...] = ()
     train: tuple[Training, ...] = ()
     fsdp: Fsdp | None = None
+    adapters: Adapters | None = None
     broken: frozenset[str] = frozenset()
+
+    def dtype(self, parameter: Parameter) -> str:
+        """The type that a parameter is kept in: its own, or what the load section says."""
+        cast = self.load is not None and "float" in parameter.dtype
+        return (self.load.dtype if self.load and cast else None) or parameter.dtype

@@ -8,6 +8,7 @@ from planc.ir.scope import Failed, Scope
 from planc.ir.style import (
     Change,
     Colwise,
+    Custom,
     Experts,
     Held,
     Input,
@@ -194,6 +195,19 @@ def _output(call: tree.Call, scope: Scope) -> Output | None:
     return Output(positional=positional, local=local)
 
 
+def custom(call: tree.Call, path: str, scope: Scope) -> Custom | None:
+    """A style of the plan's own, with whatever arguments it has."""
+    arguments = Arguments(call, scope)
+    given = [(str(a.name), evaluate(a.value, scope)) for a in arguments.rest()]
+    for name, value in given:
+        arguments.ok = arguments.ok and not isinstance(value, Failed)
+        if isinstance(value, tree.Selector):
+            arguments.wrong(call, f"`{name}` is a path of modules, and not a value")
+    if not arguments.done():
+        return None
+    return Custom(name=call.name, path=path, arguments=tuple(given))  # type: ignore[arg-type]
+
+
 def _mla_kv(call: tree.Call, scope: Scope) -> MlaKv | None:
     arguments = Arguments(call, scope, ("rope",))
     rope = arguments.integer("rope", 0)
@@ -211,6 +225,7 @@ def _bare(call: tree.Call, scope: Scope) -> Parameters | Experts | None:
     arguments = Arguments(call, scope)
     flow = Change(Replicate(), Replicate())
     experts = call.name == "experts"
+    local = arguments.truth("local", True) if experts else True
     if arguments.positional and experts:
         told = "write `experts(down_proj = shard(2), -> shard(1))`"
         arrow = _arrow(arguments, 0, flow.source, told)
@@ -225,7 +240,7 @@ def _bare(call: tree.Call, scope: Scope) -> Parameters | Experts | None:
     if not arguments.done(positional=int(experts)):
         return None
     if experts:
-        return Experts(held=held, input=flow.source, output=flow.target)
+        return Experts(held=held, input=flow.source, output=flow.target, local=local)
     return Parameters(held=held)
 
 

@@ -6,11 +6,13 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planc.ir.kernels import Save
-from planc.ir.style import Style
-from planc.model.facts import Modules
+from planc.ir.style import Custom, Style
+from planc.model.facts import Modules, Segment
 
 FORMAT_VERSION = 1
 
@@ -43,6 +45,22 @@ class Configure(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Op):
+    """Where weights begin and how they arrive: what is cast before all else, and `Run.load`.
+
+    Args:
+        meta: the model must be on the meta device.
+        weights: what `Run.load` does with a folder: `slices`, each rank reads its own; `rank0`, it
+            reads and sends; `checkpoint`, of torch.distributed.checkpoint. None: the call says it.
+        dtype: torch's name of the type that parameters are cast to, None for their own.
+    """
+
+    meta: bool = False
+    weights: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize(Op):
     """`parallelize_module(module, mesh[axis], style)` for each module."""
 
@@ -69,6 +87,70 @@ class Freeze(Op):
 
     modules: Modules
     trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapt(Op):
+    """peft's `inject_adapter_in_model` with one `LoraConfig`; all but adapters is frozen.
+
+    Args:
+        members: the layers of one rule.
+        rank, alpha, dropout: the configuration's `r`, `lora_alpha` and `lora_dropout`.
+        dtype: what A and B are cast to, None where they keep that of their layer.
+        init: `default`, `gaussian` or `random`, peft's `init_lora_weights`.
+        seed: of their first values, so that every rank has the same.
+    """
+
+    members: tuple[Modules, ...]
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    dtype: str | None = None
+    init: str = "default"
+    seed: int = 0
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression that peft finds these layers by, and no others."""
+        last: dict[tuple[Segment, ...], list[str]] = {}
+        for members in self.members:
+            last.setdefault(members.path[:-1], []).append(_spelled(members.path[-1]))
+        return "|".join(
+            r"\.".join([*map(_spelled, path), names[0] if len(names) == 1 else _either(names)])
+            for path, names in last.items()
+        )
+
+    def names(self) -> Iterator[str]:
+        """The torch names of all layers."""
+        return (name for members in self.members for name in members.names())
+
+
+def _spelled(segment: Segment) -> str:
+    """A name, or the numbers of a set such as `([0-9]|[12][0-9]|3[01])`, as an expression."""
+    if isinstance(segment, str):
+        return re.escape(segment)
+    tens: dict[str, list[str]] = {}
+    for number in map(str, segment):
+        tens.setdefault(number[:-1], []).append(number[-1])
+    heads: dict[str, list[str]] = {}
+    for head, digits in tens.items():
+        heads.setdefault(_any(digits), []).append(head)
+    parts: list[str] = []
+    for ending, some in heads.items():
+        parts += [ending] if "" in some else []
+        if more := [head for head in some if head]:
+            parts.append((_any(more) if max(map(len, more)) == 1 else _either(more)) + ending)
+    return parts[0] if len(parts) == 1 else _either(parts)
+
+
+def _any(digits: Sequence[str]) -> str:
+    if len(digits) == 1:
+        return digits[0]
+    return "[0-9]" if len(digits) == 10 else f"[{''.join(digits)}]"
+
+
+def _either(parts: Iterable[str]) -> str:
+    return f"({'|'.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +250,17 @@ class Prefetch(Op):
 
 
 AnyOp = (
-    Configure | Parallelize | Tie | Freeze | Checkpoint | Compile | FullyShard | Divide | Prefetch
+    Configure
+    | Load
+    | Adapt
+    | Parallelize
+    | Tie
+    | Freeze
+    | Checkpoint
+    | Compile
+    | FullyShard
+    | Divide
+    | Prefetch
 )
 
 
@@ -205,6 +297,12 @@ class Lowered:
     ops: tuple[AnyOp, ...]
     parameters: int = 0
     gathered: int = 0
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The `package.module:Class` of each style of the plan's own: code that apply imports."""
+        styles = (op.style for op in self.ops if isinstance(op, Parallelize))
+        return tuple(dict.fromkeys(s.path for s in styles if isinstance(s, Custom)))
 
     @property
     def world_size(self) -> int:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -27,16 +28,18 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
     Tie,
 )
+from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
-from planc.runtime.styles import build
-from planc.runtime.wrapping import divide, keywords, prefetch, recomputing, wrap
+from planc.runtime.styles import build, imported
+from planc.runtime.wrapping import arrive, divide, keywords, prefetch, recomputing, wrap
 
 _log = logging.getLogger("planc")
 
@@ -48,6 +51,7 @@ def apply_lowered(
     digest: str,
     device_type: str | None = None,
     describe: Callable[[], str] | None = None,
+    allow_code: bool = False,
 ) -> Run:
     """Spreads a model over the ranks of this run, in place.
 
@@ -61,13 +65,15 @@ def apply_lowered(
         device_type: `cpu` or `cuda`; by default where the model is, from meta `cuda` if there is
             any.
         describe: gives the text of `Run.describe`.
+        allow_code: whether styles of the plan's own may be imported.
 
     Raises:
-        PlanError: PL490 (world size), PL491 (digests differ), PL493 (parallel already), PL494
-            (another model), PL495 (no process group or mesh), all before the model is touched;
-            PL492 (torch refused an operation).
+        PlanError: PL172 (a style of the plan's own), PL490 (world size), PL491 (digests differ),
+            PL493 (parallel already), PL494 (another model), PL495 (no process group or mesh), all
+            before the model is touched; PL492 (torch refused an operation).
     """
     began = time.perf_counter()
+    _code(lowered, allow_code)
     with _without_collection():
         modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
         worker = Worker(model, modules, meshes)
@@ -92,6 +98,22 @@ def apply_lowered(
     )
 
 
+def _code(lowered: Lowered, allowed: bool) -> None:
+    """The styles of the plan's own, imported before anything is touched."""
+    for path in lowered.code:
+        if not allowed:
+            raise stop(
+                "PL172",
+                f"the plan has a style of its own, {path}, which is code",
+                help="look at it, then allow it: `planc.apply(..., allow_code=True)`",
+            )
+        try:
+            imported(path)
+        except Exception as error:
+            text = f"{type(error).__name__}: {_first(error)}"
+            raise stop("PL172", f"the style {path} cannot be imported: {text}") from error
+
+
 @contextmanager
 def _without_collection() -> Iterator[None]:
     """No garbage collection: torch makes so many small objects that it would be half the time."""
@@ -110,6 +132,7 @@ def _prepare(
     """All that can fail before the model is touched; a process group of its own goes with it."""
     started = False
     try:
+        require(lowered)
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
     except Exception as error:
@@ -152,6 +175,8 @@ class Worker:
                 owner, _, name = op.name.rpartition(".")
                 config = self.model.config
                 setattr(attrgetter(owner)(config) if owner else config, name, op.value)
+            case Load():
+                arrive(self.model, op)
             case Parallelize():
                 mesh, style = self.meshes.part(op.axis), build(op.style)
                 for self.at in op.modules.names():
@@ -159,6 +184,8 @@ class Worker:
                     parallelize_module(self.modules[self.at], mesh, style)
             case Tie():
                 self._tie(op)
+            case Adapt():
+                self._adapt(op)
             case Freeze():
                 for self.at in op.modules.names():
                     self.modules[self.at].requires_grad_(op.trainable)
@@ -188,6 +215,15 @@ class Worker:
         owner, _, name = op.parameter.rpartition(".")
         source, _, other = op.source.rpartition(".")
         setattr(self._inner(owner), name, getattr(self._inner(source), other))
+
+    def _adapt(self, op: Adapt) -> None:
+        """peft's layer takes the place, and the name, of the layer that it is around."""
+        self.at = ", ".join(map(str, op.members))
+        inject(self.model, op)
+        for name in op.names():
+            layer = self.model.get_submodule(name)
+            inner = layer.named_modules()
+            self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
 
     def _checkpoint(self, op: Checkpoint) -> None:
         options = recomputing(op)

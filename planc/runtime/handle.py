@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from planc.lowering.ops import Lowered
-from planc.runtime import resuming, saving, training
+from planc.lowering.ops import Load, Lowered
+from planc.runtime import resuming, saving, training, tuned
 from planc.runtime.loading import Weights
 from planc.runtime.meshes import Meshes
 
@@ -116,7 +116,7 @@ class Run:
         self,
         path: str | os.PathLike[str],
         *,
-        weights: Weights = "slices",
+        weights: Weights | None = None,
         optimizer: Optimizer | None = None,
     ) -> int | None:
         """Fills the model from a folder of safetensors, or from a checkpoint with its optimizer.
@@ -126,20 +126,23 @@ class Run:
         Args:
             path: a folder of safetensors, or what `save` or torch.distributed.checkpoint wrote.
             weights: of safetensors, `slices` if each rank reads its own from the files; `rank0` if
-                rank 0 alone reads, and sends.
+                rank 0 alone reads, and sends. By default what the plan's load section says, else
+                `slices`.
             optimizer: of the model's parameters; a checkpoint's state goes into it.
 
         Returns:
             The step that `save` was given, None without one.
 
         Raises:
-            PlanError: PL496, every missing, unexpected or wrongly shaped name at once, before
-                anything is loaded; PL497, files that are missing or broken.
+            PlanError: PL475, the plan says otherwise; PL496, every missing, unexpected or wrongly
+                shaped name at once, before anything is loaded; PL497, files that are missing or
+                broken.
         """
         return resuming.load(
             self.model,
             Path(path),
             weights=weights,
+            planned=next((o.weights for o in self.lowered.ops if isinstance(o, Load)), None),
             optimizer=optimizer,
             device=self.mesh.device_type,
         )
@@ -158,14 +161,43 @@ class Run:
         """
         saving.save(self.model, Path(path), optimizer=optimizer, step=step)
 
-    def export(self, path: str | os.PathLike[str], *, shard_size: int = 5 * 10**9) -> None:
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        shard_size: int = 5 * 10**9,
+        adapters: tuned.Tuned | None = None,
+    ) -> None:
         """Writes the whole weights as safetensors that transformers' `from_pretrained` reads.
 
         Args:
             path: a folder; weights that it holds are not replaced.
             shard_size: bytes of one file, at most.
+            adapters: of a plan that has some, `merged` into the weights, or `left_out`.
 
         Raises:
-            PlanError: PL497, the folder holds weights already, or it could not be written.
+            PlanError: PL189, adapters, and not a word about them; PL497, the folder holds weights
+                already, or it could not be written.
         """
-        saving.export(self.model, self.lowered, Path(path), shard_size=shard_size)
+        saving.export(
+            self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
+        )
+
+    # adapters: planc/runtime/tuned.py
+
+    def save_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Writes the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
+
+        Raises:
+            PlanError: PL189, the plan has none; PL497, it could not be written.
+        """
+        tuned.save(self.model, self.lowered, Path(path))
+
+    def load_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Fills the adapters from a folder that `save_adapters` or peft wrote.
+
+        Raises:
+            PlanError: PL189, the plan has none, or the model is on meta; PL496, names, shapes or
+                scales that don't fit, before anything is loaded; PL497, files.
+        """
+        tuned.load(self.model, self.lowered, Path(path))

@@ -16,8 +16,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.lowering.ops import Divide, Freeze, Lowered
+from planc.lowering.ops import Divide, Lowered
 from planc.model.real import Maker
+from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.handle import Run
 from planc.runtime.shards import ordered, orders
@@ -74,14 +75,13 @@ def prove(maker: Maker, lowered: Lowered, digest: str, seed: int, report: Report
     """
     report("single")
     batches = [batch(maker, lowered, seed, step) for step in range(STEPS)]
-    single = maker.build(seed)
-    frozen(single, lowered)
     scale = scaled(lowered)
+    single = alone(maker.build(seed), lowered)
     right = _train(single, batches, mean=lambda loss: loss, scale=scale)
     _sound(right)
     report("apply")
     model = maker.build(seed)
-    run = apply_lowered(model, lowered, digest=digest, device_type="cpu")
+    run = apply_lowered(model, lowered, digest=digest, device_type="cpu", allow_code=True)
     report("parallel")
     rows = rows_of(run, len(batches[0][0]))
     mine = _train(model, [(t[rows], k[rows]) for t, k in batches], mean=_mean)
@@ -103,13 +103,6 @@ def batch(maker: Maker, lowered: Lowered, seed: int, step: int) -> tuple[torch.T
     low = min(8, high - 1)
     tokens = torch.randint(low, high, shape, generator=generator)
     return tokens, torch.randint(low, high, shape, generator=generator)
-
-
-def frozen(model: nn.Module, lowered: Lowered) -> None:
-    """Freezes in a single process what the plan freezes: it is part of what is to be trained."""
-    for op in (op for op in lowered.ops if isinstance(op, Freeze)):
-        for name in op.modules.names():
-            model.get_submodule(name).requires_grad_(op.trainable)
 
 
 def scaled(lowered: Lowered) -> float:

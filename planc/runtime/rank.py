@@ -18,6 +18,7 @@ from planc.diagnostic import Sink
 from planc.lowering.document import loads
 from planc.lowering.ops import Lowered
 from planc.model.real import Maker
+from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
@@ -102,10 +103,11 @@ def _locate(
     """
     tokens, labels = batch(maker, lowered, seed, 0)
     model = maker.build(seed)
-    run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu")
+    run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu", allow_code=True)
     rows = rows_of(run, len(tokens))
     inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
-    right = outputs_of(maker.build(seed), lambda _, v: v.detach().clone(), **inputs)
+    single = alone(maker.build(seed), lowered)
+    right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
     mine = outputs_of(model, taker(run, lowered), **inputs)
     order = {name: i for i, name in enumerate(right)}
     found = parted(right, mine, job.limits["logits"])

@@ -1,0 +1,140 @@
+"""LoRA by peft: put into a model, given its first values, written and read as peft does."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planc.diagnostic import PlanError
+from planc.lowering.ops import Adapt, Freeze, Lowered
+from planc.runtime.agree import problem
+from planc.runtime.shards import held, local, orders, plain, runs, take
+
+NAME = "default"  # of the adapter, peft's own
+_OPS = "_planc_adapters"  # where a model keeps the operations that gave it adapters
+
+
+def adapts(lowered: Lowered) -> tuple[Adapt, ...]:
+    return tuple(op for op in lowered.ops if isinstance(op, Adapt))
+
+
+def missing_peft(lowered: Lowered) -> str | None:
+    """Why a plan's adapters can't be made here; None where they can, or where it has none."""
+    if not adapts(lowered):
+        return None
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        return f"the plan has adapters, and peft cannot be imported: {error}"
+    return None
+
+
+def require(lowered: Lowered) -> None:
+    """What the adapters of a plan need is there.
+
+    Raises:
+        PlanError: PL187, peft cannot be imported.
+    """
+    if missing := missing_peft(lowered):
+        raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
+
+
+def inject(model: nn.Module, op: Adapt) -> None:
+    """Puts LoRA around the layers of an operation, and freezes all but adapters.
+
+    The values drawn are the same on every rank, and the caller's random state stays.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    init: Any = {"default": True, "random": False}.get(op.init, op.init)
+    config = LoraConfig(
+        r=op.rank,
+        lora_alpha=op.alpha,
+        lora_dropout=op.dropout,
+        init_lora_weights=init,
+        target_modules=op.pattern,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied layers, and of Conv1D, which peft handles
+        torch.manual_seed(op.seed)
+        inject_adapter_in_model(config, model)
+    if op.dtype is not None:
+        for name in op.names():
+            for half in _halves(model.get_submodule(name)):
+                half.to(getattr(torch, op.dtype))
+    setattr(model, _OPS, (*getattr(model, _OPS, ()), op))
+
+
+def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model as one process would train it: with a plan's adapters, and frozen as it says."""
+    for op in lowered.ops:
+        match op:
+            case Adapt():
+                inject(model, op)
+            case Freeze():
+                for name in op.modules.names():
+                    model.get_submodule(name).requires_grad_(op.trainable)
+    return model
+
+
+def _halves(layer: nn.Module) -> Iterator[nn.Module]:
+    for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+        yield getattr(layer, name)
+
+
+def layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers, by the names of the layers that they are around."""
+    return {
+        plain(path): module
+        for path, module in model.named_modules()
+        if "base_layer" in module._modules and hasattr(module, "lora_A")
+    }
+
+
+# First values ------------------------------------------------------------------------------------
+
+
+def begin(model: nn.Module, unset: set[str]) -> None:
+    """Gives adapters that were on meta the values that they would have had elsewhere.
+
+    Args:
+        model: with memory for them by now.
+        unset: the plain names of those without a value.
+    """
+    own = layers(model)
+    tensors, order = held(model), orders(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for op in getattr(model, _OPS, ()):
+            torch.manual_seed(op.seed)
+            names = set(op.names())
+            for name in (n for n in own if n in names):
+                for half, value in _values(own[name], op):
+                    if (full := f"{name}.{half}") in unset:
+                        place = tensors[full]
+                        local(place).copy_(take(value, runs(place, order.get(full))))
+
+
+def _values(layer: Any, op: Adapt) -> Iterator[tuple[str, Tensor]]:
+    """What peft gives a layer, drawn in its order (`update_layer`, `reset_lora_parameters`)."""
+    rank, wide, high = op.rank, layer.in_features, layer.out_features
+    if layer.lora_embedding_A:
+        a, b = torch.randn(rank, wide), torch.randn(high, rank)
+        if op.init != "random":
+            nn.init.zeros_(a)
+            nn.init.normal_(b)
+        yield from ((f"lora_embedding_A.{NAME}", a), (f"lora_embedding_B.{NAME}", b))
+        return
+    a = nn.Linear(wide, rank, bias=False).weight.detach()
+    b = nn.Linear(rank, high, bias=False).weight.detach()
+    if op.init == "gaussian":
+        nn.init.normal_(a, std=1 / rank)
+    elif op.init == "default":
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    if op.init != "random":
+        nn.init.zeros_(b)
+    yield from ((f"lora_A.{NAME}.weight", a), (f"lora_B.{NAME}.weight", b))
