@@ -34,6 +34,11 @@ class Maker:
         self._cls, self._part = prepared
 
     @property
+    def configuration(self) -> Any:
+        """transformers' configuration object."""
+        return self._part
+
+    @property
     def vocabulary(self) -> int:
         """The number of tokens, where the configuration says it."""
         return int(getattr(self._part, "vocab_size", 0) or 64)

@@ -136,7 +136,7 @@ def flow(
         nothing = Outcome(verdict="nothing")
         return Verdict(outcome=nothing, sections=tuple(_sections(lowered, ir, nothing)))
     small = _small(facts, ir, plan, list(settings), axes)
-    outcome = small if isinstance(small, Outcome) else _judged(*small)
+    outcome = small if isinstance(small, Outcome) else judge(*small)
     layers = () if isinstance(small, Outcome) else kinds(facts, _facts(small[1]), outcome)
     sections = tuple(_sections(lowered, ir, outcome))
     verdict = Verdict(outcome=outcome, kinds=layers, sections=sections)
@@ -192,7 +192,7 @@ def _first(sink: Sink, otherwise: str) -> str:
     return f"{otherwise}: {errors[0]}" if errors else otherwise
 
 
-def _judged(values: dict[str, Any], compiled: Compiled) -> Outcome:
+def judge(values: dict[str, Any], compiled: Compiled) -> Outcome:
     """What a small lowered plan does, from the cache or by simulation."""
     assert compiled.lowered is not None
     config = json.dumps(values, sort_keys=True)

@@ -1,0 +1,54 @@
+"""One run of a small model as it is: in which order its modules run, and what they take and give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from planc.draft.roles import Ran
+
+if TYPE_CHECKING:
+    from planc.model.real import Maker
+
+
+def run(maker: Maker) -> Ran | None:
+    """What a run shows, or None where the model does not run."""
+    import torch
+
+    from planc.runtime.trace import Trace
+
+    model, trace = maker.build(0), Trace()
+    gives: dict[str, int] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            gives[name] = len(output) if isinstance(output, tuple) else 0
+
+        return keep
+
+    modules = dict(model.named_modules())
+    handles = [m.register_forward_hook(hook(n)) for n, m in modules.items()]
+    try:
+        with trace.of(modules), torch.no_grad():
+            model(**maker.sample())
+    except Exception:
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    widths = Counter(
+        value.shape[-1]
+        for call in trace.begun.values()
+        for value in call.inputs.values()
+        if value.is_floating_point() and value.dim() == 3
+    )
+    if not widths:
+        return None
+    width = widths.most_common(1)[0][0]
+    hidden: dict[str, str] = {}
+    for name, call in trace.begun.items():
+        for which, value in call.inputs.items():
+            if value.is_floating_point() and value.dim() == 3 and value.shape[-1] == width:
+                hidden[name] = which
+                break
+    return Ran(order=list(trace.begun), hidden=hidden, gives=gives, width=width)
