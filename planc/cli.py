@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import planc
+from planc import whole
 from planc.diagnostic import Sink
 from planc.driver import UNREADABLE, Compiled, compile_plan
 from planc.lowering.document import dumps
@@ -152,6 +152,28 @@ def _verify(options: argparse.Namespace) -> int:
     return {"verified": CLEAN, "refuted": FINDINGS}.get(found.verdict, FAILED)
 
 
+def _fmt(options: argparse.Namespace) -> int:
+    from planc.syntax.rewrite import layouts
+
+    sink = Sink()
+    changed = failed = False
+    for layout in layouts(options.files, sink):
+        failed |= layout.after is None
+        changed |= layout.changes
+        if options.diff:
+            sys.stdout.write(layout.diff())
+        elif options.check:
+            print(f"{layout.name} is not in the canonical layout\n" * layout.changes, end="")
+        elif layout.path is None:
+            sys.stdout.write(layout.after or "")
+        elif layout.changes and layout.write(sink):
+            print(f"formatted {layout.name}")
+    _show(sink, "full", sys.stderr, quiet=True)
+    if failed or sink.failed:
+        return FAILED
+    return FINDINGS if changed and (options.check or options.diff) else CLEAN
+
+
 def _explain(options: argparse.Namespace) -> int:
     from planc.report import explain
 
@@ -211,15 +233,12 @@ def _write(text: str, output: str | None) -> int:
     if output is None or output == "-":
         sys.stdout.write(text)
         return CLEAN
-    path = Path(output)
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as stream:
-            stream.write(text)
-        Path(stream.name).replace(path)
+        whole.write(Path(output), text)
     except OSError as error:
-        print(f"cannot write {output}: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        sink = Sink()
+        sink.error("PL020", f"cannot write {output}: {(error.strerror or str(error)).lower()}")
+        _show(sink, "full", sys.stderr)
         return FAILED
     return CLEAN
 
@@ -264,23 +283,37 @@ def _parser() -> argparse.ArgumentParser:
     lower.add_argument("-o", "--output", metavar="FILE", help="write there instead")
     lower.set_defaults(run=_lower)
     diff = commands.add_parser("diff", help="compare two lowered plans")
-    diff.add_argument("model", metavar="MODEL")
-    diff.add_argument("old", metavar="OLD", help="a plan, as for check, or a lowered JSON file")
-    diff.add_argument("new", metavar="NEW", nargs="?", help="the same plan when left out")
-    _common(diff)
-    for side in ("old", "new"):
-        diff.add_argument(f"--{side}-model", metavar="MODEL")
-        diff.add_argument(f"--{side}-world-size", metavar="N", type=_size)
-        diff.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
-    diff.add_argument("--format", choices=("text", "json"), default="text")
-    diff.set_defaults(run=_diff)
+    _diff_arguments(diff)
     _verify_arguments(
         commands.add_parser("verify", help="prove a plan on processes, on a small model")
+    )
+    _fmt_arguments(
+        commands.add_parser("fmt", help="write plans in the canonical layout, comments kept")
     )
     explain = commands.add_parser("explain", help="say what a diagnostic means")
     explain.add_argument("code", metavar="CODE", help="such as PL101")
     explain.set_defaults(run=_explain)
     return parser
+
+
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("old", metavar="OLD", help="a plan, as for check, or a lowered JSON file")
+    parser.add_argument("new", metavar="NEW", nargs="?", help="the same plan when left out")
+    _common(parser)
+    for side in ("old", "new"):
+        parser.add_argument(f"--{side}-model", metavar="MODEL")
+        parser.add_argument(f"--{side}-world-size", metavar="N", type=_size)
+        parser.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.set_defaults(run=_diff)
+
+
+def _fmt_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="PLAN", nargs="+", help="a file, a folder, or `-`")
+    parser.add_argument("--check", action="store_true", help="write nothing; say what would change")
+    parser.add_argument("--diff", action="store_true", help="write nothing; show what would change")
+    parser.set_defaults(run=_fmt)
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:

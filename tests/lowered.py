@@ -19,10 +19,13 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Divide,
+    Freeze,
     FullyShard,
     Lowered,
     MeshAxis,
     Parallelize,
+    Prefetch,
     Shape,
     Tie,
 )
@@ -200,7 +203,7 @@ some_shapes = st.lists(shapes(), max_size=2, unique_by=lambda s: s.name).map(tup
 dtypes = st.sampled_from([None, "bfloat16", "float32"])
 sharded = st.permutations(["dp_shard", "ep"]).flatmap(
     lambda names: st.sampled_from(
-        [(tuple(names), ()), ((names[0],), ()), ((names[0],), (names[1],))]
+        [(tuple(names), ()), ((names[0],), ()), ((names[0],), (names[1],)), ((), (names[0],))]
     )
 )
 
@@ -222,11 +225,31 @@ def units(draw):
         cast_inputs=draw(st.booleans()),
         nbytes=draw(counts),
         gathered=draw(counts),
+        ignored=tuple(draw(st.lists(paths, max_size=2, unique_by=str))),
+        shard_dim=draw(st.integers(0, 2)),
+        offload=(offload := draw(st.booleans())),
+        pin=offload and draw(st.booleans()),
         place=draw(places),
     )
 
 
+blocks = st.builds(
+    lambda i, rest: Modules(("model", "layers", i, *rest), NOTHING),
+    indices,
+    st.sampled_from([(), ("mlp",), ("mlp", "up_proj"), ("self_attn",)]),
+)
+
+
 any_op = st.one_of(
+    st.builds(Freeze, modules=paths, trainable=st.booleans(), place=places),
+    st.builds(Divide, factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]), place=places),
+    st.builds(
+        Prefetch,
+        units=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),
+        forward=st.integers(0, 3),
+        backward=st.integers(0, 3),
+        place=places,
+    ),
     st.builds(
         Configure, name=st.just("use_cache"), value=st.booleans(), reason=st.text(max_size=9)
     ),

@@ -12,6 +12,7 @@ FLOORS = {
     "source": 0,
     "diagnostic": 0,
     "share": 0,
+    "whole": 0,
     "syntax": 1,
     "model": 1,
     "ir": 2,

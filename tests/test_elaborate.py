@@ -163,7 +163,7 @@ MISTAKES = [
     ("PL009", MESH + UNITS, "0.plan:1"),
     (
         "PL010",
-        HEAD + MESH + tensor("lm_head : colwise")[len(HEAD + MESH) :] + "prefetch {\n}\n",
+        HEAD + MESH + tensor("lm_head : colwise")[len(HEAD + MESH) :] + "pipeline {\n}\n",
         "12",
     ),
     ("PL010", HEAD + 'style x = python "a:B"\n' + MESH.replace("2", "1") + UNITS, "2"),

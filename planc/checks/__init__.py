@@ -19,18 +19,24 @@ from planc.checks.fused import fused
 from planc.checks.graphs import graphs
 from planc.checks.halves import halves
 from planc.checks.heads import heads
+from planc.checks.ignored import ignored
 from planc.checks.kinds import kinds
 from planc.checks.norms import norms
+from planc.checks.offload import offload
 from planc.checks.pairs import pairs
 from planc.checks.partners import partners
 from planc.checks.precision import precision
+from planc.checks.prefetch import prefetch
 from planc.checks.reshard import reshard
 from planc.checks.roots import roots
+from planc.checks.spread import spread
 from planc.checks.stream import stream
 from planc.checks.ties import ties
+from planc.checks.training import training
 from planc.checks.uneven import uneven
 from planc.checks.units import units
 from planc.checks.unsharded import unsharded
+from planc.checks.whole import whole
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan
 from planc.model.facts import Facts
@@ -54,9 +60,15 @@ RULES: tuple[Rule, ...] = (
     roots,
     blocks,
     unsharded,
+    ignored,
+    training,
     dtypes,
     precision,
     reshard,
+    spread,
+    whole,
+    offload,
+    prefetch,
     checkpoints,
     compiled,
     graphs,

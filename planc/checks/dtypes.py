@@ -17,14 +17,14 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     found: dict[int, dict[str, str]] = {}
     origins: dict[int, Unit] = {}
-    for modules, unit in owned(plan, facts):
-        if unit is None:
+    for own in owned(plan, facts):
+        if own.unit is None:
             continue
-        origins[id(unit)] = unit
-        for parameter in modules.module.parameters:
-            if parameter.trainable:
-                name = f"{modules}.{parameter.name}"
-                found.setdefault(id(unit), {}).setdefault(parameter.dtype, name)
+        origins[id(own.unit)] = own.unit
+        for parameter in own.modules.module.parameters:
+            if own.trains(parameter):
+                name = f"{own.modules}.{parameter.name}"
+                found.setdefault(id(own.unit), {}).setdefault(parameter.dtype, name)
     for key, by_type in found.items():
         if len(by_type) > 1:
             sink.error(

@@ -14,8 +14,9 @@ def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None:
         return
-    size = plan.mesh.size(*plan.fsdp.shard)
     for unit in plan.fsdp.units:
+        shard, _ = plan.fsdp.axes(unit)
+        size = plan.mesh.size(*shard)
         count = unit.reshard
         if isinstance(count, bool) or size == 1 or (1 < count < size and size % count == 0):
             continue
@@ -23,7 +24,7 @@ def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
         labels = [
             Label(span=a.origin, text=f"{a.name} is {a.size}")
             for a in plan.mesh.axes
-            if a.name in plan.fsdp.shard
+            if a.name in shard
         ]
         told = f"it can be {one_of(map(str, choices[:8]))}" if choices else "use `always`"
         sink.error(

@@ -27,7 +27,7 @@ def roots(plan: Plan, facts: Facts, sink: Sink) -> None:
             unit.origin,
             help="write `root : unit`",
         )
-    rest = any(unit is None for _, unit in owned(plan, facts))
+    rest = any(o.unit is None and o.ignored is None for o in owned(plan, facts))
     if not alone and not rest and not any(u.root for u in section.units):
         sink.warning(
             "PL419",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planc.checks.table import active, axis_label, split_dim, unit_of
+from planc.checks.table import active, axis_label, holds, split_dim, unit_of
 from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan, TensorRule
 from planc.model.facts import Facts, Modules, Parameter
@@ -63,7 +63,30 @@ def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
     )
 
 
+def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
+    """Whether one half is ignored, which takes the other out of its unit too."""
+    section = plan.fsdp
+    assert section is not None
+    said = [
+        (next((i for i in section.ignored if holds(i.modules, half[1])), None), half)
+        for half in (one, two)
+    ]
+    ignored = [(i, half) for i, half in said if i]
+    if len(ignored) == 1:
+        own, half = ignored[0]
+        other = two if half is one else one
+        sink.error(
+            "PL402",
+            f"`{half[0]}` and `{other[0]}` are one tensor, and only one of them is ignored",
+            own.origin,
+            help=f"ignore `{other[1]}` too, or neither",
+        )
+    return bool(ignored)
+
+
 def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
+    if _apart(one, two, plan, sink):
+        return
     first, second = unit_of(plan, one[1]), unit_of(plan, two[1])
     alike = first is second and (first is None or first.group or first.root or one[1] == two[1])
     if alike:

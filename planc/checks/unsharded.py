@@ -20,11 +20,11 @@ def unsharded(plan: Plan, facts: Facts, sink: Sink) -> None:
     if plan.mesh.size(*plan.fsdp.shard, *plan.fsdp.replicate) == 1:
         return
     outside = [
-        (modules, p)
-        for modules, unit in owned(plan, facts)
-        if unit is None
-        for p in modules.module.parameters
-        if p.trainable
+        (own.modules, p)
+        for own in owned(plan, facts)
+        if own.unit is None and own.ignored is None
+        for p in own.modules.module.parameters
+        if own.trains(p)
     ]
     if outside:
         names = [f"{m}.{p.name}" for m, p in outside]

@@ -79,6 +79,10 @@ _TITLES = {
     "group": "unit",
     "local": "",
     "fullgraph": "",
+    "trainable": "",
+    "factor": "gradients by",
+    "shard_dim": "dim",
+    "pin": "pinned",
 }
 _BYTES = {"nbytes", "gathered", "parameters"}
 
@@ -134,6 +138,8 @@ def _value(part: Part, value: Value, kind: str) -> str:
     if part.name == "reshard":
         assert isinstance(value, int)
         return words.reshard(value)
+    if part.name == "trainable":
+        return "trainable" if value else "frozen"
     if part.name == "fullgraph":
         return "full graph" if value else "graph with breaks"
     if part.name == "local":
@@ -163,6 +169,13 @@ def _whole(change: Change) -> str:
             return f"= {parts['source']}"
         case "checkpoint":
             return "full"
+        case "training":
+            return "trainable" if parts["trainable"] else "frozen"
+        case "divide":
+            return f"gradients by {parts['factor']}"
+        case "prefetch":
+            ways = (f"{parts[w]} ahead in {w}" for w in ("forward", "backward") if parts[w])
+            return ", ".join(ways)
         case "compile":
             return "full graph" if parts["fullgraph"] else ""
         case "fsdp":
@@ -185,6 +198,10 @@ def _unit(parts: dict[str, Value]) -> Iterator[str]:
     assert isinstance(reshard, int) and isinstance(nbytes, int)
     yield words.reshard(reshard)
     yield f"{words.size(nbytes)} a rank"
+    if parts.get("shard_dim"):
+        yield f"split along dim {parts['shard_dim']}"
+    if parts.get("offload"):
+        yield "offloaded"
 
 
 # JSON --------------------------------------------------------------------------------------------

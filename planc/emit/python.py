@@ -22,7 +22,12 @@ _IMPORTS = (
         ("CheckpointImpl", "checkpoint_wrapper"),
     ),
     ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
-    ("torch.distributed.fsdp", ("MixedPrecisionPolicy", "fully_shard")),
+    (
+        "torch.distributed._composable.replicate_with_fsdp",
+        ("replicate",),
+    ),
+    ("torch.distributed.fsdp", ("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy")),
+    ("torch.distributed.fsdp", ("fully_shard",)),
     ("torch.distributed.tensor", ("Partial", "Replicate", "Shard")),
     (_PARALLEL, ("ColwiseParallel", "PrepareModuleInput", "PrepareModuleOutput")),
     (_PARALLEL, ("RowwiseParallel", "SequenceParallel", "parallelize_module")),
@@ -106,7 +111,7 @@ def imports(body: str) -> str:
     lines = ["import torch"] if "torch." in body else []
     found: dict[str, list[str]] = {}
     for module, names in _IMPORTS:
-        found.setdefault(module, []).extend(n for n in names if f"{n}(" in body or f"{n}." in body)
+        found.setdefault(module, []).extend(n for n in names if _used(n, body))
     for module, used in found.items():
         line = f"from {module} import {', '.join(used)}"
         if used and len(line) <= WIDTH:
@@ -114,6 +119,10 @@ def imports(body: str) -> str:
         elif used:
             lines += [f"from {module} import (", *(f"    {n}," for n in used), ")"]
     return "\n".join(lines) + "\n"
+
+
+def _used(name: str, body: str) -> bool:
+    return any(f"{name}{end}" in body for end in ("(", ".", "):"))
 
 
 def style_source(style: ir.Style, head: str = "") -> Group:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planc.emit.python import Group, Source, attribute, quoted
+from planc.emit.python import Group, Source, attribute, lay, quoted, remark
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
+
+IN = "    "  # the body of a function
+
+Lines = Iterator[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +137,17 @@ def _range(indices: Indices) -> str:
 
 def _run(run: range) -> str:
     return f"range({run.start}, {run.stop}{f', {run.step}' if run.step > 1 else ''})"
+
+
+def looped(head: Sequence[str], statement: Source, place: str) -> Lines:
+    """A statement in its loops; what asked for it stands at the first line."""
+    note = remark(place)
+    for number, line in enumerate(head):
+        yield from lay(line, IN, note="" if number else note)
+    indent = IN + "    " * len(head)
+    yield from lay(statement, indent, note="" if head else note)
+
+
+def variable(axis: str) -> str:
+    """A name that no other of the function has."""
+    return re.sub(r"\W", "_", f"{axis}_mesh")

@@ -12,14 +12,17 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Divide,
+    Freeze,
     FullyShard,
     Lowered,
     Parallelize,
+    Prefetch,
     Tie,
 )
 from planc.model.facts import Modules
 
-Value = str | int | bool | tuple[int, ...] | tuple[str, ...] | None
+Value = str | int | float | bool | tuple[int, ...] | tuple[str, ...] | None
 Facts = tuple[tuple[str, Value], ...]
 
 KINDS = (
@@ -32,9 +35,12 @@ KINDS = (
     "tensor input",
     "tensor output",
     "tie",
+    "training",
     "checkpoint",
     "compile",
     "fsdp",
+    "divide",
+    "prefetch",
 )
 """What a change can be about, in the order in which a diff lists it."""
 
@@ -117,8 +123,17 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Compile():
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
+        case Freeze():
+            state: Facts = (("trainable", op.trainable),)
+            yield Entry(kind="training", modules=op.modules, facts=state, place=op.place)
         case FullyShard():
             yield from _unit(op, common)
+        case Divide():
+            yield Entry(kind="divide", facts=(("factor", op.factor),), place=op.place)
+        case Prefetch():
+            depth: Facts = (("forward", op.forward), ("backward", op.backward))
+            for modules in op.units:
+                yield Entry(kind="prefetch", modules=modules, facts=depth, place=op.place)
 
 
 def _tensor(op: Parallelize) -> Entry:
@@ -148,6 +163,7 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
         ("cast_inputs", op.cast_inputs),
         ("nbytes", op.nbytes),
         ("gathered", op.gathered),
+        *_more(op),
     )
     entry = Entry(kind="fsdp", facts=facts, place=op.place)
     if op.group and _members(op) in common:
@@ -156,6 +172,20 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
     group = words.unit(op) if op.group else None
     for members in op.members:
         yield replace(entry, modules=members, facts=(("group", group), *facts))
+
+
+def _more(op: FullyShard) -> Facts:
+    """What most units do not say; a diff has them where one side does."""
+    return tuple(
+        (name, value)
+        for name, value in (
+            ("ignored", tuple(str(m) for m in op.ignored)),
+            ("shard_dim", op.shard_dim),
+            ("offload", op.offload),
+            ("pin", op.pin),
+        )
+        if value
+    )
 
 
 def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:

@@ -15,9 +15,12 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Divide,
+    Freeze,
     FullyShard,
     Lowered,
     Parallelize,
+    Prefetch,
     Tie,
 )
 
@@ -48,6 +51,9 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     for op in lowered.ops:
         if isinstance(op, Tie):
             yield _head("tie", f"{op.parameter} = {op.source}: one parameter in the model")
+    for word, state in (("frozen", False), ("trainable", True)):
+        states = [o for o in lowered.ops if isinstance(o, Freeze) and o.trainable is state]
+        yield from _listed(word, [str(o.modules) for o in states])
     checkpoints = [op for op in lowered.ops if isinstance(op, Checkpoint)]
     yield from _listed("checkpoint", [str(op.modules) for op in checkpoints])
     for full in (False, True):
@@ -55,6 +61,11 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         note = "  as one graph, or fail" if full else ""
         yield from _listed("compile", [str(op.modules) for op in own], note)
     yield from _fsdp(lowered)
+    for op in lowered.ops:
+        if isinstance(op, Divide):
+            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
+        if isinstance(op, Prefetch):
+            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
     if not lowered.ops:
         yield _head("nothing", "to do: the model stays as it is")
     yield _head("per rank", _total(lowered))
@@ -133,16 +144,21 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
     start = 0
     for i, op in enumerate(ops):
         following = ops[i + 1] if i + 1 < len(ops) else None
-        if following and (following.shard, following.replicate) == (op.shard, op.replicate):
+        if following and _together(following, op):
             continue
         units = ops[start : i + 1]
-        text = f"on {words.axes(op.shard, lowered)}"
-        if op.replicate:
-            text += f", replicated over {words.axes(op.replicate, lowered)}"
         common = words.precision(units[0])
-        yield _head("fsdp", f"{text}, {common}")
+        text = f"{words.spread(op, lowered)}, {common}{words.offload(op)}"
+        yield _head("fsdp" if op.shard else "replicate", text)
         yield from words.table(_units(units, common))
         start = i + 1
+    ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
+    yield from _listed("ignored", list(ignored), "  whole on every rank, in no unit")
+
+
+def _together(one: FullyShard, two: FullyShard) -> bool:
+    """Whether one head will do for both."""
+    return (one.shard, one.replicate) == (two.shard, two.replicate)
 
 
 def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, str, str]]:
@@ -159,9 +175,9 @@ def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, s
         own = words.precision(op)
         yield (
             words.unit(op),
-            words.reshard(op.reshard),
+            words.reshard(op.reshard) if op.shard else "",
             numbers if op.nbytes or op.gathered else "nothing of its own",
-            own if own != common else "",
+            ", ".join(filter(None, (own if own != common else "", words.along(op)))),
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
 from planc.ir import style as ir
-from planc.lowering.ops import FullyShard, Lowered, Shape
+from planc.lowering.ops import FullyShard, Lowered, Prefetch, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
@@ -78,6 +78,30 @@ def precision(op: FullyShard) -> str:
         words.append(f"output {dtype(op.output)}")
     text = ", ".join(words) or "no mixed precision"
     return text if op.cast_inputs else f"{text}, inputs not cast"
+
+
+def spread(op: FullyShard, lowered: Lowered) -> str:
+    """The axes that a unit is split and copied over."""
+    if not op.shard:
+        return f"on {axes(op.replicate, lowered)}"
+    text = f"on {axes(op.shard, lowered)}"
+    return text + (f", replicated over {axes(op.replicate, lowered)}" if op.replicate else "")
+
+
+def offload(op: FullyShard) -> str:
+    if not op.offload:
+        return ""
+    return f", offloaded to {'pinned' if op.pin else 'unpinned'} host memory"
+
+
+def along(op: FullyShard) -> str:
+    return f"split along dim {op.shard_dim}" if op.shard_dim else ""
+
+
+def ahead(op: Prefetch) -> str:
+    """How far a list of units gathers ahead."""
+    ways = (("forward", op.forward), ("backward", op.backward))
+    return ", ".join(f"{depth} ahead in {way}" for way, depth in ways if depth)
 
 
 def dtype(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -75,9 +75,20 @@ class Claims(Generic[T]):
         self, modules: Iterable[Modules], aspect: str, value: T, origin: Span, *, override: bool
     ) -> None:
         """Adds a rule's claim on several sets; PL102 on a conflict, PL103 for an idle override."""
-        sets = tuple(modules)
+        self.add_all([(m, value) for m in modules], aspect, origin, override=override)
+
+    def add_all(
+        self,
+        said: Sequence[tuple[Modules, T]],
+        aspect: str,
+        origin: Span,
+        *,
+        override: bool,
+    ) -> None:
+        """The same, where a rule says different things of its sets."""
         met = False
-        for wanted in sets:
+        own: list[Modules] = []
+        for wanted, value in said:
             rest: list[Claim[T]] = []
             for claim in self.claims:
                 both = claim.modules.overlap(wanted) if claim.aspect == aspect else None
@@ -85,20 +96,31 @@ class Claims(Generic[T]):
                     rest.append(claim)
                     continue
                 met = True
-                if not override:
+                if any(both.overlap(earlier) for earlier in own):
+                    self._twice(both, aspect, origin)
+                elif not override:
                     self._conflict(both, claim, origin)
                 rest.extend(_less(claim, wanted))
+            own.append(wanted)
             self.claims = [
                 *rest,
                 Claim(modules=wanted, aspect=aspect, value=value, origin=origin),
             ]
-        if override and sets and not met:
+        if override and said and not met:
             self.sink.error(
                 "PL103",
-                f"nothing before this decides `{sets[0]}`: there is nothing to override",
+                f"nothing before this decides `{said[0][0]}`: there is nothing to override",
                 origin,
                 help="take `override` away",
             )
+
+    def _twice(self, both: Modules, aspect: str, origin: Span) -> None:
+        self.sink.error(
+            "PL102",
+            f"this rule decides the {aspect} of `{both}` twice",
+            origin,
+            help="name it once",
+        )
 
     def _conflict(self, both: Modules, claim: Claim[T], origin: Span) -> None:
         count = f", {len(both)} modules" if len(both) > 1 else ""

@@ -13,12 +13,13 @@ from planc.ir.plan import Mesh, Plan
 from planc.ir.program import Program, gather, origin_of, require
 from planc.ir.scope import Failed, Scope
 from planc.ir.tensor import checkpoint, compile_rules, tensor
+from planc.ir.train import train
 from planc.model.facts import Facts
 from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "tensor", "checkpoint", "compile", "fsdp")
+SECTIONS = ("mesh", "tensor", "train", "checkpoint", "compile", "fsdp", "replicate")
 
 
 def elaborate(
@@ -71,6 +72,7 @@ def elaborate(
         tensor=part("tensor", lambda: tuple(tensor(program))),
         checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
         compile=part("compile", lambda: tuple(compile_rules(program))),
+        train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
         broken=frozenset(broken),
         origin=program.header.origin,

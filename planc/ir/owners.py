@@ -1,29 +1,71 @@
-"""Which unit a parameter belongs to: the innermost one around the module that holds it."""
+"""Which unit a parameter belongs to, and whether it trains: the innermost word around it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from planc.ir.plan import Plan, Unit
-from planc.model.facts import Facts, Modules
+from planc.ir.plan import Ignored, Plan, Training, Unit
+from planc.model.facts import Facts, Modules, Parameter
+
+T = TypeVar("T")
 
 
-def owned(plan: Plan, facts: Facts) -> Iterator[tuple[Modules, Unit | None]]:
-    """Every module that has parameters of its own, by the unit that shards them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """Like modules with parameters of their own, and what a plan says of these.
 
-    Modules that no unit is around come with None; so do all of a plan without an fsdp section.
+    Args:
+        modules: who holds the parameters.
+        unit: who shards them, None where no unit does.
+        ignored: what keeps them out of the units.
+        training: what freezes them or lets them train, None where the model decides.
     """
+
+    modules: Modules
+    unit: Unit | None = None
+    ignored: Ignored | None = None
+    training: Training | None = None
+
+    def trains(self, parameter: Parameter) -> bool:
+        """Whether a parameter of these modules takes a gradient."""
+        return parameter.trainable if self.training is None else self.training.trainable
+
+
+def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
+    """Every module that has parameters of its own, in the order of the model."""
     units = plan.fsdp.units if plan.fsdp else ()
-    members = sorted(((m, u) for u in units for m in u.members), key=lambda mu: -len(mu[0].path))
+    ignored = plan.fsdp.ignored if plan.fsdp else ()
+    members = _inner([(m, u) for u in units for m in u.members])
+    kept = _inner([(i.modules, i) for i in ignored])
+    trained = _inner([(t.modules, t) for t in plan.train])
     for modules in facts.model.below():
         if not modules.module.parameters:
             continue
-        left = [modules]
-        for member, unit in members:
-            for part in list(left):
-                both = part.inside(member)
-                if both is not None:
-                    left.remove(part)
-                    left.extend(part.minus(both))
-                    yield both, unit
-        yield from ((part, None) for part in left)
+        for part, training in _shared(modules, trained):
+            for own, ignore in _shared(part, kept):
+                if ignore is not None:
+                    yield Owned(modules=own, ignored=ignore, training=training)
+                    continue
+                for piece, unit in _shared(own, members):
+                    yield Owned(modules=piece, unit=unit, training=training)
+
+
+def _inner(around: Sequence[tuple[Modules, T]]) -> list[tuple[Modules, T]]:
+    return sorted(around, key=lambda pair: -len(pair[0].path))
+
+
+def _shared(
+    modules: Modules, around: Sequence[tuple[Modules, T]]
+) -> Iterator[tuple[Modules, T | None]]:
+    """The modules, parted by the first set that is around them."""
+    left = [modules]
+    for outer, what in around:
+        for part in list(left):
+            both = part.inside(outer)
+            if both is not None:
+                left.remove(part)
+                left.extend(part.minus(both))
+                yield both, what
+    yield from ((part, None) for part in left)

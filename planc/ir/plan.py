@@ -88,12 +88,17 @@ class Unit(Meaning):
         group: all modules of all members are one unit.
         reshard: after forward: True, False, or the number of ranks that keep a shard.
         precision: this unit's own, or None for the section's.
+        shard: the axes of its own, a part of the section's, or None for all of them; over the
+            rest of the section's axes it is copied.
+        shard_dim: the dim that is split of those parameters that have it, where it divides.
     """
 
     members: tuple[Modules, ...]
     group: bool = False
     reshard: bool | int = True
     precision: Precision | None = None
+    shard: tuple[str, ...] | None = None
+    shard_dim: int = 0
 
     @property
     def root(self) -> bool:
@@ -101,20 +106,73 @@ class Unit(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ignored(Meaning):
+    """`ignore SELECTOR`: all parameters below these modules stay whole, in no unit."""
+
+    modules: Modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training(Meaning):
+    """Whether the parameters below these modules take gradients; the innermost word holds."""
+
+    modules: Modules
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch(Meaning):
+    """How many entries of a list of units are gathered ahead; 0 leaves it to FSDP."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload(Meaning):
+    """Shards, gradients and optimizer state live in host memory, pinned or not."""
+
+    pin: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divide(Meaning):
+    """The number that summed gradients are divided by, instead of how many ranks add to them."""
+
+    factor: int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp(Meaning):
-    """The fsdp section.
+    """The fsdp section, or a replicate section, which has no axes to shard over.
 
     Args:
         shard: the axes over which parameters are split.
         replicate: the axes over which they are copied (HSDP).
         precision: what the section's `precision(...)` says.
         units: in the plan's order; lowering puts inner before outer and the root last.
+        ignored: what no unit takes.
     """
 
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
     precision: Precision | None
     units: tuple[Unit, ...]
+    ignored: tuple[Ignored, ...] = ()
+    prefetch: Prefetch | None = None
+    offload: Offload | None = None
+    divide: Divide | None = None
+
+    def axes(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes that a unit is split over, and those that it is copied over.
+
+        Together they are all of the section's, so that every gradient is averaged over the same
+        ranks, whatever mesh a unit lies on.
+        """
+        if unit.shard is None:
+            return self.shard, self.replicate
+        rest = (*self.replicate, *self.shard)
+        return unit.shard, tuple(a for a in rest if a not in unit.shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +184,7 @@ class Plan(Meaning):
         families: the `model_type`s it is written for.
         options: the value of every option, after `--set`.
         tensor: what the tensor sections decide; kept at tp = 1 too, where lowering drops it.
+        train: what the train sections freeze or let train, outer modules first.
         broken: sections with a finding of their own, so that nothing is concluded from what they
             lack.
     """
@@ -137,5 +196,6 @@ class Plan(Meaning):
     tensor: tuple[TensorRule, ...] = ()
     checkpoint: tuple[CheckpointRule, ...] = ()
     compile: tuple[CompileRule, ...] = ()
+    train: tuple[Training, ...] = ()
     fsdp: Fsdp | None = None
     broken: frozenset[str] = frozenset()

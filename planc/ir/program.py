@@ -272,8 +272,11 @@ _LATER = {
     "loss": "loss parallelism",
     "adapters": "LoRA adapters",
     "load": "loading weights",
-    "prefetch": "prefetching",
-    "ignore": "ignored parameters",
+}
+_ITEMS = {
+    "prefetch": "write `prefetch(forward = 2)` in the fsdp section",
+    "ignore": "write `ignore model.norm` in the fsdp section",
+    "frozen": "write `train {`, and in it `model.norm : frozen`",
 }
 
 
@@ -291,6 +294,7 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
             continue
         close = nearest(section.name, known)
         told = f"did you mean `{close[0]}`?" if close else f"known are {one_of(known, last='and')}"
+        told = _ITEMS.get(section.name, told)
         program.sink.error(
             "PL011", f"there is no section `{section.name}`", section.name_origin, help=told
         )

@@ -77,7 +77,9 @@ def rule_of(placed: Placed, section: str, program: Program) -> tree.Rule | None:
     item = placed.item
     if isinstance(item, tree.Rule) and isinstance(item.target, tree.Selector):
         return item
-    example = {"tensor": "colwise", "checkpoint": "full", "compile": "block"}[section]
+    example = {"tensor": "colwise", "checkpoint": "full", "compile": "block", "train": "frozen"}[
+        section
+    ]
     program.sink.error(
         "PL011",
         f"this has no place in a `{section}` section",
@@ -216,7 +218,7 @@ def _output(call: tree.Call, scope: Scope) -> Output | None:
 def checkpoint(program: Program) -> Iterator[CheckpointRule]:
     claims: Claims[bool] = Claims(program.sink)
     for section in program.named("checkpoint"):
-        _no_axes(section, program)
+        no_axes(section, program)
         for placed in flatten(section, program.scope):
             rule = rule_of(placed, "checkpoint", program)
             if rule is None:
@@ -242,7 +244,7 @@ def checkpoint(program: Program) -> Iterator[CheckpointRule]:
 def compile_rules(program: Program) -> Iterator[CompileRule]:
     claims: Claims[bool] = Claims(program.sink)
     for section in program.named("compile"):
-        _no_axes(section, program)
+        no_axes(section, program)
         for placed in flatten(section, program.scope):
             rule = rule_of(placed, "compile", program)
             if rule is None:
@@ -259,7 +261,7 @@ def compile_rules(program: Program) -> Iterator[CompileRule]:
         yield CompileRule(modules=claim.modules, fullgraph=claim.value, origin=claim.origin)
 
 
-def _no_axes(section: tree.Section, program: Program) -> None:
+def no_axes(section: tree.Section, program: Program) -> None:
     if section.axes or section.replicate:
         program.sink.error(
             "PL305",

@@ -17,10 +17,13 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Divide,
+    Freeze,
     FullyShard,
     Lowered,
     MeshAxis,
     Parallelize,
+    Prefetch,
     Shape,
     Tie,
 )
@@ -159,12 +162,23 @@ def _op(op: AnyOp) -> dict[str, Any]:
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
+        case Freeze():
+            body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules)}
         case Compile():
             body = {"op": "compile", "modules": str(op.modules), "fullgraph": op.fullgraph}
         case FullyShard():
             body = _unit(op)
+        case Divide():
+            body = {"op": "divide", "factor": op.factor}
+        case Prefetch():
+            body = {
+                "op": "prefetch",
+                "units": [str(m) for m in op.units],
+                "forward": op.forward,
+                "backward": op.backward,
+            }
     return {**body, "place": op.place}
 
 
@@ -182,7 +196,20 @@ def _unit(op: FullyShard) -> dict[str, Any]:
         "cast_inputs": op.cast_inputs,
         "nbytes": op.nbytes,
         "gathered": op.gathered,
+        **_said(op),
     }
+
+
+def _said(op: FullyShard) -> dict[str, Any]:
+    """The fields that are not as they are by default: what says nothing is not written."""
+    body: dict[str, Any] = {}
+    if op.ignored:
+        body["ignored"] = [str(m) for m in op.ignored]
+    if op.shard_dim:
+        body["shard_dim"] = op.shard_dim
+    if op.offload:
+        body |= {"offload": op.offload, "pin": op.pin}
+    return body
 
 
 def _style(style: ir.Style) -> dict[str, Any]:
@@ -243,10 +270,17 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Checkpoint(**body)
         case "compile":
             return Compile(**body)
+        case "freeze":
+            return Freeze(**body)
+        case "divide":
+            return Divide(**body)
+        case "prefetch":
+            return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:
             body["members"] = tuple(modules_of(m) for m in body["members"])
             body["shard"] = tuple(body["shard"])
             body["replicate"] = tuple(body["replicate"])
+            body["ignored"] = tuple(modules_of(m) for m in body.get("ignored", ()))
             return FullyShard(**body)
 
 

@@ -1,10 +1,13 @@
 """IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
 
-mesh, configure, tensor, ties, checkpoint, compile, FSDP (inner before outer, the root last).
+mesh, configure, tensor, ties, freezing, checkpoint, compile, FSDP (inner before outer, the root
+last), and what is set on its units.
 
 Tensor parallelism comes first because FSDP shards what it leaves; a checkpoint wrapper goes inside
 compile and FSDP so that recomputing happens while the unit's parameters are gathered; compile goes
-inside FSDP because FSDP's hooks are graph breaks. (The order of torchtitan's `parallelize_llama`.)
+inside FSDP because FSDP's hooks are graph breaks. Freezing comes after tensor parallelism, which
+may make new parameters, and before FSDP, which looks at them. (The order of torchtitan's
+`parallelize_llama`.)
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from planc.ir.lists import lists
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, Output, weight_shard
 from planc.lowering.memory import Holdings, local_shape
@@ -21,14 +25,17 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Divide,
+    Freeze,
     FullyShard,
     Lowered,
     MeshAxis,
     Parallelize,
+    Prefetch,
     Shape,
     Tie,
 )
-from planc.model.facts import Facts, Module
+from planc.model.facts import Facts, Module, Modules
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -48,12 +55,17 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *_configure(facts),
         *_joined(_parallelize(rule, plan) for rule in _ordered(tensor)),
         *_ties(facts, tensor),
+        *_joined(
+            Freeze(modules=t.modules, trainable=t.trainable, place=t.origin.place)
+            for t in plan.train
+        ),
         *_joined(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
             for r in plan.compile
         ),
         *units,
+        *_settings(plan, facts),
     ]
     return Lowered(
         plan=plan.name,
@@ -71,7 +83,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     )
 
 
-Wrap = TypeVar("Wrap", Parallelize, Checkpoint, Compile, FullyShard)
+Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard)
 
 
 def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
@@ -185,7 +197,7 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
     for unit in _inner_first(section.units):
         precision = unit.precision or section.precision
-        shard, replicate = _wide(section, holdings.plan)
+        shard, replicate = _wide(unit, section, holdings.plan)
         nbytes, gathered = holdings.of_unit(unit, precision)
         yield FullyShard(
             members=unit.members,
@@ -199,18 +211,47 @@ def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
             cast_inputs=precision.cast_inputs if precision else True,
             nbytes=nbytes,
             gathered=gathered,
+            ignored=tuple(i.modules for i in section.ignored if _leaves(unit, i.modules)),
+            shard_dim=unit.shard_dim,
+            offload=section.offload is not None,
+            pin=section.offload is not None and section.offload.pin,
             place=unit.origin.place,
         )
 
 
-def _wide(section: Fsdp, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _leaves(unit: Unit, ignored: Modules) -> bool:
+    """Whether ignored modules are inside a unit."""
+    return any(ignored.within(member) for member in unit.members)
+
+
+def _settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
+    """What is set on all units, once they are."""
+    section = plan.fsdp
+    if section is None:
+        return
+    if section.divide is not None:
+        yield Divide(factor=section.divide.factor, place=section.divide.origin.place)
+    for units in lists(plan, facts) if section.prefetch else ():
+        assert section.prefetch is not None
+        yield Prefetch(
+            units=units,
+            forward=section.prefetch.forward,
+            backward=section.prefetch.backward,
+            place=section.prefetch.origin.place,
+        )
+
+
+def _wide(unit: Unit, section: Fsdp, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of more than one rank: the rest would only cost process groups.
 
     FSDP keeps one axis to work over even of one rank, where it still casts and sums gradients.
     """
-    shard = tuple(a for a in section.shard if plan.mesh.size(a) > 1)
-    replicate = tuple(a for a in section.replicate if plan.mesh.size(a) > 1)
-    return shard or section.shard[:1], replicate
+    split, copied = section.axes(unit)
+    shard = tuple(a for a in split if plan.mesh.size(a) > 1)
+    replicate = tuple(a for a in copied if plan.mesh.size(a) > 1)
+    if not split:
+        return (), replicate or copied[:1]
+    return shard or split[:1], replicate
 
 
 def _inner_first(units: Iterable[Unit]) -> list[Unit]:

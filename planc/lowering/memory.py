@@ -33,9 +33,12 @@ class Holding:
     local: tuple[int, ...]
 
     def sharded(self, ranks: int) -> int:
-        """Bytes at rest when FSDP splits dim 0 over `ranks` (padded, as torch.chunk does)."""
+        """Bytes at rest when FSDP splits a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
         first, *rest = self.local or (1,)
-        return -(-first // ranks) * prod(rest) * DTYPE_BYTES.get(self.parameter.dtype, 4)
+        width = DTYPE_BYTES.get(self.parameter.dtype, 4)
+        if self.unit is not None and split_dim(self.local, self.unit.shard_dim, ranks):
+            return prod(self.local) // ranks * width
+        return -(-first // ranks) * prod(rest) * width
 
     def whole(self, dtype: str | None) -> int:
         """Bytes when gathered, in the precision that FSDP gathers in."""
@@ -50,32 +53,39 @@ class Holdings:
         rules = [r for r in tensor if not isinstance(r.style, Input | Output)]
         tied = {name for group in facts.ties for name in group[1:]}
         self.all = [
-            Holding(modules=part, unit=unit, parameter=parameter, local=local)
-            for modules, unit in owned(plan, facts)
-            for part, rule in _ruled(modules, rules)
+            Holding(modules=part, unit=own.unit, parameter=parameter, local=local)
+            for own in owned(plan, facts)
+            for part, rule in _ruled(own.modules, rules)
             for parameter in part.module.parameters
             if not _again(part, parameter, tied)
             for local in [local_shape(parameter, rule, plan)]
         ]
 
-    @property
-    def ranks(self) -> int:
-        return self.plan.mesh.size(*self.plan.fsdp.shard) if self.plan.fsdp else 1
+    def ranks(self, unit: Unit | None) -> int:
+        """How many ranks share what a unit holds."""
+        if unit is None or self.plan.fsdp is None:
+            return 1
+        return self.plan.mesh.size(*self.plan.fsdp.axes(unit)[0])
 
     def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int]:
         """Bytes of one call's parameters: at rest on a rank, and gathered."""
         param = precision.param if precision else None
         own = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
-        rest = sum(len(h.modules) * h.sharded(self.ranks) for h in own)
+        rest = sum(len(h.modules) * h.sharded(self.ranks(unit)) for h in own)
         return rest // calls, sum(len(h.modules) * h.whole(param) for h in own) // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
         return sum(
-            len(h.modules) * (h.whole(None) if h.unit is None else h.sharded(self.ranks))
+            len(h.modules) * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h.unit)))
             for h in self.all
         )
+
+
+def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:
+    """Whether FSDP can split that dim (not the first) of a shape: torch splits it evenly alone."""
+    return 0 < dim < len(local) and local[dim] % ranks == 0
 
 
 def local_shape(parameter: Parameter, rule: TensorRule | None, plan: Plan) -> tuple[int, ...]:

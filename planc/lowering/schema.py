@@ -126,7 +126,8 @@ def _op_problems(at: int, op: dict[str, Any]) -> Iterator[tuple[Where, str]]:
     paths: list[tuple[Where, str]] = []
     if "modules" in op:
         paths.append((("ops", at, "modules"), op["modules"]))
-    paths += [(("ops", at, "members", i), m) for i, m in enumerate(op.get("members", ()))]
+    for field in ("members", "ignored", "units"):
+        paths += [(("ops", at, field, i), m) for i, m in enumerate(op.get(field, ()))]
     for where, text in paths:
         try:
             canonical = str(modules_of(text))
@@ -139,6 +140,8 @@ def _op_problems(at: int, op: dict[str, Any]) -> Iterator[tuple[Where, str]]:
     axes = [*op.get("shard", ()), *op.get("replicate", ())]
     if len(set(axes)) < len(axes):
         yield ("ops", at), f"an axis is named twice: {', '.join(axes)}"
+    if op["op"] == "fully_shard" and not axes:
+        yield ("ops", at), "a unit works over no axis"
     if op["op"] == "fully_shard" and not op["group"] and len(op["members"]) > 1:
         yield ("ops", at, "members"), "only a group has several members"
     for i, shape in enumerate(op.get("shapes", ())):

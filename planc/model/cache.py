@@ -12,10 +12,10 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from planc import whole
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
@@ -102,14 +102,7 @@ def keep(key: str, data: Any) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         home = folder()
         home.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=home, prefix=".new-")
-        try:
-            with open(handle, "w", encoding="utf-8") as stream:  # noqa: PTH123, a descriptor
-                stream.write(f"{digest}\n{body}")
-            Path(name).replace(home / f"{key}.json")
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        whole.write(home / f"{key}.json", f"{digest}\n{body}")
 
 
 def _encode(facts: Facts) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
-from planc.lowering.ops import Configure, FullyShard, Lowered, Op, Parallelize, Tie
+from planc.lowering.ops import Configure, FullyShard, Lowered, Op, Parallelize, Prefetch, Tie
 from planc.model.facts import Modules
 from planc.model.table import already_parallel
 
@@ -65,14 +65,18 @@ def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Modul
 def members_of(op: Op) -> tuple[Modules, ...]:
     """The module sets that an operation works on."""
     if isinstance(op, FullyShard):
-        return op.members
+        return (*op.members, *op.ignored)
+    if isinstance(op, Prefetch):
+        return op.units
     modules: Modules | None = getattr(op, "modules", None)
     return (modules,) if modules is not None else ()
 
 
 def called(op: Op) -> str:
     """An operation in a message: its torch call, and the line of the plan."""
-    name = "fully_shard" if isinstance(op, FullyShard) else type(op).__name__.lower()
+    name = type(op).__name__.lower()
+    if isinstance(op, FullyShard):
+        name = "fully_shard" if op.shard else "replicate"
     return f"{name} ({op.place})" if op.place else name
 
 

@@ -7,16 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, assert_never
+from typing import assert_never
 
-import torch
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     CheckpointWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
@@ -25,15 +23,19 @@ from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
+    Divide,
+    Freeze,
     FullyShard,
     Lowered,
     Parallelize,
+    Prefetch,
     Tie,
 )
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.styles import build
+from planc.runtime.wrapping import divide, keywords, prefetch, wrap
 
 _log = logging.getLogger("planc")
 
@@ -154,6 +156,9 @@ class Worker:
                     parallelize_module(self.modules[self.at], mesh, style)
             case Tie():
                 self._tie(op)
+            case Freeze():
+                for self.at in op.modules.names():
+                    self.modules[self.at].requires_grad_(op.trainable)
             case Checkpoint():
                 for self.at in op.modules.names():
                     self._checkpoint(self.at)
@@ -162,6 +167,10 @@ class Worker:
                     self.modules[self.at].compile(fullgraph=op.fullgraph)
             case FullyShard():
                 self._shard(op)
+            case Divide():
+                divide(self.model, op.factor, self.meshes.root)
+            case Prefetch():
+                prefetch(op, self.modules)
             case _:
                 assert_never(op)
 
@@ -187,26 +196,11 @@ class Worker:
         self.modules[name] = wrapped
 
     def _shard(self, op: FullyShard) -> None:
-        mesh = self.meshes.data(op.shard, op.replicate)
-        policy = MixedPrecisionPolicy(
-            param_dtype=_dtype(op.param),
-            reduce_dtype=_dtype(op.reduce),
-            output_dtype=_dtype(op.output),
-            cast_forward_inputs=op.cast_inputs,
-        )
-        shared: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": policy,
-            "reshard_after_forward": op.reshard,
-        }
+        shared = keywords(op, self.meshes, self.modules)
         names = [name for members in op.members for name in members.names()]
         if op.group:
             self.at = f"[{', '.join(names)}]"
-            fully_shard([self.modules[name] for name in names], **shared)
+            wrap(op, [self.modules[name] for name in names], shared)
             return
         for self.at in names:
-            fully_shard(self.modules[self.at], **shared)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+            wrap(op, self.modules[self.at], shared)

@@ -11,11 +11,10 @@ import contextlib
 import hashlib
 import json
 import platform
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from planc import whole
 from planc.model import cache
 
 FORMAT_VERSION = 1
@@ -43,26 +42,7 @@ def keep(certificate: Certificate, key: str) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         home = cache.folder()
         home.mkdir(parents=True, exist_ok=True)
-        write(certificate, home / f"verify-{key}.json")
-
-
-def write(certificate: Certificate, path: Path) -> None:
-    """Writes a file that is whole or not there at all.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as stream:
-        made = Path(stream.name)
-        try:
-            stream.write(dumps(certificate))
-            stream.close()
-            made.replace(path)
-        except BaseException:
-            made.unlink(missing_ok=True)
-            raise
+        whole.write(home / f"verify-{key}.json", dumps(certificate))
 
 
 def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:

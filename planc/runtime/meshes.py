@@ -142,9 +142,12 @@ class Meshes:
         return self._flat[wide]
 
     def data(self, shard: tuple[str, ...], replicate: tuple[str, ...]) -> DeviceMesh:
-        """What `fully_shard` takes: (shard), or (replicate, shard) for hybrid sharding."""
-        if not replicate:
-            return self.part(*shard)
+        """What `fully_shard` takes: (shard), or (replicate, shard) for hybrid sharding.
+
+        Without axes to shard over it is what `replicate` takes: (replicate).
+        """
+        if not replicate or not shard:
+            return self.part(*(shard or replicate))
         names = (*replicate, *shard)
         if len(names) == 2 and names == tuple(n for n in self._sizes if n in names):
             return self.root[names]

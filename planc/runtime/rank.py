@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from planc import whole
 from planc.diagnostic import Sink
 from planc.lowering.document import loads
 from planc.lowering.ops import Lowered
@@ -51,7 +52,7 @@ def main(job: Job, number: int) -> int:
         found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
         found["traceback"] = traceback.format_exc()
     found["time"] = time.monotonic()
-    _leave(found, Path(job.folder) / f"{number}.json")
+    whole.write(Path(job.folder) / f"{number}.json", json.dumps(_finite(found)))
     return int("error" in found)
 
 
@@ -116,13 +117,6 @@ def _locate(
     name = max(wrong, key=lambda n: order.get(n.rpartition(".")[0], -1))
     last = len(order) - order.get(name.rpartition(".")[0], -1)
     return {"what": "gradient", "name": name, "error": wrong[name], "order": len(order) + last}
-
-
-def _leave(found: dict[str, Any], path: Path) -> None:
-    """Whole, or not there at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(_finite(found)), encoding="utf-8")
-    part.replace(path)
 
 
 def _finite(value: Any) -> Any:

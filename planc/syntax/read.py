@@ -60,11 +60,11 @@ class _Chain:
         if len(self.done) + len(self.open) >= _MAX_FILES:
             self.sink.error("PL008", f"more than {_MAX_FILES} files extend each other")
             return
-        text = _text(place, origin, self.sink)
-        if text is None:
+        content = text(place, origin, self.sink)
+        if content is None:
             return
         self.open.append(key)
-        file = parse(Source(place.name, text), self.sink)
+        file = parse(Source(place.name, content), self.sink)
         for statement in file.statements:
             if isinstance(statement, tree.Extend):
                 base = _base(place, statement.path)
@@ -136,8 +136,14 @@ def _base(place: Place, name: str) -> Place:
     return Place(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
 
 
-def _text(place: Place, origin: Span | None, sink: Sink) -> str | None:
-    """The text, or None after a diagnostic."""
+def text(place: Place, origin: Span | None, sink: Sink) -> str | None:
+    """The text of a place, or None after PL006.
+
+    Args:
+        place: a file, standard input, or a file in git.
+        origin: the `extend` that names it, if one does.
+        sink: receives PL006.
+    """
     where = [origin] if origin else []
     try:
         data = _bytes(place)

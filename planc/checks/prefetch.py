@@ -1,0 +1,74 @@
+"""PL444, PL445: a prefetch that has no list to go along, or that gathers what backward skips."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink
+from planc.ir.lists import entries, lists
+from planc.ir.owners import owned
+from planc.ir.plan import Plan
+from planc.model.facts import Facts, Modules
+
+
+def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Prefetching goes from entry to entry of a list of units.
+
+    The backward pass ends where nothing before needs a gradient. The first trainable block would
+    still gather the frozen ones before it, for nothing: FSDP's own prefetching stops there.
+    """
+    section = plan.fsdp
+    if section is None or section.prefetch is None or not section.shard or "fsdp" in plan.broken:
+        return
+    found = lists(plan, facts)
+    if not found:
+        sink.error(
+            "PL444",
+            "there is nothing to gather ahead: no list of modules has units",
+            section.prefetch.origin,
+            help="make the blocks units: `model.layers.* : unit`",
+        )
+    if not section.prefetch.backward or "train" in plan.broken:
+        return
+    for units in found:
+        gap = _skipped(units, plan, facts)
+        if gap is not None:
+            sink.error(
+                "PL445",
+                f"backward never comes to `{gap}`, frozen as all before it, and would gather it",
+                Label(span=section.prefetch.origin, text="gathers the entries before"),
+                *_frozen(gap, plan),
+                help="leave `backward` out, or put the frozen blocks into one unit: "
+                f"`group({gap}) : unit`",
+            )
+
+
+def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
+    """The frozen units at the beginning of a list, where a later entry trains."""
+    members = list(owned(plan, facts))
+    at = next(i for i, s in enumerate(units[0].path) if not isinstance(s, str))
+    first: int | None = None
+    reached = False
+    for own in members:
+        if not any(own.trains(p) for p in own.modules.module.parameters):
+            continue
+        segment = own.modules.path[at] if len(own.modules.path) > at else ""
+        if own.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(segment, str):
+            first = segment.first if first is None else min(first, segment.first)
+            reached = True
+        elif not reached:
+            return None  # a trainable module before the list: the backward pass goes through it
+    if first is None:
+        return None
+    every = entries(units)
+    frozen = type(every).of(i for i in every if i < first)
+    if not frozen:
+        return None
+    path = (*units[0].path[:at], frozen, *units[0].path[at + 1 :])
+    return Modules(path, units[0].module)
+
+
+def _frozen(gap: Modules, plan: Plan) -> list[Label]:
+    return [
+        Label(span=rule.origin, text="frozen")
+        for rule in plan.train
+        if not rule.trainable and (gap.within(rule.modules) or rule.modules.within(gap))
+    ]

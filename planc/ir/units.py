@@ -1,0 +1,215 @@
+"""The rules of an fsdp section -> units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planc.ir.arguments import Arguments, unknown
+from planc.ir.claims import Claims, Placed
+from planc.ir.plan import Precision, Unit
+from planc.ir.policies import PRECISION, precision
+from planc.ir.scope import Scope
+from planc.ir.select import select
+from planc.model.facts import Modules, Segment
+from planc.model.indices import Indices
+from planc.source import Span
+from planc.syntax import tree
+
+_RESHARD = {"always": True, "never": False, "except_last": "except_last"}
+_KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What `unit(...)` says, and of which line.
+
+    Args:
+        group: whether all modules of the line are one unit.
+    """
+
+    reshard: bool | int | str = True
+    precision: Precision | None = None
+    shard: tuple[str, ...] | None = None
+    shard_dim: int = 0
+    group: bool = False
+    origin: Span
+
+
+def rule(item: tree.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -> None:
+    """Adds what a rule of the section makes a unit."""
+    if item.action.name != "unit":
+        unknown(item.action, ("unit",), "fsdp action", scope)
+        return
+    terms = _terms(item, scope)
+    if terms is None:
+        return
+    if isinstance(item.target, tree.Call):
+        members = _called(item, item.target, placed, scope)
+        # a group is one unit, so it is its own last
+        word = False if isinstance(terms.reshard, str) else terms.reshard
+        own = replace(terms, reshard=word, group=True)
+        claims.add_all([(m, own) for m in members], "unit", item.origin, override=item.override)
+        return
+    root = item.target.path == "root" and not placed.nested
+    found = (
+        (scope.facts.model,)
+        if root
+        else select(item.target, placed.bases, scope, optional=item.optional)
+    )
+    _claim(found, terms, item, claims)
+
+
+def _terms(item: tree.Rule, scope: Scope) -> Terms | None:
+    arguments = Arguments(item.action, scope, _KNOWN)
+    reshard = arguments.word("reshard", _RESHARD, True, or_integer=True)
+    own = _precision(arguments)
+    shard = _axes(arguments)
+    shard_dim = arguments.integer("shard_dim", 0)
+    if shard_dim < 0:
+        arguments.wrong(item.action, "`shard_dim` counts from the first dim, which is 0")
+    if not arguments.done(positional=int(own is not None)):
+        return None
+    return Terms(
+        reshard=reshard, precision=own, shard=shard, shard_dim=shard_dim, origin=item.origin
+    )
+
+
+def _precision(arguments: Arguments) -> Precision | None:
+    """`unit(precision(param = fp32))`: a unit's own precision."""
+    call = arguments.positional[0].value if arguments.positional else None
+    if not isinstance(call, tree.Call) or call.name != "precision":
+        return None
+    inner = Arguments(call, arguments.scope, PRECISION)
+    found = precision(inner, call.origin)
+    arguments.ok &= inner.done()
+    return found
+
+
+def _axes(arguments: Arguments) -> tuple[str, ...] | None:
+    """`unit(on = dp_shard * cp)`: axes, and not the numbers that they stand for elsewhere."""
+    expression = arguments.take("on")
+    if expression is None:
+        return None
+    names = tuple(_factors(expression))
+    if None in names:
+        told = "write `on = dp_shard`, or `on = dp_shard * cp`"
+        arguments.wrong(expression, "`on` names axes of the mesh", told)
+        return None
+    return tuple(n for n in names if n is not None)
+
+
+def _factors(expression: tree.Expr) -> Iterator[str | None]:
+    match expression:
+        case tree.Name():
+            yield expression.path
+        case tree.Binary(op="*"):
+            yield from _factors(expression.left)
+            yield from _factors(expression.right)
+        case _:
+            yield None
+
+
+def _claim(
+    found: tuple[Modules, ...], terms: Terms, item: tree.Rule, claims: Claims[Terms]
+) -> None:
+    """Claims the modules, those that `except_last` tells apart with what it means for each."""
+    last = max((_outermost(m).last for m in found if _lists(m)), default=None)
+    parts = [part for modules in found for part in _parts(modules, terms.reshard, last)]
+    claims.add_all(
+        [(m, replace(terms, reshard=word)) for m, word in parts],
+        "unit",
+        item.origin,
+        override=item.override,
+    )
+
+
+def _lists(modules: Modules) -> list[int]:
+    """The positions of a path where it picks entries of a list, the outermost only."""
+    return [i for i, s in enumerate(modules.path) if isinstance(s, Indices)][:1]
+
+
+def _outermost(modules: Modules) -> Indices:
+    indices = modules.path[_lists(modules)[0]]
+    assert isinstance(indices, Indices)
+    return indices
+
+
+def _parts(
+    modules: Modules, reshard: bool | int | str, last: int | None
+) -> list[tuple[Modules, bool | int]]:
+    """`except_last`: the entry with the highest index of the rule's list keeps its parameters."""
+    if not isinstance(reshard, str):
+        return [(modules, reshard)]
+    positions = _lists(modules)
+    if not positions or last is None:
+        return [(modules, True)]
+    at, indices = positions[0], _outermost(modules)
+    final = indices & Indices.of([last])
+    parts: list[tuple[Modules, bool | int]] = []
+    for some, word in ((indices - final, True), (final, False)):
+        if some:
+            path: tuple[Segment, ...] = (*modules.path[:at], some, *modules.path[at + 1 :])
+            parts.append((Modules(path, modules.module), word))
+    return parts
+
+
+# Calls in the place of a selector ----------------------------------------------------------------
+
+
+def _called(item: tree.Rule, call: tree.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
+    if call.name != "group":
+        unknown(call, ("group",), "unit", scope)
+        return ()
+    return _members(item, call, placed, scope)
+
+
+def _members(item: tree.Rule, call: tree.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
+    """`group(a, b) : unit`: what is to be one unit; empty after a finding."""
+    arguments = Arguments(call, scope)
+    if placed.nested:
+        arguments.wrong(call, "a group stands outside blocks", "name its members in full")
+        return ()
+    members: list[Modules] = []
+    for argument in arguments.positional:
+        target = argument.value
+        if isinstance(target, tree.Name):
+            target = tree.Selector(origin=target.origin, path=target.path)
+        if not isinstance(target, tree.Selector):
+            arguments.wrong(target, "a group holds modules", "write `group(model.norm, lm_head)`")
+            return ()
+        found = select(target, placed.bases, scope, optional=item.optional)
+        if not found and not item.optional:
+            return ()
+        members.extend(found)
+    if not arguments.done(positional=len(arguments.positional)):
+        return ()
+    if not members and not item.optional:
+        arguments.wrong(call, "the group is empty", "write `group(model.norm, lm_head)`")
+    return tuple(members)
+
+
+def units(claims: Claims[Terms]) -> Iterator[Unit]:
+    """The units that the claims leave, in the plan's order."""
+    done: set[Terms] = set()
+    for claim in claims.claims:
+        terms = claim.value
+        if not terms.group:
+            yield _unit((claim.modules,), terms, group=False)
+        elif terms not in done:
+            done.add(terms)
+            members = tuple(c.modules for c in claims.claims if c.value == terms)
+            yield _unit(members, terms, group=len(members) > 1 or len(members[0]) > 1)
+
+
+def _unit(members: tuple[Modules, ...], terms: Terms, *, group: bool) -> Unit:
+    assert not isinstance(terms.reshard, str)
+    return Unit(
+        members=members,
+        group=group,
+        reshard=terms.reshard,
+        precision=terms.precision,
+        shard=terms.shard,
+        shard_dim=terms.shard_dim,
+        origin=terms.origin,
+    )

@@ -1,0 +1,94 @@
+"""What FSDP is asked to do with a unit, and what is set on units afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from planc.ir.lists import entries, of_entry
+from planc.lowering.ops import FullyShard, Prefetch
+from planc.runtime.meshes import Meshes
+from planc.runtime.shards import units
+
+
+def keywords(op: FullyShard, meshes: Meshes, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The arguments that all calls of an operation share."""
+    mesh = meshes.data(op.shard, op.replicate)
+    shared: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_dtype(op.param),
+            reduce_dtype=_dtype(op.reduce),
+            output_dtype=_dtype(op.output),
+            cast_forward_inputs=op.cast_inputs,
+        ),
+    }
+    if op.shard:
+        shared["reshard_after_forward"] = op.reshard
+    if op.ignored:
+        names = (name for some in op.ignored for name in some.names())
+        shared["ignored_params"] = {p for name in names for p in modules[name].parameters()}
+    if op.shard_dim:
+        shared["shard_placement_fn"] = _along(op.shard_dim, mesh.size(mesh.ndim - 1))
+    if op.offload:
+        pin = op.pin and torch.cuda.is_available()  # without a device nothing can pin memory
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=pin)
+    return shared
+
+
+def wrap(op: FullyShard, module: nn.Module | list[nn.Module], shared: dict[str, Any]) -> None:
+    """One call of `fully_shard`, or of `replicate` where there is nothing to shard over."""
+    if op.shard:
+        fully_shard(module, **shared)
+        return
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, **shared)
+
+
+def _along(dim: int, ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Splits that dim of the parameters that have it, where it divides; torch asks for no less.
+
+    What tensor parallelism left of a parameter is what FSDP splits.
+    """
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        shape = getattr(parameter, "_local_tensor", parameter).shape
+        return Shard(dim) if len(shape) > dim and shape[dim] % ranks == 0 else None
+
+    return placement
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def divide(model: nn.Module, factor: float, mesh: DeviceMesh) -> None:
+    """Gradients are summed and divided by a number, in every unit."""
+    for unit in units(model):
+        unit.set_gradient_divide_factor(factor)
+        # torch's own way is a reduction that scales first, which gloo does not have
+        unit.set_force_sum_reduction_for_comms(mesh.device_type == "cpu")
+
+
+def prefetch(op: Prefetch, modules: Mapping[str, nn.Module]) -> None:
+    """Each entry of a list gathers the units of the next ones with its own."""
+    indices = list(entries(op.units))
+    for depth, forward in ((op.forward, True), (op.backward, False)):
+        order = op.units if forward else op.returning
+        parts = [[of_entry(some, index) for some in order] for index in indices]
+        blocks = [[modules[n] for part in some if part for n in part.names()] for some in parts]
+        if not forward:
+            blocks.reverse()
+        for i, (first, *_) in enumerate(blocks):
+            ahead: Any = [unit for block in blocks[i + 1 : i + 1 + depth] for unit in block]
+            if ahead and forward:
+                first.set_modules_to_forward_prefetch(ahead)
+            elif ahead:
+                first.set_modules_to_backward_prefetch(ahead)

@@ -1,0 +1,141 @@
+"""The fsdp section, line by line: what a plan does is what torch does by hand, bit for bit."""
+
+import pytest
+
+LIMIT = 1e-5
+
+HEAD = "plan t for llama\n\nmesh {\n    dp_shard = auto\n}\n\n"
+TENSOR_HEAD = """plan t for llama
+
+mesh {
+    dp_shard = auto
+    tp       = 2
+}
+
+tensor on tp {
+    model.layers.* {
+        self_attn.{q,k,v}_proj : colwise
+        mlp.{gate,up}_proj     : colwise
+        self_attn.o_proj       : rowwise
+        mlp.down_proj          : rowwise
+    }
+}
+
+"""
+UNITS = "    model.layers.* : unit\n    root : unit\n"
+
+CASES = {
+    "ignoring": HEAD
+    + """train {
+    model.embed_tokens             : frozen
+    model.layers.*.input_layernorm : frozen
+}
+
+fsdp on dp_shard {
+    ignore model.embed_tokens
+    ignore model.layers.*.input_layernorm
+    model.layers.* : unit
+    root           : unit(reshard = never)
+}
+""",
+    "freezing": HEAD
+    + """train {
+    model.embed_tokens : frozen
+    model.layers       : frozen
+    model.layers.*.mlp : trainable
+}
+
+fsdp on dp_shard {
+    precision(reduce = fp64)
+    model.layers.* : unit
+    root           : unit
+}
+""",
+    "second_dim": HEAD
+    + "fsdp on dp_shard {\n    model.layers.* : unit(shard_dim = 1)\n    root : unit\n}\n",
+    "second_dim_tensor": TENSOR_HEAD
+    + "fsdp on dp_shard {\n    model.layers.* : unit(shard_dim = 1)\n    root : unit\n}\n",
+    "own_axes": """plan t for llama
+
+mesh {
+    a = 2
+    b = 2
+}
+
+fsdp on a * b {
+    model.layers.*.mlp : unit(on = b)
+    model.layers.*     : unit
+    root               : unit
+}
+""",
+    "fetched": HEAD
+    + """fsdp on dp_shard {
+    prefetch(forward = 2, backward = 1)
+    model.layers.*.mlp : unit
+    model.layers.*     : unit
+    root               : unit
+}
+""",
+    "hosted": HEAD + f"fsdp on dp_shard {{\n    offload(cpu)\n{UNITS}}}\n",
+    "copied": """plan t for llama
+
+mesh {
+    dp = auto
+}
+
+replicate on dp {
+    model.layers.*             : unit
+    group(model.norm, lm_head) : unit
+    root                       : unit
+}
+""",
+    "copied_tensor": TENSOR_HEAD.replace("dp_shard", "dp") + f"replicate on dp {{\n{UNITS}}}\n",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_torch_by_hand(four, tmp_path, name):
+    plan = tmp_path / "t.plan"
+    plan.write_text(CASES[name])
+    changes = {"num_hidden_layers": 4} if name == "fetched" else None
+    results = four.run(
+        "unitjobs.judge", model="llama", path=str(plan), hand=name, changes=changes
+    )
+    assert all(r["error"] < LIMIT for r in results), results
+    for result in results:
+        assert result["applied"] == result["script"] == result["hand"], result
+
+
+DIVIDED = HEAD + f"fsdp on dp_shard {{\n    divide = 8\n{UNITS}}}\n"
+
+
+def test_gradients_are_divided_by_what_the_plan_says(four, tmp_path):
+    plan = tmp_path / "t.plan"
+    plan.write_text(DIVIDED)
+    results = four.run("unitjobs.judge", model="llama", path=str(plan), hand="divided", steps=1)
+    for result in results:
+        assert result["applied"] == result["script"] == result["hand"]
+        assert result["error"] > 0.4  # a sum over 4 ranks divided by 8 is half their mean
+    halved = four.run("unitjobs.halved", model="llama", path=str(plan))
+    assert max(halved) < LIMIT
+
+
+def test_prefetch_gathers_ahead(four, tmp_path):
+    """The order of the gathers: with the plan's word two blocks early, without it just in time."""
+    plan = tmp_path / "t.plan"
+    plan.write_text(CASES["fetched"])
+    for order in four.run("unitjobs.gathered", path=str(plan)):
+        start = order.index("forward 0")
+        assert order[start : start + 6] == [
+            "forward 0",
+            "gather 0",
+            "gather 1",
+            "gather 1.mlp",
+            "gather 2",
+            "gather 2.mlp",
+        ]
+        back = order.index("backward 3")
+        assert order[back + 1 : back + 3] == ["gather 2", "gather 2.mlp"]
+    plan.write_text(CASES["fetched"].replace("    prefetch(forward = 2, backward = 1)\n", ""))
+    for order in four.run("unitjobs.gathered", path=str(plan)):
+        assert "gather 2" not in order[: order.index("forward 1")]

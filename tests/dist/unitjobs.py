@@ -1,0 +1,278 @@
+"""What tests/dist/test_units.py runs on every rank: a plan, its script, and the same by hand."""
+
+import numerics
+import torch
+from numerics import BATCH, build, data, error, plain, whole
+from torch import distributed
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import planc
+
+
+def judge(model, path, hand=None, overrides=(), changes=None, steps=2):
+    """A plan file beside the single process, its emitted script and torch by hand.
+
+    Args:
+        hand: a function here that spreads the model; it gives the data rank and size.
+
+    Returns:
+        `errors` by name, of logits, loss, the worst gradient and the worst weight after the steps;
+        and the digests of all numbers of this rank: `applied`, `script`, `hand`.
+    """
+    changes = changes or {}
+    single = build(model, **changes)
+    frozen = set()
+    bits, errors = {}, {}
+    for way in ("applied", "script", "hand"):
+        if way == "hand" and hand is None:
+            continue
+        made = build(model, **changes)
+        lowered = planc.lower(
+            made, path, world_size=distributed.get_world_size(), overrides=overrides
+        )
+        spread = {"applied": numerics.by_planc, "script": numerics.by_script}.get(way)
+        rank, size = spread(made, lowered) if spread else globals()[hand](made)
+        if way == "applied":
+            frozen = {plain(n) for n, p in made.named_parameters() if not p.requires_grad}
+            for name, parameter in single.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+        seen = train(made, rank, size, steps)
+        bits[way] = numerics.bits(*seen.values())
+        if way == "applied":
+            right = train(single, 0, 1, steps, rows=(rank, size))
+            assert seen.keys() == right.keys(), seen.keys() ^ right.keys()
+            errors = {n: error(t, right[n], _least(n, right)) for n, t in seen.items()}
+    worst = max(errors, key=errors.get)
+    return {"worst": worst, "error": errors[worst], "frozen": sorted(frozen), **bits}
+
+
+def _least(name, right):
+    """Some gradients are 0 but for rounding: a key's bias does nothing behind a softmax."""
+    kind = name.partition(" ")[0]
+    largest = max(t.abs().max().item() for n, t in right.items() if n.partition(" ")[0] == kind)
+    return 1e-3 * largest
+
+
+def train(model, rank, size, steps, rows=(0, 1)):
+    """Logits, loss, gradients and weights of some steps, by name, all of them whole."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    seen = {}
+    for step in range(steps):
+        tokens, labels = data(model.config.vocab_size, seed=step)
+        part = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+        output = model(input_ids=tokens[part], labels=labels[part], use_cache=False)
+        output.loss.backward()
+        loss = whole(output.loss).clone()
+        if size > 1 or rows == (0, 1):
+            distributed.all_reduce(loss)
+            loss /= distributed.get_world_size()
+        seen[f"loss {step}"] = loss
+        own = slice(rows[0] * BATCH // rows[1], (rows[0] + 1) * BATCH // rows[1])
+        seen[f"logits {step}"] = whole(output.logits)[own if rows != (0, 1) else slice(None)].clone()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                seen[f"gradient {plain(name)} {step}"] = whole(parameter.grad).clone()
+            else:
+                assert parameter.grad is None, f"{name} is frozen and has a gradient"
+        optimizer.step()
+        optimizer.zero_grad()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+    for name, parameter in model.named_parameters():
+        seen[f"weight {plain(name)}"] = whole(parameter).clone()
+    return seen
+
+
+def halved(model, path):
+    """How far the gradients of a plan that divides by 8 are from half of the single process's."""
+    single, made = build(model), build(model)
+    rank, size = numerics.by_planc(made, planc.lower(made, path, world_size=4))
+    right, seen = train(single, 0, 1, 1), train(made, rank, size, 1)
+    names = [n for n in right if n.startswith("gradient")]
+    return max(error(seen[n], right[n] / 2, _least(n, right)) for n in names)
+
+
+def gathered(path):
+    """Passes through the blocks of a four-layer llama and the gathers of one step, in order."""
+    from unittest import mock
+
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
+
+    made = build("llama", num_hidden_layers=4)
+    numerics.by_planc(made, planc.lower(made, path, world_size=4))
+    names, seen = {}, []
+    for name, unit in made.named_modules():
+        if isinstance(unit, FSDPModule) and "layers." in name:
+            short = name.removeprefix("model.layers.")
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                names[id(group)] = short
+    gather, before, after = Group.unshard, Group.pre_forward, Group.pre_backward
+
+    def note(kind, method):
+        def noted(self, *arguments):
+            known = self._all_gather_result is not None or self.is_unsharded
+            if id(self) in names and not (kind == "gather" and known):
+                seen.append(f"{kind} {names[id(self)]}")
+            return method(self, *arguments)
+
+        return noted
+
+    with (
+        mock.patch.object(Group, "unshard", note("gather", gather)),
+        mock.patch.object(Group, "pre_forward", note("forward", before)),
+        mock.patch.object(Group, "pre_backward", note("backward", after)),
+    ):
+        train(made, distributed.get_rank(), 4, 1)
+    return seen
+
+
+# By hand -----------------------------------------------------------------------------------------
+
+
+def world(*sizes, names=("dp_shard",)):
+    return init_device_mesh("cpu", sizes or (4,), mesh_dim_names=names)
+
+
+def place(mesh, *axes):
+    rank, size = 0, 1
+    for axis in axes:
+        rank = rank * mesh[axis].size() + mesh[axis].get_local_rank()
+        size *= mesh[axis].size()
+    return rank, size
+
+
+def ignoring(model):
+    mesh = world()
+    model.model.embed_tokens.requires_grad_(False)
+    for block in model.model.layers:
+        block.input_layernorm.requires_grad_(False)
+    ignored = set(model.model.embed_tokens.parameters())
+    for block in model.model.layers:
+        ignored |= set(block.input_layernorm.parameters())
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, ignored_params=ignored)
+    fully_shard(model, mesh=mesh, ignored_params=ignored, reshard_after_forward=False)
+    return place(mesh, "dp_shard")
+
+
+def freezing(model):
+    mesh = world()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers.requires_grad_(False)
+    for block in model.model.layers:
+        block.mlp.requires_grad_(True)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return place(mesh, "dp_shard")
+
+
+def along(dim, ranks):
+    def placement(parameter):
+        shape = getattr(parameter, "_local_tensor", parameter).shape
+        return Shard(dim) if len(shape) > dim and shape[dim] % ranks == 0 else None
+
+    return placement
+
+
+def second_dim(model):
+    mesh = world()
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, shard_placement_fn=along(1, 4))
+    fully_shard(model, mesh=mesh)
+    return place(mesh, "dp_shard")
+
+
+def second_dim_tensor(model):
+    mesh = world(2, 2, names=("dp_shard", "tp"))
+    for block in model.model.layers:
+        plan = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+        plan |= {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+        plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh["dp_shard"], shard_placement_fn=along(1, 2))
+    fully_shard(model, mesh=mesh["dp_shard"])
+    return place(mesh, "dp_shard")
+
+
+def own_axes(model):
+    mesh = world(2, 2, names=("a", "b"))
+    both = mesh["a", "b"]._flatten("a_b")
+    turned = type(mesh)._concatenate([mesh["a"], mesh["b"]])
+    for block in model.model.layers:
+        fully_shard(block.mlp, mesh=turned)
+        fully_shard(block, mesh=both)
+    fully_shard(model, mesh=both)
+    return place(mesh, "a", "b")
+
+
+def fetched(model):
+    mesh = world()
+    layers = model.model.layers
+    for block in layers:
+        fully_shard(block.mlp, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for i, block in enumerate(layers):
+        ahead = [unit for b in layers[i + 1 : i + 3] for unit in (b, b.mlp)]
+        if ahead:
+            block.set_modules_to_forward_prefetch(ahead)
+        before = [unit for b in reversed(layers[max(i - 1, 0) : i]) for unit in (b, b.mlp)]
+        if before:
+            block.set_modules_to_backward_prefetch(before)
+    return place(mesh, "dp_shard")
+
+
+def divided(model):
+    mesh = world()
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(8)
+            unit.set_force_sum_reduction_for_comms(True)
+    return place(mesh, "dp_shard")
+
+
+def hosted(model):
+    mesh = world()
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    return place(mesh, "dp_shard")
+
+
+def copied(model):
+    mesh = world(4, names=("dp",))
+    for block in model.model.layers:
+        replicate(block, mesh=mesh)
+    replicate([model.model.norm, model.lm_head], mesh=mesh)
+    replicate(model, mesh=mesh)
+    return place(mesh, "dp")
+
+
+def copied_tensor(model):
+    mesh = world(2, 2, names=("dp", "tp"))
+    for block in model.model.layers:
+        plan = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+        plan |= {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+        plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    for block in model.model.layers:
+        replicate(block, mesh=mesh["dp"])
+    replicate(model, mesh=mesh["dp"])
+    return place(mesh, "dp")
