@@ -1,4 +1,4 @@
-"""Floor 8: arguments and exit codes; no logic."""
+"""Floor 9: arguments and exit codes; no logic."""
 
 from __future__ import annotations
 

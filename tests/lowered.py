@@ -7,10 +7,15 @@ from hypothesis import strategies as st
 from planc.ir.style import (
     Change,
     Colwise,
+    Experts,
+    Held,
     Input,
+    MlaKv,
     Output,
+    Parameters,
     Partial,
     Replicate,
+    Replicated,
     Rowwise,
     Sequence,
     Shard,
@@ -161,9 +166,24 @@ layouts = st.sampled_from([Replicate(), Partial(), Shard(0), Shard(1), Shard(-1)
 changes = st.builds(Change, layouts, layouts)
 counts = st.integers(0, 2**40)
 words = st.sampled_from(["weight", "bias", "place", "reason", "x"])
+sizes = st.integers(1, 4) | st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+weighted = {
+    "input": layouts,
+    "output": layouts,
+    "local": st.booleans(),
+    "parts": sizes,
+    "interleaved": st.booleans(),
+    "transposed": st.booleans(),
+}
+held = st.builds(Held, layout=layouts, parts=sizes, interleaved=st.booleans())
+bare = st.dictionaries(words, held, min_size=1, max_size=2).map(lambda d: tuple(d.items()))
 any_style = st.one_of(
-    st.builds(Colwise, input=layouts, output=layouts, local=st.booleans()),
-    st.builds(Rowwise, input=layouts, output=layouts, local=st.booleans()),
+    st.builds(Colwise, **weighted),
+    st.builds(Rowwise, **weighted),
+    st.just(Replicated(summed=True)),
+    st.builds(MlaKv, rope=st.integers(1, 64)),
+    st.builds(Parameters, held=bare),
+    st.builds(Experts, held=bare, input=layouts, output=layouts),
     st.builds(Sequence, dim=st.integers(-3, 3), local=st.booleans()),
     st.builds(
         Input,

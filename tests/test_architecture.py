@@ -23,9 +23,10 @@ FLOORS = {
     "runtime": 5,
     "driver": 6,
     "proof": 7,
-    "api": 8,
-    "cli": 8,
-    "__init__": 9,
+    "draft": 8,
+    "api": 9,
+    "cli": 9,
+    "__init__": 10,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -63,6 +63,8 @@ def tensor(rules, tp=2, units=UNITS, family="llama"):
         ("gemma-3-1b", "gemma3", 1),
         ("phi-4", "phi3", 8),
         ("phi-3-mini", "phi3", 8),
+        ("mixtral-8x7b", "mixtral", 8),
+        ("glm-4-9b", "glm", 2),
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", ["true", "false"])
@@ -172,7 +174,11 @@ def resized(module, old, new):
 @pytest.mark.parametrize(
     ("model", "family", "rule", "word"),
     [
-        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : colwise", "transposed"),
+        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : sequence", "not a norm"),
+        ("llama-3.1-8b", "llama", "model.layers.*.mlp : mla_kv(rope = 8)", "no linear layer"),
+        ("llama-3.1-8b", "llama", "lm_head : mla_kv(rope = 1M)", "takes 1,000,000 of them"),
+        ("llama-3.1-8b", "llama", "model.embed_tokens : colwise(parts = 2)", "no projections"),
+        ("llama-3.1-8b", "llama", "model.rotary_emb : replicate(gradient = sum)", "no parameters"),
         ("llama-3.1-8b", "llama", "model.norm : colwise", "neither"),
         ("llama-3.1-8b", "llama", "model.layers.*.mlp : rowwise", "neither"),
         ("llama-3.1-8b", "llama", "model.layers.* : sequence", "modules inside"),

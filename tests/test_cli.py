@@ -100,6 +100,7 @@ CASES = [
     ("xglm-564m", "xglm", ["tp=2"]),
     ("biogpt", "biogpt", ["tp=2"]),
     ("persimmon-8b", "persimmon", ["tp=2"]),
+    ("mixtral-8x7b", "mixtral", ["tp=2"]),
 ]
 
 

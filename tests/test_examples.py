@@ -19,6 +19,7 @@ MODELS = {
     "qwen3": "qwen3-8b",
     "phi3": "phi-4",
     "gpt2": "gpt2",
+    "mixtral": "mixtral-8x7b",
 }
 EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
 UNREACHED = {

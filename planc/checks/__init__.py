@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planc.checks.axes import axes
+from planc.checks.bare import bare
 from planc.checks.blocks import blocks
 from planc.checks.checkpoints import checkpoints
 from planc.checks.compiled import compiled
@@ -23,6 +24,7 @@ from planc.checks.ignored import ignored
 from planc.checks.kinds import kinds
 from planc.checks.norms import norms
 from planc.checks.offload import offload
+from planc.checks.packed import packed
 from planc.checks.pairs import pairs
 from planc.checks.partners import partners
 from planc.checks.precision import precision
@@ -47,6 +49,8 @@ RULES: tuple[Rule, ...] = (
     axes,
     containers,
     kinds,
+    bare,
+    packed,
     fused,
     halves,
     heads,
@@ -82,8 +86,8 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     Args:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
-        sink: receives PL15x and PL16x (kinds, pairs and norms), PL2xx (shapes), PL35x
-            (axes) and PL4xx (composition).
+        sink: receives PL15x and PL16x (kinds, pairs and norms), PL2xx (shapes and
+            parameters), PL35x (axes) and PL4xx (composition).
     """
     for rule in RULES:
         rule(plan, facts, sink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planc.checks.table import active, axis_label, splits_output
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan
+from planc.ir.style import Colwise
 from planc.model.facts import Facts
 
 FUSED = {
@@ -23,12 +24,15 @@ def fused(plan: Plan, facts: Facts, sink: Sink) -> None:
         name = rule.modules.path[-1] if rule.modules.path else ""
         if not isinstance(name, str) or name not in FUSED or not splits_output(rule):
             continue
+        if isinstance(rule.style, Colwise) and rule.style.parts != 1:
+            continue
         sink.warning(
             "PL151",
             f"`{rule.modules}` holds {FUSED[name]} in one weight, which a plain colwise "
             "splits in the wrong places",
             rule.origin,
             axis_label(plan, rule),
-            help="gather its output: `colwise(-> replicate)`, and give the next projection "
+            help="say what is in it, `colwise(parts = 2)`, if the model cuts what it has in parts; "
+            "else gather its output: `colwise(-> replicate)`, and give the next projection "
             "`rowwise(replicate -> ...)`",
         )

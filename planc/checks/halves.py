@@ -24,7 +24,8 @@ def halves(plan: Plan, facts: Facts, sink: Sink) -> None:
     seen: set[str] = set()
     for rule in rules:
         named = rule.modules.path and rule.modules.path[-1] in FUSED
-        local = isinstance(rule.style, Colwise) and rule.style.local
+        style = rule.style
+        local = isinstance(style, Colwise) and style.local and style.parts == 1
         if named or not local or not splits_output(rule) or str(rule.modules) in seen:
             continue
         for parent in parents(facts, rule.modules):
@@ -42,7 +43,8 @@ def halves(plan: Plan, facts: Facts, sink: Sink) -> None:
                     Label(span=rule.origin, text="two parts in one weight"),
                     Label(span=half.origin, text=f"takes {_wide(half, 1):,}"),
                     axis_label(plan, rule),
-                    help="gather its output: `colwise(-> replicate)`, and give the next projection "
+                    help="say so: `colwise(parts = 2)`; or gather its output: "
+                    "`colwise(-> replicate)`, and give the next projection "
                     "`rowwise(replicate -> replicate)`",
                 )
 

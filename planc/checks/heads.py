@@ -17,6 +17,7 @@ from planc.checks.table import (
 )
 from planc.diagnostic import Label, Sink, one_of
 from planc.ir.plan import Plan, TensorRule
+from planc.ir.style import Colwise, Rowwise
 from planc.model.facts import Facts, Modules
 from planc.source import Span
 
@@ -64,10 +65,20 @@ def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[Split]:
         shape = next((p.shape for p in rule.modules.module.parameters if p.name == "weight"), ())
         if len(shape) != 2 or rule.modules.module.kind != "linear":
             continue
+        if not isinstance(rule.style, Colwise | Rowwise):
+            continue
         features = shape[0] if splits_output(rule) else shape[1] if takes_split(rule) else 0
-        if features and features % size == 0:
-            name = str(rule.modules.path[-1])
-            yield Split(rule, name, features // size)
+        name = str(rule.modules.path[-1])
+        for part in dict.fromkeys(_parts(rule, features)):
+            if part and part % size == 0:
+                yield Split(rule, name, part // size)
+
+
+def _parts(rule: TensorRule, features: int) -> tuple[int, ...]:
+    """The features of each projection that a weight holds."""
+    assert isinstance(rule.style, Colwise | Rowwise)
+    parts = rule.style.parts
+    return parts if isinstance(parts, tuple) else (features // parts,)
 
 
 def _attention(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan, TensorRule
-from planc.ir.style import Colwise, Replicate, Rowwise, Sequence, style_name
-from planc.model.facts import Facts
+from planc.ir.style import Colwise, MlaKv, Replicate, Replicated, Rowwise, Sequence, style_name
+from planc.model.facts import Facts, Module
 
 
 def kinds(plan: Plan, facts: Facts, sink: Sink) -> None:
     """torch's colwise and rowwise take nn.Linear and nn.Embedding, its sequence style leaves.
 
-    Source: `_apply` of the styles in torch.distributed.tensor.parallel.style; transformers' Conv1D
-    is no nn.Linear, and its weight is transposed.
+    Source: `_apply` of the styles in torch.distributed.tensor.parallel.style. transformers' Conv1D,
+    a linear with a transposed weight, has a style of planc's own.
     """
     for rule in plan.tensor:
         found = _wrong(rule)
@@ -29,17 +29,23 @@ def kinds(plan: Plan, facts: Facts, sink: Sink) -> None:
         )
 
 
+def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
+    """Keys and values come out of one linear, the rotary features last."""
+    wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
+    if module.kind != "linear":
+        return ("it is no linear layer", "put it on `kv_a_proj_with_mqa`")
+    if wide <= style.rope:
+        told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
+        return (f"it gives {wide:,} features, and `rope` takes {style.rope:,} of them", told)
+    return None
+
+
 def _wrong(rule: TensorRule) -> tuple[str, str] | None:
     """Why the module can't take the style, and what to do; None where it can."""
     module = rule.modules.module
     match rule.style:
         case Colwise() | Rowwise():
-            if module.kind == "conv1d":
-                return (
-                    "its weight is transposed, and no style of torch's splits it",
-                    "leave it whole, and spread the model by FSDP",
-                )
-            if module.kind not in ("linear", "embedding"):
+            if module.kind not in ("linear", "embedding", "conv1d"):
                 return (
                     "it is neither a linear layer nor an embedding",
                     "name the projections inside it" if module.children else "leave it whole",
@@ -49,6 +55,12 @@ def _wrong(rule: TensorRule) -> tuple[str, str] | None:
                     "an embedding takes whole token ids",
                     f"write `{style_name(rule.style)}(replicate -> ...)`",
                 )
+            if module.kind == "embedding" and rule.style.parts != 1:
+                return ("an embedding holds no projections", "take `parts` out")
+        case MlaKv():
+            return _latent(rule.style, module)
+        case Replicated() if rule.style.summed and not module.count:
+            return ("it has no parameters", "take the rule out")
         case Sequence():
             if module.children:
                 return ("it has modules inside", "put `sequence` on the norms themselves")

@@ -16,7 +16,7 @@ from planc.checks.table import (
 )
 from planc.diagnostic import Label, Sink, one_of
 from planc.ir.plan import Plan, TensorRule
-from planc.ir.style import Colwise, style_name
+from planc.ir.style import Colwise, Rowwise, style_name
 from planc.model.facts import Facts
 
 
@@ -29,6 +29,8 @@ def uneven(plan: Plan, facts: Facts, sink: Sink) -> None:
     reduction dim"); with `local = false` it is right. A rank that gets nothing dies in either case.
     """
     for rule in weighted(active(plan)):
+        if not isinstance(rule.style, Colwise | Rowwise) or rule.style.parts != 1:
+            continue  # PL220 speaks of them
         sizes = [
             (p.name, p.shape[dim])
             for p in rule.modules.module.parameters

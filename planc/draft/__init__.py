@@ -1,1 +1,1 @@
-"""Floor 8: a first plan for a model, written from what its modules are for and proved as it goes."""
+"""Floor 8: a first plan for a model, from what its modules are for, proved as it goes."""

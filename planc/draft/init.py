@@ -7,17 +7,21 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostic import Sink
 from planc.draft.roles import Roles, roles
 from planc.draft.run import run
 from planc.draft.search import Search
 from planc.draft.text import Draft, render
+from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 from planc.runtime.outcome import Outcome
+from planc.syntax.format import laid_out
 
 _RANKS = 2
+_Small = tuple[Facts | None, dict[str, Any], Any, str]
+_NOTHING: _Small = (None, {}, None, "the model has no configuration to shrink")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
             transformers' own plan that matches nothing).
     """
     quiet = Sink()
-    small, values, maker, why = None, {}, None, "the model has no configuration to shrink"
+    small, values, maker, why = _NOTHING
     if "model_type" in facts.config:
         small, values, maker, why = _small(facts, quiet)
     known = small or facts
@@ -65,14 +69,14 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
         _comments(page, search, outcome, sink)
     _dead(facts, maker, page, sink)
     return Drafted(
-        text=render(page),
+        text=laid_out(render(page)),
         outcome=outcome,
         sequence=page.sequence is not None,
         runs=search.runs,
     )
 
 
-def _small(facts: Facts, sink: Sink) -> tuple[Facts | None, dict[str, Any], Any, str]:
+def _small(facts: Facts, sink: Sink) -> _Small:
     """The small model's facts, its configuration, what builds it, or why there is none."""
     from planc.model.real import Maker
 
@@ -85,7 +89,7 @@ def _small(facts: Facts, sink: Sink) -> tuple[Facts | None, dict[str, Any], Any,
             errors = [d.message for d in sink]
             return None, {}, None, errors[0] if errors else "it can't be built small"
         return small, values, Maker(values), ""
-    except (PlanError, Exception) as error:
+    except Exception as error:
         return None, {}, None, f"it can't be built small: {error}"
 
 
@@ -109,12 +113,10 @@ def _page(facts: Facts, known: Facts, found: Roles) -> Draft:
 
 def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
     """What a reader should know: what stays whole and why, what could not be decided."""
-    import transformers
-
     if outcome.verdict == "proved":
         page.comment.append(
-            f"Written by planc init from transformers {transformers.__version__}; layout flow proved it "
-            f"on a small model (largest error {outcome.worst:.0e})."
+            f"Written by planc init for transformers {cache.version('transformers')}; layout flow "
+            f"proved it on a small model (largest error {outcome.worst:.0e})."
         )
     else:
         why = outcome.reason or "; ".join(p.detail for p in outcome.parts[:1]) or "it is refuted"

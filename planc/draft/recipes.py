@@ -66,7 +66,9 @@ class Choice:
         return self.at == len(self.recipes) - 1
 
 
-def choices(blocks: Blocks, config: Mapping[str, Any], holders: Mapping[str, Module]) -> list[Choice]:
+def choices(
+    blocks: Blocks, config: Mapping[str, Any], holders: Mapping[str, Module]
+) -> list[Choice]:
     """Every part of the blocks that can be split.
 
     Args:

@@ -1,10 +1,10 @@
 """What the modules of a model are for, read off one run of its small sibling.
 
 Blocks are the lists of modules that a model repeats. Inside, a *segment* is a few linears that open
-up (`fans`: query, key, value; gate and up) and one that closes (`close`: the output projection, down):
-tensor parallelism splits the first by features, and the last takes the split features in. Names say
-which linear closes, the order of the run says which ones belong to it; both may be wrong, and what is
-written from them is proved or taken back.
+up (`fans`: query, key, value; gate and up) and one that closes (`close`: the output projection,
+down): tensor parallelism splits the first by features, and the last takes the split features in.
+Names say which linear closes, the order of the run says which ones belong to it; both may be
+wrong, and what is written from them is proved or taken back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 from planc.model.facts import Facts, Module, Modules
 
 CLOSES = re.compile(
-    r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h|linear_2|lin2"
-    r"|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
+    r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
+    r"|linear_2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
     r"|output\.dense|out)$"
 )
 """Linears that close a segment, by the names that the families of transformers give them."""
 
 ATTENTION = re.compile(r"att|self_attention", re.I)
-ROUTER = re.compile(r"(^|\.)(gate|router|classifier|wg|shared_expert_gate|gate_weight|router\.\w+)$")
+ROUTER = re.compile(
+    r"(^|\.)(gate|router|classifier|wg|shared_expert_gate|gate_weight|router\.\w+)$"
+)
 _LINEAR = ("linear", "conv1d")
 
 

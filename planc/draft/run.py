@@ -1,4 +1,4 @@
-"""One run of a small model as it is: in which order its modules run, and what they take and give."""
+"""One run of a small model as it is: in which order modules run, what they take and give."""
 
 from __future__ import annotations
 

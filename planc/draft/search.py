@@ -1,8 +1,8 @@
 """Finds the best recipe for each part of a model that layout flow proves.
 
-It starts with the best everywhere, runs the small model, and takes back what the run refutes: a gradient
-that is a part of a sum gets a rule that sums it; a part that computes something else falls to its
-next recipe. Each step takes something back, so it ends.
+It starts with the best everywhere, runs the small model, and takes back what the run refutes: a
+gradient that is a part of a sum gets a rule that sums it; a part that computes something else falls
+to its next recipe. Each step takes something back, so it ends.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ class Search:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "draft.plan"
             path.write_text(render(self.draft), encoding="utf-8")
-            compiled = compile_plan(
-                self.facts, str(path), sink, world_size=2, settings=settings
-            )
+            compiled = compile_plan(self.facts, str(path), sink, world_size=2, settings=settings)
         if compiled.lowered is None:
             return Outcome(verdict="refuted", parts=tuple(self._refused(sink)))
         if not any(type(op).__name__ == "Parallelize" for op in compiled.lowered.ops):
@@ -303,8 +301,10 @@ def _find(at: Modules, parts: Iterable[str]) -> Module | None:
     module = at.module
     for part in parts:
         for child in module.children:
-            if (child.name == part) if child.indices is None else (
-                part.isdecimal() and int(part) in child.indices
+            if (
+                (child.name == part)
+                if child.indices is None
+                else (part.isdecimal() and int(part) in child.indices)
             ):
                 module = child.module
                 break

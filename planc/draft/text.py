@@ -49,7 +49,8 @@ def render(draft: Draft) -> str:
         lines[-1] = ""
     options = []
     if draft.sequence is not None:
-        options.append(("sequence_parallel = true", "norms and residuals hold a part of the sequence"))
+        why = "norms and residuals hold a part of the sequence between blocks"
+        options.append(("sequence_parallel = true", why))
     options += [
         ("checkpointing = true", "compute each block's activations again in backward"),
         ('param_dtype = "bf16"', "what FSDP gathers and computes in"),
@@ -85,7 +86,8 @@ def _tensor(draft: Draft) -> Iterable[str]:
     sequence = draft.sequence
     for i, path in enumerate(draft.blocks):
         plain = draft.plain.get(path, {})
-        inner = list(_ways(plain, None if sequence is None else sequence.get(path, {}), draft.notes))
+        other = None if sequence is None else sequence.get(path, {})
+        inner = list(_ways(plain, other, draft.notes))
         if inner:
             yield from [f"${_let(i)} {{", *(f"    {line}" for line in inner), "}"]
     plain = draft.plain.get("", {})

@@ -6,10 +6,12 @@ formatters leave as it is whatever their line length.
 
 from __future__ import annotations
 
+import ast
 import json
 import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 from planc.ir import style as ir
 
@@ -17,6 +19,7 @@ WIDTH = 88  # the default of ruff and black
 
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
+    ("torch", ("nn",)),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         ("CheckpointImpl", "checkpoint_wrapper"),
@@ -28,8 +31,10 @@ _IMPORTS = (
     ),
     ("torch.distributed.fsdp", ("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy")),
     ("torch.distributed.fsdp", ("fully_shard",)),
-    ("torch.distributed.tensor", ("Partial", "Replicate", "Shard")),
-    (_PARALLEL, ("ColwiseParallel", "PrepareModuleInput", "PrepareModuleOutput")),
+    ("torch.distributed.tensor", ("DTensor", "Partial", "Replicate", "Shard")),
+    ("torch.distributed.tensor", ("distribute_module", "distribute_tensor")),
+    (_PARALLEL, ("ColwiseParallel", "ParallelStyle")),
+    (_PARALLEL, ("PrepareModuleInput", "PrepareModuleOutput")),
     (_PARALLEL, ("RowwiseParallel", "SequenceParallel", "parallelize_module")),
 )
 
@@ -108,10 +113,13 @@ def attribute(name: str) -> bool:
 
 def imports(body: str) -> str:
     """The imports that a body needs, in order."""
-    lines = ["import torch"] if "torch." in body else []
+    used_names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    standard = [n for n in ("partial", "wraps") if n in used_names]
+    lines = [f"from functools import {', '.join(standard)}", ""] if standard else []
+    lines += ["import torch"] if "torch" in used_names else []
     found: dict[str, list[str]] = {}
     for module, names in _IMPORTS:
-        found.setdefault(module, []).extend(n for n in names if _used(n, body))
+        found.setdefault(module, []).extend(n for n in names if n in used_names)
     for module, used in found.items():
         line = f"from {module} import {', '.join(used)}"
         if used and len(line) <= WIDTH:
@@ -121,40 +129,83 @@ def imports(body: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _used(name: str, body: str) -> bool:
-    return any(f"{name}{end}" in body for end in ("(", ".", "):"))
-
-
 def style_source(style: ir.Style, head: str = "") -> Group:
-    """The call of a torch style; torch's defaults are left out.
+    """The call of a style, torch's or one of `planc.emit.carried`; defaults are left out.
 
     Args:
         style: of the plan.
         head: what stands before the call.
     """
-    arguments: list[str] = []
-    local = True
     match style:
         case ir.Colwise() | ir.Rowwise():
-            name = "ColwiseParallel" if isinstance(style, ir.Colwise) else "RowwiseParallel"
-            default = type(style)()
-            if style.input != default.input:
-                arguments.append(f"input_layouts={_layout(style.input)}")
-            if style.output != default.output:
-                arguments.append(f"output_layouts={_layout(style.output)}")
+            return _weighted(style, head)
         case ir.Sequence():
-            name, local = "SequenceParallel", False
-            if style.dim != 1:
-                arguments.append(f"sequence_dim={style.dim}")
+            arguments = [f"sequence_dim={style.dim}"] if style.dim != 1 else []
+            return _call("SequenceParallel", style, arguments, head)
         case ir.Input():
-            name, local = "PrepareModuleInput", False
-            arguments += _sides("input_layouts", "desired_input_layouts", style.positional)
-            arguments += _named(style)
+            arguments = _sides("input_layouts", "desired_input_layouts", style.positional)
+            return _call("PrepareModuleInput", style, [*arguments, *_named(style)], head)
         case ir.Output():
-            name = "PrepareModuleOutput"
-            arguments += _sides("output_layouts", "desired_output_layouts", style.positional)
-    if style.local != local:
-        arguments.append(f"use_local_output={style.local}")
+            arguments = _sides("output_layouts", "desired_output_layouts", style.positional)
+            return _call("PrepareModuleOutput", style, arguments, head)
+        case ir.Replicated():
+            return Group(f"{head}SummedGradient(", ())
+        case ir.MlaKv():
+            return Group(f"{head}RotaryGradient(", (str(style.rope),))
+        case ir.Parameters() | ir.Experts():
+            return _bare(style, head)
+        case _:
+            assert_never(style)
+
+
+def _call(
+    name: str,
+    style: ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output,
+    arguments: list[str],
+    head: str,
+) -> Group:
+    if style.local != ir.local_default(style):
+        arguments = [*arguments, f"use_local_output={style.local}"]
+    return Group(f"{head}{name}(", tuple(arguments))
+
+
+def _weighted(style: ir.Colwise | ir.Rowwise, head: str) -> Group:
+    name = "ColwiseParallel" if isinstance(style, ir.Colwise) else "RowwiseParallel"
+    default = type(style)()
+    arguments: list[str] = []
+    if style.input != default.input:
+        arguments.append(f"input_layouts={_layout(style.input)}")
+    if style.output != default.output:
+        arguments.append(f"output_layouts={_layout(style.output)}")
+    parts = 1 if style.interleaved else style.parts
+    if not style.transposed and parts == 1:
+        return _call(name, style, arguments, head)
+    outer = "TransposedParallel" if style.transposed else "PackedParallel"
+    inner: list[Source] = [_call(name, style, arguments, "")]
+    if parts != 1:
+        inner.append(f"parts={_sizes(parts)}")
+    return Group(f"{head}{outer}(", tuple(inner))
+
+
+def _sizes(parts: ir.Parts) -> str:
+    return str(parts if isinstance(parts, int) else list(parts))
+
+
+def _bare(style: ir.Bare, head: str) -> Group:
+    held = tuple(f"{quoted(name)}: {_layout(h.layout)}" for name, h in style.held)
+    arguments: list[Source] = [Group("{", held, "}")]
+    packed = tuple(
+        f"{quoted(name)}: {_sizes(h.parts)}"
+        for name, h in style.held
+        if h.parts != 1 and not h.interleaved
+    )
+    if isinstance(style, ir.Experts):
+        left = style.output in (ir.Partial(), ir.Shard(-1))
+        arguments.append(f"input_layout={_layout(style.input)}")
+        arguments.append(f"output_layout={None if left else _layout(style.output)}")
+    if packed:
+        arguments.append(Group("parts={", packed, "}"))
+    name = "ExpertsParallel" if isinstance(style, ir.Experts) else "BareParallel"
     return Group(f"{head}{name}(", tuple(arguments))
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 from textwrap import dedent
 from typing import assert_never
 
+from planc.emit.carried import carried
 from planc.emit.python import Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
@@ -78,7 +79,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
         body = "\n".join(_body(stage, list(group), lowered))
         functions.append(f'def {name}{arguments}:\n    """{stage.about}"""\n{body}\n')
         calls.append(f"    {name}{arguments}\n")
-    body = "\n\n".join([_mesh(lowered), *functions, _main("".join(calls))])
+    own = carried("\n\n".join(functions))
+    body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
     return f"{_docstring(lowered, digest)}\n{imports(body)}\n{body}"
 
 

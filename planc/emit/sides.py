@@ -216,8 +216,19 @@ def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
         case ir.Colwise() | ir.Rowwise():
             yield "input", str(style.input)
             yield "output", str(style.output)
+            yield from _packing(style)
         case ir.Sequence():
             yield "dim", style.dim
+        case ir.Replicated():
+            yield "gradient", "sum" if style.summed else "same"
+        case ir.MlaKv():
+            yield "rope", style.rope
+        case ir.Parameters() | ir.Experts():
+            for name, held in style.held:
+                yield name, str(held)
+            if isinstance(style, ir.Experts):
+                yield "input", str(style.input)
+                yield "output", str(style.output)
         case ir.Input() | ir.Output():
             sides = [(str(i), c) for i, c in enumerate(style.positional) if c]
             if isinstance(style, ir.Input):
@@ -225,4 +236,12 @@ def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
             for name, change in sides:
                 yield f"{name}.source", str(change.source)
                 yield f"{name}.target", str(change.target)
-    yield "local", style.local
+    local = getattr(style, "local", None)
+    if local is not None:
+        yield "local", local
+
+
+def _packing(style: ir.Colwise | ir.Rowwise) -> Iterator[tuple[str, Value]]:
+    yield "parts", style.parts if isinstance(style.parts, int) else str(list(style.parts))
+    yield "interleaved", style.interleaved
+    yield "transposed", style.transposed

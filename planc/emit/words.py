@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from planc.ir import style as ir
 from planc.lowering.ops import FullyShard, Lowered, Prefetch, Shape
@@ -61,10 +61,16 @@ def flow(style: ir.Style) -> str:
     What a module hands on is a DTensor or a rank's own part; where that is not the style's
     default, `dtensor` or `local` says so.
     """
-    default = next(f.default for f in fields(style) if f.name == "local")
-    layouts = ir.style_arguments(replace(style, local=bool(default)))
-    kept = "" if style.local == default else "local" if style.local else "dtensor"
+    default = ir.local_default(style)
+    local = getattr(style, "local", default)
+    layouts = ir.style_arguments(_with_local(style, default) if local != default else style)
+    kept = "" if local == default else "local" if local else "dtensor"
     return ", ".join(filter(None, (layouts, kept)))
+
+
+def _with_local(style: ir.Style, local: bool) -> ir.Style:
+    assert isinstance(style, ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output)
+    return replace(style, local=local)
 
 
 def precision(op: FullyShard) -> str:

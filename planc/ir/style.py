@@ -33,17 +33,29 @@ class Partial:
 
 Layout = Replicate | Shard | Partial
 
+Parts = int | tuple[int, ...]
+"""What lies side by side in one dim: a number of equal parts, or the size of each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Colwise:
     """A linear split by output features, or an embedding split by its hidden dim.
 
     torch's `ColwiseParallel`; its defaults are replicate -> shard(-1), local.
+
+    Args:
+        parts: of a weight that holds several projections: each is split, and a rank holds its
+            slice of every one.
+        interleaved: the features of the parts alternate, so a rank's slice is one piece.
+        transposed: the weight is [in, out], as in transformers' Conv1D.
     """
 
     input: Layout = Replicate()
     output: Layout = Shard(-1)
     local: bool = True
+    parts: Parts = 1
+    interleaved: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +64,15 @@ class Rowwise:
 
     torch's `RowwiseParallel`; its defaults are shard(-1) -> replicate, local. For an embedding the
     IR states replicate -> replicate, because the ids that it takes are never split by features.
+    `parts`, `interleaved` and `transposed` are as for `Colwise`, of the input features.
     """
 
     input: Layout = Shard(-1)
     output: Layout = Replicate()
     local: bool = True
+    parts: Parts = 1
+    interleaved: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,37 +117,127 @@ class Output:
     local: bool = True
 
 
-Style = Colwise | Rowwise | Sequence | Input | Output
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicated:
+    """Whole parameters, said in so many words.
+
+    Args:
+        summed: the gradient of each rank is a part of a sum over the axis.
+    """
+
+    summed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaKv:
+    """The compressed keys and values of multi-head latent attention, on `kv_a_proj_with_mqa`.
+
+    Args:
+        rope: how many of the last features go to the heads of each rank without another
+            projection, so that their gradient is a part of a sum.
+    """
+
+    rope: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """How a bare parameter is held.
+
+    Args:
+        layout: `Shard`, `Replicate` (whole, its gradient a part of a sum), or `Partial` (whole,
+            and each rank computes with one part of it in as many as there are ranks: a bias that
+            is added to a sum).
+        parts, interleaved: of a split dim, as for `Colwise`.
+    """
+
+    layout: Layout
+    parts: Parts = 1
+    interleaved: bool = False
+
+    def __str__(self) -> str:
+        if isinstance(self.layout, Shard):
+            return f"shard({', '.join([str(self.layout.dim), *_parts(self)])})"
+        return str(self.layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Bare parameters that the ranks split; the module's forward sees its rank's own."""
+
+    held: tuple[tuple[str, Held], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Expert tensors that are split inside of each expert.
+
+    Args:
+        held: all parameters of the module.
+        input: `Replicate`, and the gradients of all inputs are summed; or a split, as it is.
+        output: what the ranks' parts become: `Replicate` their sum, `Shard` a slice of it;
+            `Partial` and `Shard(-1)` leave them as they are.
+    """
+
+    held: tuple[tuple[str, Held], ...]
+    input: Layout = Replicate()
+    output: Layout = Replicate()
+
+
+Bare = Parameters | Experts
+Style = Colwise | Rowwise | Sequence | Input | Output | Replicated | MlaKv | Parameters | Experts
+
+_NAMES: dict[type, str] = {Replicated: "replicate", MlaKv: "mla_kv"}
 
 
 def style_name(style: Style) -> str:
     """The word that a plan uses for it."""
-    return type(style).__name__.lower()
+    return _NAMES.get(type(style), type(style).__name__.lower())
+
+
+def _parts(style: Colwise | Rowwise | Held) -> list[str]:
+    parts = style.parts if isinstance(style.parts, int) else list(style.parts)
+    said = [f"parts = {parts}"] if parts != 1 else []
+    return said + ["interleaved = true"] * style.interleaved
 
 
 def style_arguments(style: Style) -> str:
     """What stands in the style's brackets, defaults left out; empty for a bare style."""
-    local = True
+    parts: list[str] = []
     match style:
         case Colwise() | Rowwise():
             default = type(style)()
-            parts = []
             if style.input != default.input:
                 parts = [str(Change(style.input, style.output))]
             elif style.output != default.output:
                 parts = [f"-> {style.output}"]
+            parts += _parts(style)
         case Sequence():
-            local = False
             parts = [f"dim = {style.dim}"] if style.dim != 1 else []
         case Input():
-            local = False
             parts = [str(c) if c else "null" for c in style.positional]
             parts += [f"{name} = {change}" for name, change in style.named]
         case Output():
             parts = [str(c) if c else "null" for c in style.positional]
-    if style.local != local:
-        parts.append(f"local = {str(style.local).lower()}")
+        case Replicated():
+            parts = ["gradient = sum"] * style.summed
+        case MlaKv():
+            parts = [f"rope = {style.rope}"]
+        case Parameters() | Experts():
+            parts = [f"{name} = {held}" for name, held in style.held]
+            if isinstance(style, Experts) and style.input != Replicate():
+                parts.append(str(Change(style.input, style.output)))
+            elif isinstance(style, Experts) and style.output != Replicate():
+                parts.append(f"-> {style.output}")
+    local = getattr(style, "local", None)
+    if local is not None and local != local_default(style):
+        parts.append(f"local = {str(local).lower()}")
     return ", ".join(parts)
+
+
+def local_default(style: Style) -> bool:
+    """What torch hands on if nothing is said: the local tensor, or (False) the DTensor."""
+    return not isinstance(style, Sequence | Input)
 
 
 def style_text(style: Style) -> str:
@@ -140,24 +246,61 @@ def style_text(style: Style) -> str:
     return style_name(style) + (f"({arguments})" if arguments else "")
 
 
-def weight_shard(style: Style, kind: str, parameter: str, ndim: int) -> int | None:
-    """The dim along which a style splits a parameter, or None where it stays whole.
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Along which dim a style splits a parameter, and what lies side by side in it."""
+
+    dim: int
+    parts: Parts = 1
+    interleaved: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether a rank holds several pieces."""
+        return self.parts != 1 and not self.interleaved
+
+
+def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | None:
+    """How a style splits a parameter, or None where it stays whole.
 
     Source: `ColwiseParallel` and `RowwiseParallel` in torch.distributed.tensor.parallel.style. A
-    linear's weight is [out, in], an embedding's [vocabulary, hidden].
+    linear's weight is [out, in], a Conv1D's [in, out], an embedding's [vocabulary, hidden].
 
     Args:
         style: what the plan puts on the module.
-        kind: the module's kind, `linear` or `embedding`.
+        kind: the module's kind, `linear`, `conv1d` or `embedding`.
         parameter: the parameter's name in the module.
         ndim: the number of the parameter's dims.
     """
+    dim: int | None = None
     match style:
         case Colwise():
-            return 1 if kind == "embedding" else 0
+            turned = kind == "embedding" or (kind == "conv1d" and ndim == 2)
+            dim = 1 if turned else 0
         case Rowwise():
             if kind == "embedding":
-                return 0
-            return 1 if parameter == "weight" and ndim == 2 else None
-        case _:
-            return None
+                dim = 0
+            elif parameter == "weight" and ndim == 2:
+                dim = 0 if kind == "conv1d" else 1
+        case Parameters() | Experts():
+            held = dict(style.held).get(parameter)
+            if held is None or not isinstance(held.layout, Shard):
+                return None
+            dim = held.layout.dim % ndim if -ndim <= held.layout.dim < ndim else None
+            return None if dim is None else Split(dim, held.parts, held.interleaved)
+    if dim is None or not isinstance(style, Colwise | Rowwise):
+        return None
+    return Split(dim, style.parts, style.interleaved)
+
+
+def weight_shard(style: Style, kind: str, parameter: str, ndim: int) -> int | None:
+    """The dim along which a style splits a parameter, or None; arguments as `weight_split`."""
+    split = weight_split(style, kind, parameter, ndim)
+    return None if split is None else split.dim
+
+
+def part_sizes(split: Split, size: int) -> tuple[int, ...]:
+    """The size of each part of a dim."""
+    if isinstance(split.parts, tuple):
+        return split.parts
+    return (size // split.parts,) * split.parts

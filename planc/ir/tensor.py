@@ -6,28 +6,15 @@ from collections.abc import Iterator
 
 from planc.ir.arguments import Arguments, unknown
 from planc.ir.claims import Claims, Placed, flatten
-from planc.ir.evaluate import evaluate
 from planc.ir.plan import CheckpointRule, CompileRule, TensorRule
 from planc.ir.program import Program
 from planc.ir.scope import Scope
 from planc.ir.select import select
-from planc.ir.style import (
-    Change,
-    Colwise,
-    Input,
-    Layout,
-    Output,
-    Partial,
-    Replicate,
-    Rowwise,
-    Sequence,
-    Shard,
-    Style,
-)
+from planc.ir.style import Style
+from planc.ir.styles import STYLES, style_of
 from planc.model.facts import Modules
 from planc.syntax import tree
 
-STYLES = ("colwise", "rowwise", "sequence", "input", "output")
 _ASPECTS = {"input": "input", "output": "output"}
 
 
@@ -60,12 +47,13 @@ def _claim(
 ) -> None:
     """One style may mean two things: on an embedding, a bare rowwise takes whole ids."""
     aspect = _ASPECTS.get(rule.action.name, "style")
-    by_kind: dict[bool, list[Modules]] = {}
+    by_kind: dict[str, list[Modules]] = {}
     for modules in found:
-        by_kind.setdefault(modules.module.kind == "embedding", []).append(modules)
-    sets = list(by_kind.items())
-    for i, (embedding, group) in enumerate(sets):
-        style = style_of(rule.action, scope, embedding=embedding)
+        kind = modules.module.kind
+        own = kind if kind in ("embedding", "conv1d") else "other"
+        by_kind.setdefault(own, []).append(modules)
+    for i, (kind, group) in enumerate(by_kind.items()):
+        style = style_of(rule.action, scope, kind=kind)
         if style is None:
             return
         override = rule.override and i == 0
@@ -105,111 +93,6 @@ def _axis(section: tree.Section, program: Program) -> str | None:
         )
         return None
     return section.axes[0].path
-
-
-def style_of(call: tree.Call, scope: Scope, *, embedding: bool = False) -> Style | None:
-    """A style as the IR has it, or None after a finding.
-
-    Args:
-        call: its name is one of STYLES.
-        embedding: whether it stands on an embedding, whose bare rowwise is replicate -> replicate.
-    """
-    match call.name:
-        case "colwise" | "rowwise":
-            return _weighted(call, scope, embedding)
-        case "sequence":
-            arguments = Arguments(call, scope, ("dim", "local"))
-            dim = arguments.integer("dim", 1)
-            local = arguments.truth("local", False)
-            return Sequence(dim=dim, local=local) if arguments.done() else None
-        case "input":
-            return _input(call, scope)
-        case _:
-            return _output(call, scope)
-
-
-def _weighted(call: tree.Call, scope: Scope, embedding: bool) -> Colwise | Rowwise | None:
-    arguments = Arguments(call, scope, ("local",))
-    local = arguments.truth("local", True)
-    default = Colwise() if call.name == "colwise" else Rowwise()
-    source = default.input
-    target = default.output
-    if isinstance(default, Rowwise) and embedding:
-        source = Replicate()
-    if arguments.positional:
-        arrow = arguments.positional[0].value
-        if not isinstance(arrow, tree.Arrow):
-            told = f"write `{call.name}(-> replicate)`, or `{call.name}(shard(1) -> replicate)`"
-            arguments.wrong(arrow, f"`{call.name}` takes an arrow between two layouts", told)
-            return None
-        one = _layout(arrow.source, arguments) if arrow.source else source
-        two = _layout(arrow.target, arguments)
-        if one is None or two is None:
-            return None
-        source, target = one, two
-    if not arguments.done(positional=1):
-        return None
-    return type(default)(input=source, output=target, local=local)
-
-
-def _layout(expression: tree.Expr, arguments: Arguments) -> Layout | None:
-    match expression:
-        case tree.Name(path="replicate"):
-            return Replicate()
-        case tree.Name(path="partial"):
-            return Partial()
-        case tree.Call(name="shard") if len(expression.arguments) == 1:
-            dim = evaluate(expression.arguments[0].value, arguments.scope)
-            if isinstance(dim, int) and not isinstance(dim, bool):
-                return Shard(dim)
-    arguments.wrong(
-        expression,
-        f"`{expression.origin.text}` is no layout",
-        "a layout is `replicate`, `shard(1)` or `partial`",
-    )
-    return None
-
-
-def _change(expression: tree.Expr, arguments: Arguments) -> Change | None:
-    if not isinstance(expression, tree.Arrow) or expression.source is None:
-        told = "write what arrives and what is wanted: `shard(1) -> replicate`"
-        arguments.wrong(expression, f"`{expression.origin.text}` is no change of layout", told)
-        return None
-    source = _layout(expression.source, arguments)
-    target = _layout(expression.target, arguments)
-    return Change(source, target) if source is not None and target is not None else None
-
-
-def _positional(arguments: Arguments) -> tuple[Change | None, ...]:
-    result: list[Change | None] = []
-    for argument in arguments.positional:
-        null = isinstance(argument.value, tree.Literal) and argument.value.value is None
-        result.append(None if null else _change(argument.value, arguments))
-    return tuple(result)
-
-
-def _input(call: tree.Call, scope: Scope) -> Input | None:
-    arguments = Arguments(call, scope)
-    local = arguments.truth("local", False)
-    positional = _positional(arguments)
-    named = [(str(a.name), _change(a.value, arguments)) for a in arguments.rest()]
-    changes = tuple((name, change) for name, change in named if change is not None)
-    if not any(positional) and not changes and arguments.ok:
-        arguments.wrong(call, "`input` changes nothing", "write `input(shard(1) -> replicate)`")
-    if not arguments.ok:
-        return None
-    return Input(positional=positional, named=changes, local=local)
-
-
-def _output(call: tree.Call, scope: Scope) -> Output | None:
-    arguments = Arguments(call, scope, ("local",))
-    local = arguments.truth("local", True)
-    positional = _positional(arguments)
-    if not any(positional) and arguments.ok:
-        arguments.wrong(call, "`output` changes nothing", "write `output(shard(1) -> replicate)`")
-    if not arguments.done(positional=len(arguments.positional)):
-        return None
-    return Output(positional=positional, local=local)
 
 
 # Checkpoint and compile ------------------------------------------------------------------------

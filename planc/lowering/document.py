@@ -215,8 +215,17 @@ def _said(op: FullyShard) -> dict[str, Any]:
 def _style(style: ir.Style) -> dict[str, Any]:
     body: dict[str, Any] = {"name": ir.style_name(style)}
     match style:
+        case ir.Replicated():
+            return {**body, "gradient": "sum"}  # any other is not lowered
+        case ir.MlaKv():
+            return {**body, "rope": style.rope}
+        case ir.Parameters() | ir.Experts():
+            if isinstance(style, ir.Experts):
+                body |= {"input": str(style.input), "output": str(style.output)}
+            return {**body, "parameters": {name: _held(h) for name, h in style.held}}
         case ir.Colwise() | ir.Rowwise():
             body |= {"input": str(style.input), "output": str(style.output)}
+            body |= _packing(style) | ({"transposed": True} if style.transposed else {})
         case ir.Sequence():
             body |= {"dim": style.dim}
         case ir.Input():
@@ -227,6 +236,17 @@ def _style(style: ir.Style) -> dict[str, Any]:
         case ir.Output():
             body |= {"positional": [_change(c) for c in style.positional]}
     return {**body, "local": style.local}
+
+
+def _held(held: ir.Held) -> dict[str, Any]:
+    return {"layout": str(held.layout), **_packing(held)}
+
+
+def _packing(style: ir.Colwise | ir.Rowwise | ir.Held) -> dict[str, Any]:
+    """What is not as it mostly is: such a field is left out, so that digests stay."""
+    parts = list(style.parts) if isinstance(style.parts, tuple) else style.parts
+    body: dict[str, Any] = {} if parts == 1 else {"parts": parts}
+    return {**body, "interleaved": True} if style.interleaved else body
 
 
 def _change(change: ir.Change | None) -> list[str] | None:
@@ -285,12 +305,24 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
 
 
 def _read_style(data: dict[str, Any]) -> ir.Style:
-    local = data["local"]
+    local = bool(data.get("local"))
     match data["name"]:
         case "colwise" | "rowwise" as name:
             kind = ir.Colwise if name == "colwise" else ir.Rowwise
             one, two = _read_layout(data["input"]), _read_layout(data["output"])
-            return kind(input=one, output=two, local=local)
+            turned = data.get("transposed", False)
+            return kind(
+                input=one, output=two, local=local, transposed=turned, **_read_packing(data)
+            )
+        case "replicate":
+            return ir.Replicated(summed=data["gradient"] == "sum")
+        case "mla_kv":
+            return ir.MlaKv(rope=data["rope"])
+        case "parameters":
+            return ir.Parameters(held=_read_held(data))
+        case "experts":
+            one, two = _read_layout(data["input"]), _read_layout(data["output"])
+            return ir.Experts(held=_read_held(data), input=one, output=two)
         case "sequence":
             return ir.Sequence(dim=data["dim"], local=local)
         case "input":
@@ -298,6 +330,21 @@ def _read_style(data: dict[str, Any]) -> ir.Style:
             return ir.Input(positional=_read_changes(data), named=named, local=local)
         case _:
             return ir.Output(positional=_read_changes(data), local=local)
+
+
+def _read_held(data: dict[str, Any]) -> tuple[tuple[str, ir.Held], ...]:
+    return tuple(
+        (name, ir.Held(layout=_read_layout(held["layout"]), **_read_packing(held)))
+        for name, held in data["parameters"].items()
+    )
+
+
+def _read_packing(data: dict[str, Any]) -> dict[str, Any]:
+    parts = data.get("parts", 1)
+    return {
+        "parts": tuple(parts) if isinstance(parts, list) else parts,
+        "interleaved": data.get("interleaved", False),
+    }
 
 
 def _read_changes(data: dict[str, Any]) -> tuple[ir.Change | None, ...]:

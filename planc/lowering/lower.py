@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from planc.ir.lists import lists
 from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
-from planc.ir.style import Input, Output, weight_shard
+from planc.ir.style import Input, MlaKv, Output, Replicated, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     AnyOp,
@@ -46,9 +46,10 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         facts: the model that it was resolved for.
 
     Returns:
-        The lowered plan. Tensor-parallel rules over an axis of one rank are left out.
+        The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
+        `replicate`, which only says that a module stays as it is.
     """
-    tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
+    tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     holdings = Holdings(facts, plan, tensor)
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
@@ -189,7 +190,7 @@ def _ties(facts: Facts, tensor: list[TensorRule]) -> Iterator[Tie]:
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
     """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
-    if isinstance(rule.style, Input | Output):
+    if isinstance(rule.style, Input | Output | MlaKv):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
 

@@ -12,7 +12,7 @@ from math import prod
 
 from planc.ir.owners import owned
 from planc.ir.plan import Plan, Precision, TensorRule, Unit
-from planc.ir.style import Input, Output, weight_shard
+from planc.ir.style import Input, Output, part_sizes, weight_split
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 
 
@@ -92,9 +92,11 @@ def local_shape(parameter: Parameter, rule: TensorRule | None, plan: Plan) -> tu
     """The shape that a rule leaves of a parameter, on the rank that holds most."""
     local = list(parameter.shape)
     if rule is not None and local:
-        dim = weight_shard(rule.style, rule.modules.module.kind, parameter.name, len(local))
-        if dim is not None:
-            local[dim] = -(-local[dim] // plan.mesh.size(rule.axis))
+        kind, ranks = rule.modules.module.kind, plan.mesh.size(rule.axis)
+        split = weight_split(rule.style, kind, parameter.name, len(local))
+        if split is not None:
+            sizes = part_sizes(split, local[split.dim]) if split.packed else (local[split.dim],)
+            local[split.dim] = sum(-(-size // ranks) for size in sizes)
     return tuple(local)
 
 

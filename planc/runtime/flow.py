@@ -29,6 +29,7 @@ from planc.runtime.implicit import Implicit, redistributions
 from planc.runtime.meshes import Meshes
 from planc.runtime.numerics import FLOOR, named, relative
 from planc.runtime.outcome import LIMIT, Outcome, Part
+from planc.runtime.shards import ordered, orders
 from planc.runtime.trace import Call, Trace, line_of
 
 
@@ -141,6 +142,7 @@ def _gradients(runs: _Runs) -> Iterator[Part]:
     reference = dict(runs.single.named_parameters())
     every = (p.grad for p in reference.values() if p.grad is not None)
     floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
+    own = orders(runs.model)
     for name, parameter in named(runs.model):
         wanted = reference[name].grad
         if wanted is None:
@@ -150,7 +152,7 @@ def _gradients(runs: _Runs) -> Iterator[Part]:
         if parameter.grad is None:
             yield Part(kind="missing", subject=name, error=1.0, line=line)
             continue
-        error = _error(parameter.grad, wanted, floor)
+        error = _error(ordered(_whole(parameter.grad), own.get(name)), wanted, floor)
         kind = "gradient"
         if error > LIMIT and not isinstance(parameter.grad, DTensor):
             total = sum(by_rank(parameter.grad), torch.zeros_like(wanted))

@@ -16,7 +16,7 @@ from planc.diagnostic import Diagnostic, PlanError
 from planc.runtime.agree import problem
 from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry, fill, listing, reading
-from planc.runtime.shards import aliases, held, local, reshard, runs, take, units
+from planc.runtime.shards import Order, aliases, held, local, orders, reshard, runs, take, units
 
 Weights = Literal["slices", "rank0"]
 _STALE = (r"rotary_emb\.inv_freq$",)
@@ -191,12 +191,16 @@ class _Wish:
 
     tensor: Tensor
     entry: Entry | None
+    order: Order | None = None
 
 
 def _wishes(model: nn.Module, matched: Mapping[str, Entry]) -> list[_Wish]:
     """Every distinct tensor, in an order that is the same on every rank."""
-    tensors = held(model)
-    return [_Wish(tensors[names[0]], matched.get(names[0])) for names in aliases(model)]
+    tensors, own = held(model), orders(model)
+    return [
+        _Wish(tensors[names[0]], matched.get(names[0]), own.get(names[0]))
+        for names in aliases(model)
+    ]
 
 
 def _slices(model: nn.Module, matched: Mapping[str, Entry]) -> str | None:
@@ -210,7 +214,8 @@ def _slices(model: nn.Module, matched: Mapping[str, Entry]) -> str | None:
             with reading(file) as opened:
                 for wish in wishes:
                     assert wish.entry is not None
-                    fill(local(wish.tensor), opened, wish.entry.name, runs(wish.tensor))
+                    ranges = runs(wish.tensor, wish.order)
+                    fill(local(wish.tensor), opened, wish.entry.name, ranges)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -224,7 +229,7 @@ def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | 
     room = torch.empty(
         max((_bytes(w.tensor) for w in wishes), default=0), dtype=torch.uint8, device=device
     )
-    for tensor, entry in ((w.tensor, w.entry) for w in wishes):
+    for tensor, entry, order in ((w.tensor, w.entry, w.order) for w in wishes):
         # in the model's dtype, not the file's, which only rank 0 knows
         whole = room[: _bytes(tensor)].view(tensor.dtype).view(tuple(tensor.shape))
         if entry is not None and failure is None:
@@ -235,7 +240,7 @@ def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | 
                 failure = f"{type(error).__name__}: {error}"
         if distributed.get_world_size() > 1:
             distributed.broadcast(whole, src=0)
-        mine = take(whole, runs(tensor)) if isinstance(tensor, DTensor) else whole
+        mine = take(whole, runs(tensor, order)) if isinstance(tensor, DTensor) else whole
         local(tensor).copy_(mine)
     return failure
 

@@ -85,6 +85,8 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
         if isinstance(op, Parallelize) and lowered.axis_size(op.axis) > 1:
             layout: ir.Layout | None = None
             match op.style:
+                case ir.Colwise() if op.style.parts != 1 and not op.style.interleaved:
+                    continue  # each rank has a slice of each part, which no layout says
                 case ir.Colwise() | ir.Rowwise():
                     layout = op.style.output
                 case ir.Sequence():

@@ -20,6 +20,7 @@ from planc.lowering.ops import Lowered
 from planc.model.real import Maker
 from planc.runtime.apply import apply_lowered
 from planc.runtime.handle import Run
+from planc.runtime.shards import ordered, orders
 
 LENGTH = 16
 """Tokens of a row, at least; every sequence split of up to 16 ranks is even."""
@@ -123,7 +124,7 @@ def _train(
     """A few steps of AdamW."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
-    sample = None
+    sample, own = None, orders(model)
     for tokens, labels in batches:
         output = model(input_ids=tokens, labels=labels, use_cache=False)
         loss = getattr(output, "loss", None)
@@ -132,11 +133,13 @@ def _train(
         loss.backward()
         if sample is None:
             sample = Sample(logits=whole(output.logits), loss=mean(whole(loss)))
-            sample.gradients = {n: whole(p.grad) for n, p in named(model) if p.grad is not None}
+            sample.gradients = {
+                n: ordered(whole(p.grad), own.get(n)) for n, p in named(model) if p.grad is not None
+            }
         optimizer.step()
         optimizer.zero_grad()
     assert sample is not None
-    sample.parameters = {n: whole(p) for n, p in named(model)}
+    sample.parameters = {n: ordered(whole(p), own.get(n)) for n, p in named(model)}
     return sample
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic
 from planc.runtime.agree import problem
 from planc.runtime.loading import keys
-from planc.runtime.shards import aliases, held, irregular, runs, take
+from planc.runtime.shards import Order, aliases, held, irregular, orders, runs, take
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -33,6 +33,11 @@ def outgoing(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             if key != "params":
                 out[f"{GROUPS}{name}.{key}"] = value
     return out
+
+
+def moved(key: str, value: Any, own: Mapping[str, Order]) -> Order | None:
+    """The order of a state's values: its parameter's, for what is as large as that."""
+    return own.get(_owner(key)) if isinstance(value, Tensor) and value.ndim else None
 
 
 def check(
@@ -68,13 +73,18 @@ def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) 
     """A flat dict of a checkpoint's keys, with room for their values on this rank."""
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     out: dict[str, Any] = {}
+    own = orders(model)
     for key, meta in stored.items():
         parameter = parameters[_owner(key)].detach()
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
             same = shape == tuple(parameter.shape)
-            out[key] = room(parameter, dtype) if same else torch.empty(shape, dtype=dtype)
+            out[key] = (
+                room(parameter, dtype, own.get(_owner(key)))
+                if same
+                else torch.empty(shape, dtype=dtype)
+            )
     return out
 
 
@@ -87,12 +97,14 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
     names = {name: p for name, p, _ in _parameters(model, optimizer)}
     state: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
+    own = orders(model)
     for key, value in loaded.items():
         name, last = _owner(key), key.rpartition(".")[2]
         if key.startswith(GROUPS):
             values.setdefault(name, {})[last] = value
         else:
-            placed = shard(value, names[name]) if isinstance(value, Tensor) else value
+            order = own.get(name)
+            placed = shard(value, names[name], order) if isinstance(value, Tensor) else value
             state.setdefault(numbers[id(names[name])], {})[last] = placed
     by_id = {id(p): name for name, p in names.items()}
     groups = []
@@ -103,19 +115,19 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def room(like: Tensor, dtype: torch.dtype) -> Tensor:
+def room(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:
     """Memory for a tensor of a checkpoint that is laid out as another one."""
-    if irregular(like):
+    if irregular(like, order):
         return torch.empty(tuple(like.shape), dtype=dtype, device=like.device)
     return torch.empty_like(like, dtype=dtype)
 
 
-def shard(value: Tensor, like: Tensor) -> Tensor:
+def shard(value: Tensor, like: Tensor, order: Order | None = None) -> Tensor:
     """What `room` gave, laid out as the other one where it was whole."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value
     return DTensor.from_local(
-        take(value, runs(like)).contiguous(),
+        take(value, runs(like, order)).contiguous(),
         like.device_mesh,
         like.placements,
         run_check=False,

@@ -20,7 +20,7 @@ from planc.runtime.files import Entry
 from planc.runtime.loading import Weights, load_files, lost, match, materialise, together
 from planc.runtime.optimizers import room
 from planc.runtime.saving import METADATA, reason, saved
-from planc.runtime.shards import held, irregular, local, reshard, runs, take
+from planc.runtime.shards import held, irregular, local, orders, reshard, runs, take
 
 _MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
 
@@ -89,10 +89,11 @@ def load_checkpoint(
         optimizers.check(model, optimizer, flat, findings)
     together(findings)
     materialise(model, values, device)
-    tensors = held(model)
+    tensors, moved = held(model), orders(model)
     for name, entry in matched.items():
-        own = tensors[name].detach()
-        target[start + entry.name] = room(own, own.dtype) if irregular(own) else own
+        own, order = tensors[name].detach(), moved.get(name)
+        held_whole = irregular(own, order)
+        target[start + entry.name] = room(own, own.dtype, order) if held_whole else own
     if optimizer is not None:
         own_state = optimizers.expected(model, optimizer, flat)
         target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
@@ -100,8 +101,10 @@ def load_checkpoint(
         target[_STEP] = None
     _read(target, folder)
     for name, entry in matched.items():
-        if irregular(tensors[name]):
-            local(tensors[name]).copy_(take(target[start + entry.name], runs(tensors[name])))
+        order = moved.get(name)
+        if irregular(tensors[name], order):
+            ranges = runs(tensors[name], order)
+            local(tensors[name]).copy_(take(target[start + entry.name], ranges))
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
         optimizers.incoming(model, optimizer, loaded)

@@ -19,8 +19,8 @@ from planc.lowering.ops import Configure, Lowered
 from planc.runtime.agree import problem
 from planc.runtime.files import INDEX, SINGLE
 from planc.runtime.loading import together
-from planc.runtime.optimizers import outgoing
-from planc.runtime.shards import aliases, held, irregular, reshard, whole
+from planc.runtime.optimizers import moved, outgoing
+from planc.runtime.shards import Order, aliases, held, irregular, orders, reshard, whole
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
 
@@ -45,13 +45,15 @@ def save(
     new, old = _beside(folder)
     together(_first(lambda: _clear(folder, new)))
     reshard(model)
-    tensors = held(model)
+    tensors, own = held(model), orders(model)
     state: dict[str, Any] = {
-        "model": {n[0]: _storable(tensors[n[0]].detach()) for n in aliases(model)}
+        "model": {n[0]: _storable(tensors[n[0]].detach(), own.get(n[0])) for n in aliases(model)}
     }
     if optimizer is not None:
         flat = outgoing(model, optimizer)
-        state["optimizer"] = {name: _storable(value) for name, value in flat.items()}
+        state["optimizer"] = {
+            name: _storable(value, moved(name, value, own)) for name, value in flat.items()
+        }
     if step is not None:
         state["step"] = step
     failed: list[Diagnostic] = []
@@ -69,9 +71,11 @@ def saved(folder: Path) -> Path:
     return old if not folder.exists() and (old / METADATA).is_file() else folder
 
 
-def _storable(value: Any) -> Any:
+def _storable(value: Any, order: Order | None) -> Any:
     """A value as torch's checkpoint places it right: whole, where torch errs on a shard's place."""
-    return whole(value) if isinstance(value, Tensor) and irregular(value) else value
+    if isinstance(value, Tensor) and irregular(value, order):
+        return whole(value, order)
+    return value
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
@@ -153,14 +157,14 @@ def export(model: nn.Module, lowered: Lowered, folder: Path, *, shard_size: int)
     together(_first(lambda: _empty(folder)))
     reshard(model)
     names = [_kept(model, group) for group in aliases(model)]
-    tensors = held(model)
+    tensors, own = held(model), orders(model)
     parts = list(_parts([(n, tensors[n]) for n in names], shard_size))
     first = distributed.get_rank() == 0
     failed: list[Diagnostic] = []
     for number, part in enumerate(parts, 1):
         full: dict[str, Tensor] = {}
         for name in part:
-            value = whole(tensors[name])
+            value = whole(tensors[name], own.get(name))
             if first:
                 full[name] = value.to("cpu").contiguous()
             del value

@@ -22,6 +22,33 @@ def plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+Order = tuple[int, list[tuple[int, int]]]
+"""(dim, ranges): a parameter's ranges of that dim, in the order in which they lie in it."""
+
+
+def orders(model: nn.Module) -> dict[str, Order]:
+    """Parameters that are not in the model's own order, by plain name.
+
+    A weight of several projections is held rank by rank (`planc.runtime.parts.repack`), while every
+    file and every whole tensor that leaves the run has the order of the model.
+    """
+    return {
+        plain(f"{path}.{name}" if path else name): order
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, order in getattr(module, "_rank_order", {}).items()
+    }
+
+
+def ordered(full: Tensor, order: Order | None) -> Tensor:
+    """A whole tensor as it is held -> in the model's own order."""
+    if order is None:
+        return full
+    dim, ranges = order
+    pieces = full.split([stop - start for start, stop in ranges], dim)
+    first = [start for start, _ in ranges]
+    return torch.cat([pieces[i] for i in sorted(range(len(first)), key=first.__getitem__)], dim)
+
+
 def units(model: nn.Module) -> list[FSDPModule]:
     """Every FSDP unit, outer before inner."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -73,10 +100,14 @@ def split(placement: Placement) -> bool:
     return not placement.is_replicate() and not placement.is_partial()
 
 
-def runs(tensor: Tensor) -> tuple[Runs, ...]:
+def runs(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
     """For each dimension, the ranges of the whole tensor that this rank holds.
 
     Shards may be uneven or empty, and those of packed projections lie in several ranges.
+
+    Args:
+        tensor: a shard, or what is not split.
+        order: in which it is held, where that is not the model's own; the ranges are of the latter.
     """
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
@@ -85,9 +116,13 @@ def runs(tensor: Tensor) -> tuple[Runs, ...]:
     sizes = tuple(tensor.device_mesh.shape)
     found = _positions(tuple(tensor.shape), sizes, tuple(coordinate), tensor.placements)
     counts = tuple(len(p) for p in found)
-    own = tuple(local(tensor).shape)
-    if counts != own and 0 not in (prod(counts), prod(own)):
-        raise RuntimeError(f"a shard of {tensor.placements} is {own}, its ranges give {counts}")
+    here = tuple(local(tensor).shape)
+    if counts != here and 0 not in (prod(counts), prod(here)):
+        raise RuntimeError(f"a shard of {tensor.placements} is {here}, its ranges give {counts}")
+    if order is not None:
+        dim, ranges = order
+        own = [position for start, stop in ranges for position in range(start, stop)]
+        found[dim] = [own[position] for position in found[dim]]
     return tuple(_ranges(p) for p in found)
 
 
@@ -136,14 +171,16 @@ def _ranges(positions: list[int]) -> Runs:
     return tuple((start, stop) for start, stop in out)
 
 
-def irregular(tensor: Tensor) -> bool:
+def irregular(tensor: Tensor, order: Order | None = None) -> bool:
     """Whether torch itself can be wrong on where the shards of a tensor are; same on every rank.
 
     A strided shard of parts that do not divide evenly is laid out by FSDP otherwise than its
     placement says: 9 rows over tp = 2 and then over 4 ranks, for one. Neither `full_tensor` nor a
     distributed checkpoint can be asked for it then, nor for one that is strided by itself, which
-    lies in several ranges.
+    lies in several ranges; and torch knows nothing of an order that is not the model's own.
     """
+    if order is not None:
+        return True
     if not isinstance(tensor, DTensor):
         return False
     return _irregular(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements)
@@ -168,18 +205,25 @@ def _irregular(
     return False
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor, on every rank of its mesh. A collective where the tensor is split."""
+def whole(tensor: Tensor, order: Order | None = None) -> Tensor:
+    """The full tensor in the model's own order, on every rank of its mesh.
+
+    A collective where the tensor is split.
+
+    Args:
+        tensor: a shard, or what is not split.
+        order: in which it is held, where that is not the model's own.
+    """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor
+        return ordered(tensor, order)
     kind = tensor.device_mesh.device_type
     if tensor.device.type != kind:  # offloaded: its mesh has no backend for the CPU
         tensor = tensor.to(kind)
     if irregular(tensor):
-        return _summed(tensor)
+        return ordered(_summed(tensor), order)
     everywhere = [Replicate()] * tensor.device_mesh.ndim
-    return tensor.redistribute(placements=everywhere).to_local()
+    return ordered(tensor.redistribute(placements=everywhere).to_local(), order)
 
 
 def _summed(tensor: DTensor) -> Tensor:

@@ -16,6 +16,14 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from planc.ir import style as ir
+from planc.runtime.parts import (
+    BareParallel,
+    ExpertsParallel,
+    PackedParallel,
+    RotaryGradient,
+    SummedGradient,
+    TransposedParallel,
+)
 
 
 def layout(value: ir.Layout) -> Placement:
@@ -34,12 +42,7 @@ def build(style: ir.Style) -> ParallelStyle:
     """torch's style for one of the IR's; it holds no state, so like modules can share it."""
     match style:
         case ir.Colwise() | ir.Rowwise():
-            kind = ColwiseParallel if isinstance(style, ir.Colwise) else RowwiseParallel
-            return kind(
-                input_layouts=layout(style.input),
-                output_layouts=layout(style.output),
-                use_local_output=style.local,
-            )
+            return _weighted(style)
         case ir.Sequence():
             return SequenceParallel(sequence_dim=style.dim, use_local_output=style.local)
         case ir.Input():
@@ -50,8 +53,45 @@ def build(style: ir.Style) -> ParallelStyle:
                 desired_output_layouts=_sides(style.positional)[1],
                 use_local_output=style.local,
             )
+        case ir.Replicated():
+            return SummedGradient()  # one that only says so is not lowered
+        case ir.MlaKv():
+            return RotaryGradient(style.rope)
+        case ir.Parameters():
+            held, packed = _held(style)
+            return BareParallel(held, parts=packed)
+        case ir.Experts():
+            held, packed = _held(style)
+            left = style.output in (ir.Partial(), ir.Shard(-1))
+            return ExpertsParallel(
+                held,
+                parts=packed,
+                input_layout=layout(style.input),
+                output_layout=None if left else layout(style.output),
+            )
         case _:
             assert_never(style)
+
+
+def _weighted(style: ir.Colwise | ir.Rowwise) -> ParallelStyle:
+    kind = ColwiseParallel if isinstance(style, ir.Colwise) else RowwiseParallel
+    made = kind(
+        input_layouts=layout(style.input),
+        output_layouts=layout(style.output),
+        use_local_output=style.local,
+    )
+    parts = 1 if style.interleaved else style.parts  # what alternates stays in its order
+    if style.transposed:
+        return TransposedParallel(made, parts=parts)
+    return made if parts == 1 else PackedParallel(made, parts=parts)
+
+
+def _held(style: ir.Bare) -> tuple[dict[str, Placement], dict[str, ir.Parts]]:
+    """The placement of each bare parameter, and what lies side by side in some."""
+    packed = {
+        name: held.parts for name, held in style.held if held.parts != 1 and not held.interleaved
+    }
+    return {name: layout(held.layout) for name, held in style.held}, packed
 
 
 def _input(style: ir.Input) -> PrepareModuleInput:

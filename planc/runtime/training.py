@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.shards import local, plain, reshard, split, units, whole
+from planc.runtime.shards import local, orders, plain, reshard, split, units, whole
 
 
 @contextmanager
@@ -177,11 +177,12 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
     keep = every_rank or distributed.get_rank() == 0
     out: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
+    own = orders(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             continue
         if id(tensor) not in done:
-            full = whole(tensor)
+            full = whole(tensor, own.get(plain(name)))
             # a copy: what is not split is the model's own and changes with the next step
             done[id(tensor)] = full.to("cpu", copy=True) if keep else full.new_empty(0)
         if keep:

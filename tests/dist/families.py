@@ -143,6 +143,10 @@ FAMILIES = {
         attention_probs_dropout_prob=0.0,
         **COMMON,
     ),
+    "mixtral": dict(
+        model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0,
+        **COMMON,
+    ),
     "persimmon": dict(model_type="persimmon", **COMMON),
 }
 """By a name of this suite's own: the fields of a configuration."""

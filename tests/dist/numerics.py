@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.lowering.ops import Parallelize
+from planc.runtime.shards import ordered, orders
 
 LENGTH, BATCH = 16, 4
 
@@ -155,13 +156,13 @@ def names(op, last):
 
 def gradients_of(model):
     """Whole gradients by the names that parameters had before anything was wrapped."""
-    gradients = {}
+    gradients, own = {}, orders(model)
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         assert grad is not None, f"{name} has no gradient"
         partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
         assert not partial, f"the gradient of {name} is a part of a sum"
-        gradients[plain(name)] = whole(grad)
+        gradients[plain(name)] = ordered(whole(grad), own.get(plain(name)))
     return gradients
 
 

@@ -38,6 +38,7 @@ CASES = [
     ("xglm", "xglm"),
     ("biogpt", "biogpt"),
     ("persimmon", "persimmon"),
+    ("mixtral", "mixtral"),
 ]
 ALWAYS = [  # plans that leave no choice about the sequence
     ("opt", "opt"),

@@ -1,0 +1,276 @@
+"""Tensor-parallel styles that torch does not have, in the form of torch's own.
+
+The emitted Python carries what it needs of this file as it stands, so it imports torch alone, and
+its lines are of the length that formatters give without being told.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-subclassing-any
+
+from __future__ import annotations
+
+from functools import partial, wraps
+
+import torch
+from torch import nn
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+)
+
+
+def rank_order(size, parts, ranks):
+    """The ranges of a dim in order, when each rank holds a slice of each part.
+
+    Args:
+        size: of the dim.
+        parts: a number of equal parts, or the size of each.
+        ranks: how many share it.
+
+    Returns:
+        (start, stop) of each range, rank by rank.
+    """
+    sizes = [size // parts] * parts if isinstance(parts, int) else list(parts)
+    if sum(sizes) != size or any(own % ranks for own in sizes):
+        raise ValueError(f"{size} in parts of {sizes} do not split over {ranks} ranks")
+    ranges = []
+    for rank in range(ranks):
+        start = 0
+        for own in sizes:
+            first = start + rank * (own // ranks)
+            ranges.append((first, first + own // ranks))
+            start += own
+    return ranges
+
+
+def repack(module, name, dim, parts, ranks):
+    """Puts a parameter in rank order, and notes on the module what its order is.
+
+    A checkpoint has the model's own order: `module._rank_order[name]` is (dim, ranges),
+    the ranges of the whole dim in the order in which they lie here.
+    """
+    whole = module._parameters.get(name)
+    if whole is None:
+        return
+    ranges = rank_order(whole.shape[dim], parts, ranks)
+    pieces = [whole.detach().narrow(dim, a, b - a) for a, b in ranges]
+    made = nn.Parameter(torch.cat(pieces, dim), requires_grad=whole.requires_grad)
+    module.register_parameter(name, made)
+    if "_rank_order" not in module.__dict__:
+        module._rank_order = {}
+    module._rank_order[name] = (dim, ranges)
+
+
+def distribute(module, name, mesh, placement):
+    """Makes a parameter a DTensor."""
+    whole = module._parameters[name]
+    split = distribute_tensor(whole, mesh, [placement])
+    made = nn.Parameter(split, requires_grad=whole.requires_grad)
+    module.register_parameter(name, made)
+
+
+def with_views(module, views):
+    """Lets a module's forward see what `views[name]` makes of a parameter.
+
+    The forward is wrapped and not hooked, so that one that is cut short, as recomputing
+    is, leaves the parameters in their place.
+    """
+    forward = module.forward
+
+    @wraps(forward)
+    def local(*args, **kwargs):
+        held = {name: module._parameters[name] for name in views}
+        seen = {name: views[name](parameter) for name, parameter in held.items()}
+        module._parameters.update(seen)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(held)
+
+    module.forward = local
+
+
+def rank_part(parameter):
+    """A rank's shard."""
+    return parameter.to_local()
+
+
+def summed(parameter):
+    """The whole of a parameter whose gradient is a part of a sum."""
+    return parameter.to_local(grad_placements=[Partial()])
+
+
+def shared(parameter):
+    """What one rank adds of a parameter that the sum over the ranks is to hold once."""
+    return summed(parameter) / parameter.device_mesh.size()
+
+
+def gathered(value, mesh):
+    """A whole tensor whose gradient is a part of a sum; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor):
+        value = value.redistribute(placements=[Replicate()])
+    elif value.is_floating_point():
+        value = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    else:
+        return value
+    return value.to_local(grad_placements=[Partial()])
+
+
+class PackedParallel(ParallelStyle):
+    """ColwiseParallel or RowwiseParallel of a linear that holds several projections.
+
+    Each of them is split, and a rank holds its slice of every one, so that it can cut
+    its local output (or make its local input) as the whole model does.
+    """
+
+    def __init__(self, style, *, parts) -> None:
+        self.style = style
+        self.parts = parts
+
+    def _apply(self, module, device_mesh):
+        if not isinstance(module, nn.Linear):
+            raise NotImplementedError(f"{type(module).__name__} is no nn.Linear")
+        dims = {"weight": 1}
+        if isinstance(self.style, ColwiseParallel):
+            dims = {"weight": 0, "bias": 0}
+        for name, dim in dims.items():
+            repack(module, name, dim, self.parts, device_mesh.size())
+        return self.style._apply(module, device_mesh)
+
+
+class TransposedParallel(ParallelStyle):
+    """ColwiseParallel or RowwiseParallel of a linear whose weight is [in, out]."""
+
+    def __init__(self, style, *, parts=1) -> None:
+        self.style = style
+        self.parts = parts
+
+    def _apply(self, module, device_mesh):
+        style = self.style
+        dims, wanted = {"weight": 0}, (Shard(-1),)
+        if isinstance(style, ColwiseParallel):
+            dims, wanted = {"weight": 1, "bias": 0}, (Replicate(),)
+        if self.parts != 1:
+            for name, dim in dims.items():
+                repack(module, name, dim, self.parts, device_mesh.size())
+        for name in list(module._parameters):
+            place = Shard(dims[name]) if name in dims else Replicate()
+            if module._parameters[name] is not None:
+                distribute(module, name, device_mesh, place)
+        enter = partial(style._prepare_input_fn, style.input_layouts, wanted)
+        leave = partial(
+            style._prepare_output_fn,
+            style.output_layouts,
+            style.use_local_output,
+        )
+        return distribute_module(module, device_mesh, None, enter, leave)
+
+
+class SummedGradient(ParallelStyle):
+    """Whole parameters, of a module and all inside, whose gradients are parts of a sum."""
+
+    def _apply(self, module, device_mesh):
+        for inner in module.modules():
+            names = [n for n, p in inner._parameters.items() if p is not None]
+            for name in names:
+                distribute(inner, name, device_mesh, Replicate())
+            if names:
+                with_views(inner, dict.fromkeys(names, summed))
+        return module
+
+
+class RotaryGradient(ParallelStyle):
+    """The gradient of a module's last `features`, which no projection follows, is summed."""
+
+    def __init__(self, features) -> None:
+        self.features = features
+
+    def _apply(self, module, device_mesh):
+        def leave(_module, _inputs, output):
+            rest = output.shape[-1] - self.features
+            first, last = output.split([rest, self.features], dim=-1)
+            return torch.cat([first, gathered(last, device_mesh)], dim=-1)
+
+        module.register_forward_hook(leave)
+        return module
+
+
+class BareParallel(ParallelStyle):
+    """Parameters of a module's own, of which its forward sees the rank's part.
+
+    Args:
+        held: by name, `Shard`; `Replicate`, whole, with a gradient that is a part of a
+            sum; or `Partial`, whole, and each rank works with an equal share of it.
+        parts: by name, where a split dim holds several tensors side by side.
+    """
+
+    def __init__(self, held, *, parts=None) -> None:
+        self.held = held
+        self.parts = parts or {}
+
+    def _apply(self, module, device_mesh):
+        views = {}
+        for name, place in self.held.items():
+            if name in self.parts:
+                dim = place.dim % module._parameters[name].ndim
+                repack(module, name, dim, self.parts[name], device_mesh.size())
+            views[name] = rank_part if place.is_shard() else summed
+            if place.is_partial():
+                views[name] = shared
+            layout = place if place.is_shard() else Replicate()
+            distribute(module, name, device_mesh, layout)
+        with_views(module, views)
+        return module
+
+
+class ExpertsParallel(BareParallel):
+    """Expert tensors that are split inside of each expert.
+
+    Args:
+        held, parts: as for BareParallel.
+        input_layout: `Replicate`: the gradients of all inputs are summed.
+        output_layout: of the sum over the ranks; None hands on what each rank has.
+    """
+
+    def __init__(self, held, *, input_layout, output_layout, parts=None) -> None:
+        super().__init__(held, parts=parts)
+        self.input_layout = input_layout
+        self.output_layout = output_layout
+
+    def _apply(self, module, device_mesh):
+        super()._apply(module, device_mesh)
+        forward = module.forward
+
+        @wraps(forward)
+        def spread(*args, **kwargs):
+            if self.input_layout.is_replicate():
+                args = tuple(gathered(value, device_mesh) for value in args)
+                kwargs = {n: gathered(v, device_mesh) for n, v in kwargs.items()}
+            output = forward(*args, **kwargs)
+            if self.output_layout is None:
+                return output
+            parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return parts.redistribute(placements=[self.output_layout]).to_local()
+
+        module.forward = spread
+        return module
+
+
+__all__ = [
+    "BareParallel",
+    "ExpertsParallel",
+    "PackedParallel",
+    "RotaryGradient",
+    "SummedGradient",
+    "TransposedParallel",
+    "rank_order",
+]
