@@ -176,7 +176,7 @@ class TransposedParallel(ParallelStyle):
 
 
 class SummedGradient(ParallelStyle):
-    """Whole parameters, of a module and all inside, whose gradients are parts of a sum."""
+    """Whole parameters of a module and all inside; their gradients are parts of a sum."""
 
     def _apply(self, module, device_mesh):
         for inner in module.modules():
@@ -189,7 +189,7 @@ class SummedGradient(ParallelStyle):
 
 
 class RotaryGradient(ParallelStyle):
-    """The gradient of a module's last `features`, which no projection follows, is summed."""
+    """The gradient of the last `features`, which no projection follows, is summed."""
 
     def __init__(self, features) -> None:
         self.features = features
@@ -258,7 +258,8 @@ class ExpertsParallel(BareParallel):
             output = forward(*args, **kwargs)
             if self.output_layout is None:
                 return output
-            parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            sums = [Partial()]
+            parts = DTensor.from_local(output, device_mesh, sums, run_check=False)
             return parts.redistribute(placements=[self.output_layout]).to_local()
 
         module.forward = spread

@@ -27,8 +27,9 @@ def test_every_style(four, plan, tp, script):
         assert not wrong
 
 
-def test_the_script_carries_what_it_needs(plan):
-    lowered = planc.lower(toy.made(), str(plan), world_size=4, overrides=["tp=2"])
+def test_the_script_carries_what_it_needs(plan, monkeypatch):
+    monkeypatch.chdir(plan.parent)
+    lowered = planc.lower(toy.made(), plan.name, world_size=4, overrides=["tp=2"])
     source = render(lowered, digest="0" * 64)
     well_made(source)
     for name in ("PackedParallel", "TransposedParallel", "SummedGradient", "RotaryGradient"):
