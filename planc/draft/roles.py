@@ -239,7 +239,7 @@ def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
     """Linears in their order -> segments; what opens and is never closed is left out."""
     waiting: list[Linear] = []
     for linear in linears:
-        if not (CLOSES.search(linear.name) and waiting):
+        if not _closes(linear, waiting):
             waiting.append(linear)
             continue
         near = [w for w in waiting if _near(w.name, linear.name)] or waiting
@@ -248,6 +248,14 @@ def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
         if fans:
             yield Segment(fans=fans, close=linear, latent=latent)
         waiting = [w for w in waiting if w not in near]
+
+
+def _closes(linear: Linear, waiting: list[Linear]) -> bool:
+    """Whether a linear closes a segment; `dense` does where its own module opened one."""
+    if linear.name.rpartition(".")[2] == "dense" and not CLOSES.search(linear.name):
+        holder = linear.name.rpartition(".")[0]
+        return any(w.name.rpartition(".")[0] == holder for w in waiting)
+    return bool(waiting) and CLOSES.search(linear.name) is not None
 
 
 def _near(one: str, two: str) -> bool:

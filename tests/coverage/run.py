@@ -1,0 +1,200 @@
+"""`make coverage`: every causal-LM family of transformers: init -> check -> four real processes.
+
+For each model type: a plan (the one that planc ships, else what `planc init` writes), what layout flow
+says of it, and the errors of logits, loss, gradients and parameters after two steps on four gloo
+processes (tp 2, dp_shard 2, checkpointing), with sequence parallelism too where the plan offers it.
+Rows are kept in build/coverage as they come, so a run that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "dist"))
+
+from pool import Pool, RankError
+from rich.progress import track
+
+from planc.diagnostic import Sink
+from planc.draft.init import draft
+from planc.driver import compile_plan
+from planc.lowering.document import dumps
+from planc.lowering.ops import Parallelize
+from planc.model.load import of_values
+from planc.model.shrink import shrink
+from planc.proof.flow import flow
+from planc.share import PLANS
+
+LIMIT = 1e-4
+WORLD = 4
+SECONDS = 300
+
+
+def types():
+    """Every causal-LM model type of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    return sorted(names)
+
+
+def shipped():
+    """The shipped plan of each model type that has one."""
+    found = {}
+    for path in sorted(PLANS.glob("*.plan")):
+        header = next(x for x in path.read_text().splitlines() if x.startswith("plan "))
+        for name in header.partition(" for ")[2].split(","):
+            found[name.strip()] = path.stem
+    return found
+
+
+class Late(Exception):
+    """A family took too long."""
+
+
+def row(name, pool, folder, plans):
+    """What is found of one model type."""
+    from transformers import AutoConfig
+
+    found = {"type": name, "source": "init", "verdict": "", "reason": ""}
+    values = json.loads(json.dumps(AutoConfig.for_model(name).to_dict(), default=str))
+    sink = Sink()
+    small = json.loads(json.dumps(shrink(values, ranks={"tp": 2}), default=str))
+    facts = of_values(small, "the small model", sink)
+    if facts is None:
+        return {**found, "reason": f"can't be built small: {first(sink)}"}
+    resolved = json.loads(json.dumps(dict(facts.config), default=str))
+    path = folder / f"{name}.plan"
+    if name in plans:
+        found["source"] = "shipped"
+        path = PLANS / f"{plans[name]}.plan"
+    else:
+        made = draft(facts, sink)
+        found["runs"] = made.runs
+        path.write_text(made.text)
+    ways = [(), ("sequence_parallel=true",)] if offers(path) else [()]
+    if offers(path):
+        ways[0] = ("sequence_parallel=false",)
+    for way in ways:
+        error = judged(found, small, facts, path, [*way, "tp=2"], pool, "sp" if way and "true" in way[0] else "")
+        if error:
+            return {**found, "reason": error}
+    del resolved
+    return found
+
+
+def offers(path):
+    text = path.read_text()
+    base = PLANS / "llama.plan"
+    return "option sequence_parallel" in text or (
+        'extend "llama.plan"' in text and "option sequence_parallel" in base.read_text()
+    )
+
+
+def judged(found, values, facts, path, settings, pool, mark):
+    """Fills the row for one way; gives what is wrong, or nothing."""
+    sink = Sink()
+    settings = [s for s in settings if not (s == "tp=2" and "tp" not in path.read_text() and "extend" not in path.read_text())]
+    settings = [*settings, "param_dtype=fp32"]
+    compiled = compile_plan(facts, str(path), sink, world_size=WORLD, settings=settings)
+    if compiled.lowered is None:
+        return f"planc check: {first(sink)}"
+    verdict = flow(compiled, str(path), settings, sink)
+    found[f"flow{mark}"] = verdict.verdict
+    if not mark:
+        found["share"] = share(compiled)
+    try:
+        results = pool.run(
+            "coveringjobs.prove", values=values, document=dumps(compiled.lowered), timeout=120
+        )
+    except RankError as error:
+        return f"processes: {str(error).strip().splitlines()[-1][:200]}"
+    worst = {k: max(r[k] for r in results) for k in ("logits", "loss", "gradient", "parameters")}
+    found[f"errors{mark}"] = worst
+    found[f"worst{mark}"] = results[0]["worst"]
+    right = max(worst["logits"], worst["loss"], worst["gradient"]) < LIMIT
+    if not right:
+        return f"wrong{' with sequence parallelism' if mark else ''}: {worst}"
+    found["verdict"] = "proved"
+    return ""
+
+
+def share(compiled):
+    """The part of the blocks' parameters that tensor parallelism splits."""
+    from planc.draft.roles import _lists
+
+    lists = list(_lists(compiled.facts.model))
+    total = sum(m.module.count for m in lists)
+    split = 0
+    for op in compiled.lowered.ops:
+        if isinstance(op, Parallelize) and any(op.modules.within(m) for m in lists):
+            for shape in op.shapes:
+                if shape.shape != shape.local:
+                    size = 1
+                    for n in shape.shape:
+                        size *= n
+                    split += size * len(op.modules)
+    return split / total if total else 0.0
+
+
+def first(sink):
+    errors = [d.message for d in sink if d.severity == "error"]
+    return errors[0] if errors else "no reason"
+
+
+def guarded(name, pool, folder, plans):
+    def late(*_):
+        raise Late(f"took more than {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return row(name, pool, folder, plans)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        text = (str(error).strip().splitlines() or [""])[0][:200]
+        return {
+            "type": name,
+            "source": "init",
+            "verdict": "",
+            "reason": f"{type(error).__name__}: {text} ({where})",
+        }
+    finally:
+        signal.alarm(0)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--again", action="store_true", help="also what was done before")
+    parser.add_argument("--failed", action="store_true", help="again what was not proved")
+    parser.add_argument("--init", action="store_true", help="planc init even where a plan ships")
+    parser.add_argument("--part", default="0/1", help="of several runs side by side: 0/2, 1/2")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "coverage")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    warnings.simplefilter("ignore")
+    plans = {} if options.init else shipped()
+    own, _, many = options.part.partition("/")
+    pool = Pool()
+    wanted = (options.types or types())[int(own) :: int(many)]
+    for name in track(wanted, "families"):
+        kept = options.folder / f"{name}.json"
+        if kept.exists() and not options.again:
+            if not options.failed or json.loads(kept.read_text())["verdict"] == "proved":
+                continue
+        if not pool.alive:
+            pool = Pool()
+        found = guarded(name, pool, options.folder, plans)
+        kept.write_text(json.dumps(found, indent=1))
+        print(json.dumps(found), flush=True)
+    pool.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
