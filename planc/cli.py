@@ -152,6 +152,19 @@ def _verify(options: argparse.Namespace) -> int:
     return {"verified": CLEAN, "refuted": FINDINGS}.get(found.verdict, FAILED)
 
 
+def _init(options: argparse.Namespace) -> int:
+    from planc.draft.init import draft
+    from planc.model.load import load
+
+    sink = Sink()
+    facts = load(options.model, sink, allow_code=options.allow_code)
+    drafted = draft(facts, sink) if facts else None
+    _show(sink, "full", sys.stderr, quiet=True)
+    if drafted is None:
+        return FAILED
+    return _write(drafted.text, options.output)
+
+
 def _fmt(options: argparse.Namespace) -> int:
     from planc.syntax.rewrite import layouts
 
@@ -266,6 +279,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"planc {planc.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    init = commands.add_parser("init", help="write a first plan for a model, and prove it")
+    _model(init)
+    _trust(init)
+    init.add_argument("-o", "--output", metavar="FILE", help="write there instead")
+    init.set_defaults(run=_init)
     check = commands.add_parser("check", help="say what is wrong with a plan for a model")
     _target(check)
     check.add_argument("--format", choices=FORMATS, default="full")
@@ -329,12 +347,16 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_verify)
 
 
-def _target(parser: argparse.ArgumentParser) -> None:
+def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a folder with config.json, a .json file, a cached hub name, or package.module:name",
     )
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
     parser.add_argument(
         "plan",
         metavar="PLAN",
@@ -352,6 +374,10 @@ def _common(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a mesh axis or an option; may be repeated",
     )
+    _trust(parser)
+
+
+def _trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-code", action="store_true", help="may run Python code that MODEL names"
     )

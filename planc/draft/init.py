@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.draft.roles import Roles, roles
+from planc.draft.roles import Ran, Roles, roles
 from planc.draft.run import run
 from planc.draft.search import Search
 from planc.draft.text import Draft, render
@@ -54,7 +54,7 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
     known = small or facts
     made = run(maker) if maker is not None else None
     found = roles(known, made)
-    page = _page(facts, known, found)
+    page = _page(facts, known, found, made)
     search = Search(known, values, found, made, page)
     if maker is None or made is None:
         why = why or "the small model does not run"
@@ -83,7 +83,7 @@ def _small(facts: Facts, sink: Sink) -> _Small:
     try:
         values = shrink(facts.config, ranks={"tp": _RANKS})
         values = json.loads(json.dumps(values, default=str))
-        values.setdefault("architectures", [facts.name])
+        values["architectures"] = [facts.name]
         small = of_values(values, "the small model", sink)
         if small is None:
             errors = [d.message for d in sink]
@@ -93,22 +93,31 @@ def _small(facts: Facts, sink: Sink) -> _Small:
         return None, {}, None, f"it can't be built small: {error}"
 
 
-def _page(facts: Facts, known: Facts, found: Roles) -> Draft:
-    """What is decided without a run: the names, the units."""
+def _page(facts: Facts, known: Facts, found: Roles, ran: Ran | None) -> Draft:
+    """What is decided before any split: the names, the units."""
     head = found.heads[-1] if found.heads else None
-    names = {name.rpartition(".")[0] for group in facts.ties for name in group}
-    tied = {found.embedding, head} <= names
-    may = "tie_word_embeddings" in facts.config and head is not None
-    return Draft(
+    names = {name.rpartition(".")[0] for group in known.ties for name in group}
+    page = Draft(
         name=re.sub(r"\W", "_", facts.family),
         family=facts.family,
         blocks=[b.path for b in found.blocks],
-        may_tie=may,
-        tied=tied,
-        embedding=found.embedding,
-        head=head,
-        tail=found.norms if head else [],
     )
+    page.tied = {found.embedding, head} <= names
+    if names - {found.embedding, head}:  # other ties: what shares a tensor stays in the root
+        return page
+    page.embedding, page.head = found.embedding, head
+    page.may_tie = "tie_word_embeddings" in facts.config and head is not None
+    page.tail = _tail(found, ran) if head else []
+    return page
+
+
+def _tail(found: Roles, ran: Ran | None) -> list[str]:
+    """The norms that run after the last block."""
+    if ran is None or not found.blocks:
+        return []
+    paths = tuple(f"{b.path}." for b in found.blocks)
+    last = max((i for i, n in enumerate(ran.order) if n.startswith(paths)), default=0)
+    return [n for n in found.norms if n in ran.order and ran.order.index(n) > last]
 
 
 def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:

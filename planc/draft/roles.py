@@ -197,7 +197,7 @@ def _blocks(at: Modules, ran: Ran | None) -> Blocks:
             own = modules.module
             if own.kind == "norm":
                 norms[name] = None
-            elif any(len(p.shape) == 3 for p in own.parameters):
+            elif sum(len(p.shape) == 3 for p in own.parameters) > 1:
                 experts[name] = Experts(name=name, module=own)
     segments: dict[str, Segment] = {}
     for names in kinds:

@@ -144,7 +144,13 @@ class Search:
                 if choice.recipe.note:
                     self.draft.notes |= dict.fromkeys(choice.recipe.plain, choice.recipe.note)
             rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
+            self.draft.plain[path] = self._ordered(path, rules)
         self.draft.plain[""] = {n: s for c in self.outside for n, s in c.recipe.plain.items()}
+
+    def _ordered(self, path: str, rules: dict[str, str]) -> dict[str, str]:
+        """The rules in the order in which the modules stand in a block."""
+        order = [n for n in _holders(self.facts, path) if n and "." not in n]
+        return dict(sorted(rules.items(), key=lambda r: order.index(r[0].partition(".")[0])))
 
     # Taking back ---------------------------------------------------------------------------------
 
@@ -158,7 +164,9 @@ class Search:
             order = [c for some in self.parts.values() for c in some] + self.outside
             open_ones = [c for c in order if not c.last][:1]
         for choice in open_ones[:1]:
-            choice.at += 1
+            together = self.outside if choice in self.outside and self.draft.tied else [choice]
+            for one in together:  # a tie is split in both places or in none
+                one.at = min(one.at + 1, len(one.recipes) - 1)
         return bool(open_ones)
 
     def _summed(self, outcome: Outcome, rules: dict[str, dict[str, str]] | None) -> bool:
@@ -227,6 +235,7 @@ class Search:
             rules |= own
         rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
         ends = {n: s for c in self.outside for n, s in (c.recipe.sequence or {}).items()}
+        rules = self._ordered(path, rules)
         return {path: rules, "": {**ends, **dict.fromkeys(self.roles.norms, "sequence")}}
 
     def _children(self, path: str) -> Iterator[str]:

@@ -41,7 +41,8 @@ class Draft:
 
 def render(draft: Draft) -> str:
     """The plan."""
-    lines = [f"plan {draft.name} for {draft.family}", ""]
+    family = draft.family if re.fullmatch(r"[A-Za-z_][\w.]*", draft.family) else f'"{draft.family}"'
+    lines = [f"plan {draft.name} for {family}", ""]
     for paragraph in draft.comment:
         lines += [f"# {line}" for line in _wrapped(paragraph)]
         lines.append("#")
@@ -59,8 +60,9 @@ def render(draft: Draft) -> str:
     lines += [f"option {text}  # {why}" for text, why in options]
     for i, path in enumerate(draft.blocks):
         lines.append(f"let {_let(i)} = {path}.*")
-    lines += ["", "mesh {", "    dp_replicate = 1", "    dp_shard = auto", "    tp = 1", "}", ""]
     tensor = list(_tensor(draft))
+    axes = ["    dp_replicate = 1", "    dp_shard = auto", *(["    tp = 1"] if tensor else [])]
+    lines += ["", "mesh {", *axes, "}", ""]
     if tensor:
         lines += ["tensor on tp {", *(f"    {line}" for line in tensor), "}", ""]
     if draft.blocks:

@@ -181,11 +181,16 @@ def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:
 
 
 def _ties(facts: Facts, tensor: list[TensorRule]) -> Iterator[Tie]:
-    """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again."""
-    for source, *others in facts.ties:
-        for other in others:
-            if any(_makes(rule, name) for rule in tensor for name in (source, other)):
-                yield Tie(parameter=other, source=source)
+    """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again.
+
+    What is new is what all of them become: a head's bias that its parent names too is split as the
+    head's.
+    """
+    for group in facts.ties:
+        made = [name for name in group if any(_makes(rule, name) for rule in tensor)]
+        for other in group if made else ():
+            if other != made[0]:
+                yield Tie(parameter=other, source=made[0])
 
 
 def _makes(rule: TensorRule, parameter: str) -> bool:

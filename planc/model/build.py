@@ -214,7 +214,7 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             continue
         takes = getattr(cls, "config_class", None)
-        for part in (resolved, resolved.get_text_config()):
+        for part in (resolved, resolved.get_text_config(decoder=True)):
             if takes is not None and isinstance(part, takes):
                 return cls, part
     return None

@@ -134,6 +134,8 @@ class _Shrinker:
                 small[name] = HEAD
         if _number(config.get("qk_head_dim")):
             small["qk_head_dim"] = sum(HEAD for n in QK if _number(config.get(n)))
+            if _number(config.get("swa_head_dim")):
+                small["swa_head_dim"] = small["qk_head_dim"]
         if _number(config.get("attention_head_dim")):
             inner = small.get("attention_hidden_size", size)
             small["attention_head_dim"] = inner // max(heads, 1)

@@ -175,7 +175,7 @@ def _small(
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the model cannot be shrunk: {error}")
     values = json.loads(json.dumps(values, default=str))
-    values.setdefault("architectures", [facts.name])
+    values["architectures"] = [facts.name]
     known = of_values(values, "the small model", quiet)
     if known is None:
         return Outcome(verdict="unknown", reason=_first(quiet, "the model cannot be shrunk"))

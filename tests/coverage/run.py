@@ -52,22 +52,56 @@ def shipped():
     return found
 
 
+DEFAULTS = {
+    "head_dim": lambda c: c["hidden_size"] // c["num_attention_heads"],
+    "num_key_value_heads": lambda c: c["num_attention_heads"],
+    "n_routed_experts": lambda c: 8,
+    "n_shared_experts": lambda c: 1,
+    "num_experts_per_tok": lambda c: 2,
+    "moe_topk": lambda c: 2,
+    "topk_group": lambda c: 1,
+    "n_group": lambda c: 1,
+    "norm_topk_prob": lambda c: True,
+}
+"""What some families leave open in their default configuration, and a real one always has."""
+
+OWN = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4}},
+    "reformer": {"is_decoder": True},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
+"""More of it, for one family."""
+
+
+def configuration(name):
+    """The family's default configuration, with what it leaves open filled in."""
+    from transformers import AutoConfig
+
+    values = AutoConfig.for_model(name).to_dict()
+    for field, default in DEFAULTS.items():
+        if field in values and values[field] is None:
+            values[field] = default(values)
+    return json.loads(json.dumps({**values, **OWN.get(name, {})}, default=str))
+
+
 class Late(Exception):
     """A family took too long."""
 
 
 def row(name, pool, folder, plans):
     """What is found of one model type."""
-    from transformers import AutoConfig
-
     found = {"type": name, "source": "init", "verdict": "", "reason": ""}
-    values = json.loads(json.dumps(AutoConfig.for_model(name).to_dict(), default=str))
-    sink = Sink()
+    values, sink = configuration(name), Sink()
     small = json.loads(json.dumps(shrink(values, ranks={"tp": 2}), default=str))
     facts = of_values(small, "the small model", sink)
     if facts is None:
         return {**found, "reason": f"can't be built small: {first(sink)}"}
-    resolved = json.loads(json.dumps(dict(facts.config), default=str))
     path = folder / f"{name}.plan"
     if name in plans:
         found["source"] = "shipped"
@@ -83,7 +117,6 @@ def row(name, pool, folder, plans):
         error = judged(found, small, facts, path, [*way, "tp=2"], pool, "sp" if way and "true" in way[0] else "")
         if error:
             return {**found, "reason": error}
-    del resolved
     return found
 
 
