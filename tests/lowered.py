@@ -4,6 +4,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
+from planc.ir.kernels import Save
 from planc.ir.style import (
     Change,
     Colwise,
@@ -282,7 +283,24 @@ any_op = st.one_of(
         place=places,
     ),
     st.builds(Tie, parameter=st.sampled_from(["a.w", "b.w"]), source=st.just("c.w"), place=places),
-    st.builds(Checkpoint, modules=paths, place=places),
+    st.builds(
+        Checkpoint,
+        modules=paths,
+        save=st.lists(
+            st.builds(
+                Save,
+                name=st.sampled_from(["matmul", "aten.mm.default"]),
+                every=st.integers(1, 3),
+                ops=st.just(("aten.mm.default",)),
+            ),
+            max_size=2,
+        ).map(tuple),
+        offload=st.booleans(),
+        pin=st.booleans(),
+        preserve_rng=st.booleans(),
+        early_stop=st.booleans(),
+        place=places,
+    ),
     st.builds(Compile, modules=paths, fullgraph=st.booleans(), place=places),
     units(),
 )

@@ -306,3 +306,28 @@ def test_what_stays_whole_is_a_note():
     [note] = [d for d in sink if d.code == "PL204"]
     assert note.message.startswith("30% of the parameters stay whole")
     assert any("q_proj.weight 536,870,912" in fact for fact in note.facts)
+
+
+def test_offload_and_compile():
+    def plan(way, what):
+        sections = f"checkpoint {{\n model.layers.* : {way}\n}}\ncompile {{\n {what} : block\n}}\n"
+        return tensor("", tp=1, units=sections + UNITS)
+
+    offload = "full(offload = cpu)"
+    assert codes(judged(facts(), plan(offload, "model.layers.*"))) == ["PL473"]
+    assert codes(judged(facts(), plan(offload, "model.layers[3].mlp"))) == ["PL473"]
+    assert codes(judged(facts(), plan(offload, "lm_head"))) == []
+    assert codes(judged(facts(), plan("ops(save = [matmul])", "model.layers.*"))) == []
+
+
+def test_a_cache_inside_the_configuration_of_a_tower_is_switched_off():
+    from planc.ir import elaborate
+    from planc.lowering import lower
+
+    llama = facts()
+    towers = replace(llama, config={"text_config": {"use_cache": True}, "vision_config": {}})
+    text = tensor("", tp=1)
+    for known, names in ((llama, ["use_cache"]), (towers, ["text_config.use_cache"])):
+        plan = elaborate([parse(Source("t.plan", text), Sink())], known, Sink(), world_size=24)
+        ops = lower(plan, known).ops
+        assert [op.name for op in ops if type(op).__name__ == "Configure"] == names

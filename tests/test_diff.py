@@ -12,6 +12,7 @@ from lowered import any_op, llama, modules, moved, plans, rule, unit, with_ops
 from planc.diagnostic import Sink
 from planc.emit.delta import compare
 from planc.emit.diff import document, render
+from planc.ir.kernels import Save
 from planc.ir.style import Change, Colwise, Input, Output, Replicate, Rowwise, Sequence, Shard
 from planc.lowering.document import digest, dumps, loads
 from planc.lowering.ops import Checkpoint, Compile, Configure, MeshAxis, Shape, Tie
@@ -96,6 +97,23 @@ def test_fewer_layers_are_a_removal_of_the_rest():
 def test_every_second_layer():
     assert difference([checkpoint("b[0:32:2]")], [checkpoint("b[0:32]")]) == [
         "  + checkpoint b[1:32:2]  full",
+    ]
+
+
+def test_how_modules_are_checkpointed():
+    saves = (Save(name="attention", ops=("a.b.c",)), Save(name="matmul", every=2, ops=("d.e.f",)))
+    ops = dataclasses.replace(checkpoint("b[0:32]", 3), save=saves)
+    away = dataclasses.replace(checkpoint("b[0:32]", 3), offload=True, pin=False)
+    said = "save [attention, matmul(every = 2)]"
+    assert difference([], [ops]) == [f"  + checkpoint b[0:32]  ops, {said}  a.plan:3"]
+    assert difference([], [away]) == [
+        "  + checkpoint b[0:32]  full, offload cpu, pinned false  a.plan:3"
+    ]
+    assert difference([checkpoint("b[0:32]", 2)], [ops]) == [
+        "  ~ checkpoint b[0:32]  save none -> [attention, matmul(every = 2)]  a.plan:2 -> :3"
+    ]
+    assert difference([away], [checkpoint("b[0:32]", 3)]) == [
+        "  ~ checkpoint b[0:32]  offload cpu -> none, pinned false -> true  a.plan:3"
     ]
 
 

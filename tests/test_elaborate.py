@@ -287,6 +287,80 @@ def test_options_and_conditions(mean):
     assert isinstance(mean(text, settings=["way=b"])[0].tensor[0].style, Rowwise)
 
 
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def remat(rule, *texts, more=""):
+    return HEAD + MESH.replace("2", "1") + f"checkpoint {{\n {rule}\n}}\n" + more + UNITS
+
+
+def test_what_a_checkpoint_saves(mean):
+    text = 'option n = 2\noption way = "matmul"\n' + remat(
+        'lm_head : ops(save = [attention, matmul(every = n), "aten.topk.default"])\n'
+        " model.norm : ops(save = [way], offload = cpu, pin = false, preserve_rng = false)\n"
+        ' model.layers.* : full(early_stop = false, offload = "none")'
+    ).removeprefix(HEAD)
+    plan, sink = mean(HEAD + text)
+    assert codes(sink) == []
+    head, norm, blocks = plan.checkpoint
+    assert [(s.name, s.every) for s in head.save] == [
+        ("attention", 1),
+        ("matmul", 2),
+        ("aten.topk.default", 1),
+    ]
+    assert "aten.mm.default" in head.save[1].ops and not head.offload
+    assert [s.name for s in norm.save] == ["matmul"]
+    assert (norm.offload, norm.pin, norm.preserve_rng, norm.early_stop) == (
+        True,
+        False,
+        False,
+        True,
+    )
+    assert (blocks.save, blocks.offload, blocks.early_stop) == ((), False, False)
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("PL012", "lm_head : ops"),
+        ("PL012", "lm_head : ops(save = attention)"),
+        ("PL012", "lm_head : ops(save = [])"),
+        ("PL012", "lm_head : ops(save = [3])"),
+        ("PL109", "lm_head : ops(save = [model.*])"),
+        ("PL012", "lm_head : ops(save = [matmul(every = 0)])"),
+        ("PL012", "lm_head : ops(save = [matmul(evry = 2)])"),
+        ("PL012", "lm_head : ops(save = [matmul], offload = gpu)"),
+        ("PL012", "lm_head : full(pin = false)"),
+        ("PL012", "lm_head : full(save = [matmul])"),
+        ("PL012", "lm_head : none(offload = cpu)"),
+        ("PL105", "lm_head : op(save = [matmul])"),
+        ("PL470", "lm_head : ops(save = [atention])"),
+        ("PL470", 'lm_head : ops(save = ["aten.mm"])'),
+        ("PL470", 'lm_head : ops(save = ["aten.nothing.default"])'),
+        ("PL471", 'lm_head : ops(save = ["aten.matmul.default"])'),
+        ("PL472", 'lm_head : ops(save = [matmul, "aten.mm.default"])'),
+        ("PL472", "lm_head : ops(save = [reduce, reduce])"),
+    ],
+)
+def test_mistakes_of_checkpoints(mean, code, rule):
+    plan, sink = mean(remat(rule))
+    assert codes(sink) == [code]
+    assert next(iter(sink)).labels[0].span.line == 7
+    assert plan.broken == {"checkpoint"} and not plan.checkpoint
+
+
+def test_the_nearest_operators_are_told(mean):
+    (found,) = mean(remat('lm_head : ops(save = ["aten.mm"])'))[1]
+    assert "`aten.mm.default`" in found.help
+    (found,) = mean(remat("lm_head : ops(save = [atention])"))[1]
+    assert found.help == "did you mean `attention`?"
+
+
+def test_an_operator_of_another_library_is_left_to_apply(mean):
+    plan, sink = mean(remat('lm_head : ops(save = ["mylib.attend.default"])'))
+    assert codes(sink) == [] and plan.checkpoint[0].save[0].ops == ("mylib.attend.default",)
+
+
 # Extending ---------------------------------------------------------------------------------------
 
 

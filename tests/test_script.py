@@ -36,6 +36,9 @@ tensor on tp {
 checkpoint {
     model.layers[0:10].mlp : full
     model.layers[11] : full
+    model.layers[12] : ops(save = [attention, matmul(every = 2)])
+    model.layers[14] : full(offload = cpu, pin = false)
+    model.layers[13] : ops(save = ["aten.mm.default"], offload = cpu, early_stop = false)
 }
 compile {
     model.layers[::3] : block
@@ -118,6 +121,10 @@ def test_every_construct(everything, monkeypatch):
         'cp_dp_shard_mesh = mesh["cp", "dp_shard"]._flatten("cp_dp_shard")',
         'hsdp_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], cp_dp_shard_mesh])',
         "policy_1 = MixedPrecisionPolicy(param_dtype=torch.float16)",
+        "checkpoint_fn=offloading(pin=False)",
+        'context_fn=saving_on_cpu(True, (1, ("aten.mm.default",)))',
+        "early_stop=False",
+        "class _Park(",
         "**fsdp_1, reshard_after_forward=2)",
     ):
         assert text in source
@@ -144,6 +151,35 @@ def test_operations_in_another_order_stay_in_it(everything):
     ]
     stages = ["tensor_parallel", "checkpoint", "compile_blocks_2", "shard"]
     assert calls == ["compile_blocks", "configure", *stages]
+
+
+@pytest.mark.parametrize(
+    ("way", "has", "lacks"),
+    [
+        ("full", "checkpoint_wrapper", "def saving"),
+        ("ops(save = [reduce])", "def saving(*groups):", "offloading"),
+        ("full(offload = cpu)", "def offloading(pin, **options):", "def saving"),
+        ("full(preserve_rng = false)", "preserve_rng_state=False", "offloading"),
+    ],
+)
+def test_a_script_holds_the_helpers_that_it_calls(tmp_path, way, has, lacks):
+    path = tmp_path / "c.plan"
+    units = "mesh {\n dp_shard = auto\n}\nfsdp on dp_shard {\n root : unit\n}\n"
+    path.write_text(f"plan c for llama\n{units}checkpoint {{\n model.layers.* : {way}\n}}\n")
+    source = written(planc.lower("llama-3.2-1b", str(path), world_size=4))
+    well_made(source)
+    assert has in source and lacks not in source
+
+
+def test_the_helpers_are_the_runtimes(everything):
+    """Word for word, so that the script does what `apply` does."""
+    from pathlib import Path
+
+    source = written(planc.lower("llama-3.2-1b", str(everything), world_size=16))
+    text = (Path(planc.__file__).parent / "runtime" / "remat.py").read_text()
+    named = [node for node in ast.parse(text).body if hasattr(node, "name")]
+    assert len(named) > 8
+    assert all(ast.get_source_segment(text, node) in source for node in named)
 
 
 class Inner(nn.Module):

@@ -8,6 +8,7 @@ from lowered import llama, modules, plans, rule, unit, with_ops
 
 from planc.emit import words
 from planc.emit.text import render
+from planc.ir.kernels import Save
 from planc.ir.style import Change, Colwise, Input, Output, Replicate, Rowwise, Sequence, Shard
 from planc.lowering.document import digest
 from planc.lowering.ops import Checkpoint, Compile, Configure, Lowered, MeshAxis, Shape, Tie
@@ -150,6 +151,19 @@ def test_what_is_not_tensor_parallelism():
         "            visual",
         "compile     model.layers[0:32]",
         "compile     lm_head  as one graph, or fail",
+    ]
+
+
+def test_checkpoints_that_keep_something():
+    saves = (Save(name="attention", ops=("a.b.c",)), Save(name="matmul", every=2, ops=("d.e.f",)))
+    assert text(
+        Checkpoint(modules=modules("b[0]"), save=saves, offload=True),
+        Checkpoint(modules=modules("b[1]"), early_stop=False),
+        Checkpoint(modules=modules("b[2]")),
+    ) == [
+        "checkpoint  b[0]  ops(save = [attention, matmul(every = 2)], offload = cpu)",
+        "            b[1]  full(early_stop = false)",
+        "            b[2]",
     ]
 
 

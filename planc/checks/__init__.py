@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planc.checks.activations import activations
 from planc.checks.axes import axes
 from planc.checks.bare import bare
 from planc.checks.blocks import blocks
@@ -74,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     offload,
     prefetch,
     checkpoints,
+    activations,
     compiled,
     graphs,
     coverage,

@@ -1,7 +1,8 @@
-"""What a script carries along: the definitions of styles that torch does not have.
+"""What a script carries along: the definitions of what torch does not have.
 
-They are taken from the very file that `apply` runs (`planc/runtime/parts.py`), read as text, so a
-script computes what apply does and still needs torch alone.
+They are taken from the very files that `apply` runs (`planc/runtime/parts.py`, styles, and
+`remat.py`, checkpoints), read as text, so a script computes what apply does and still needs torch
+alone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import ast
 from functools import cache
 from pathlib import Path
 
-_PARTS = Path(__file__).resolve().parent.parent / "runtime" / "parts.py"
+_RUNTIME = Path(__file__).resolve().parent.parent / "runtime"
+_FILES = ("parts.py", "remat.py")
 
 
 def carried(body: str) -> list[str]:
     """The definitions that a body of Python needs, and those that they need, in their order.
 
     Args:
-        body: Python source that may call styles of `planc.runtime.parts`.
+        body: Python source that may call what these files define.
 
     Returns:
         The source of each, with a newline at its end.
@@ -34,9 +36,10 @@ def carried(body: str) -> list[str]:
 
 @cache
 def _definitions() -> dict[str, str]:
-    text = _PARTS.read_text(encoding="utf-8")
+    texts = [(_RUNTIME / file).read_text(encoding="utf-8") for file in _FILES]
     return {
         node.name: ast.get_source_segment(text, node) or ""
+        for text in texts
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }

@@ -133,6 +133,8 @@ def _value(part: Part, value: Value, kind: str) -> str:
     if part.name == "replicate":
         names = " * ".join(map(str, value)) if isinstance(value, tuple) else ""
         return f"replicated over {names}" if names else "not replicated"
+    if value is None and kind == "checkpoint" and part.name not in ("save", "offload"):
+        return "true"
     if value is None or value == ():
         return {"group": "alone", "axes": "no axis"}.get(part.name, "none")
     if part.name == "reshard":
@@ -142,6 +144,8 @@ def _value(part: Part, value: Value, kind: str) -> str:
         return "trainable" if value else "frozen"
     if part.name == "fullgraph":
         return "full graph" if value else "graph with breaks"
+    if part.name == "offload" and kind == "checkpoint":
+        return "cpu"
     if part.name == "local":
         return "local" if value else "dtensor"
     if isinstance(value, bool):
@@ -149,6 +153,8 @@ def _value(part: Part, value: Value, kind: str) -> str:
     if isinstance(value, tuple):
         if all(isinstance(v, int) for v in value):
             return str(list(value))
+        if part.name == "save":
+            return f"[{', '.join(map(str, value))}]"
         return (" | " if kind == "mesh" else " * ").join(map(str, value))
     if part.name in _BYTES and isinstance(value, int):
         return words.size(value)
@@ -168,7 +174,7 @@ def _whole(change: Change) -> str:
         case "tie":
             return f"= {parts['source']}"
         case "checkpoint":
-            return "full"
+            return ", ".join(_recomputed(parts))
         case "training":
             return "trainable" if parts["trainable"] else "frozen"
         case "divide":
@@ -182,6 +188,14 @@ def _whole(change: Change) -> str:
             return ", ".join(_unit(parts))
     over = "" if change.reason else f" on {change.over}"  # a reason names the axis
     return ", ".join([f"{parts['style']}{over}", *_locals(change.parts)])
+
+
+def _recomputed(parts: dict[str, Value]) -> Iterator[str]:
+    """How a module is checkpointed, where it is not in full alone."""
+    yield "ops" if "save" in parts else "full"
+    for name, value in parts.items():
+        part = Part(name=name, old=None, new=value)
+        yield f"{_title(part)} {_value(part, value, 'checkpoint')}"
 
 
 def _locals(parts: Sequence[Part]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def loop_over(modules: Modules, layers: int, *, assigned: bool = False) -> Loop:
     return Loop(item, tuple(head), owner, place)
 
 
-def replace(loop: Loop, call: str, *arguments: str) -> Group:
+def replace(loop: Loop, call: str, *arguments: Source) -> Group:
     """The statement that puts `call(module, ...)` in a module's place."""
     inner = Group(f"{call}(", (loop.item, *arguments))
     if loop.place.startswith("["):

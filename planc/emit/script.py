@@ -12,6 +12,7 @@ from itertools import groupby
 from textwrap import dedent
 from typing import assert_never
 
+from planc.emit import remat
 from planc.emit.carried import carried
 from planc.emit.python import Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
@@ -113,7 +114,7 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
     if stage in (_SHARD, _REPLICATE):
         yield from shard([op for op in ops if isinstance(op, FullyShard)], lowered)
         return
-    for op in ops:
+    for op in _inner_first(ops) if stage is _CHECKPOINT else ops:
         match op:
             case Configure():
                 note = remark(op.reason)
@@ -124,8 +125,8 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 yield from looped(loop.head, call, op.place)
             case Checkpoint():
                 loop = loop_over(op.modules, lowered.layers, assigned=True)
-                how = "checkpoint_impl=CheckpointImpl.NO_REENTRANT"
-                yield from looped(loop.head, replace(loop, "checkpoint_wrapper", how), op.place)
+                wrapped = replace(loop, "checkpoint_wrapper", *remat.arguments(op))
+                yield from looped(loop.head, wrapped, op.place)
             case Compile():
                 loop = loop_over(op.modules, lowered.layers)
                 how = "fullgraph=True" if op.fullgraph else ""
@@ -134,6 +135,21 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 yield from divide(op)
             case Prefetch():
                 yield from prefetch(op)
+
+
+def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
+    """Operations with what is inside another's modules before it: a wrapper hides its module.
+
+    The plan's order where nothing nests.
+    """
+    own = [op for op in ops if isinstance(op, Checkpoint)]
+    nested = any(
+        len(inner.modules.path) > len(outer.modules.path) and inner.modules.within(outer.modules)
+        for inner in own
+        for outer in own
+    )
+    own.sort(key=lambda op: -len(op.modules.path) if nested else 0)
+    return own
 
 
 # The frame ---------------------------------------------------------------------------------------

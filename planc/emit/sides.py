@@ -119,7 +119,7 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Parallelize():
             yield _tensor(op)
         case Checkpoint():
-            yield Entry(kind="checkpoint", modules=op.modules, place=op.place)
+            yield _checkpoint(op)
         case Compile():
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
@@ -134,6 +134,17 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:
                 yield Entry(kind="prefetch", modules=modules, facts=depth, place=op.place)
+
+
+def _checkpoint(op: Checkpoint) -> Entry:
+    """Only what is not as in a plain `full`."""
+    said: tuple[tuple[str, Value], ...] = (
+        ("save", words.saves(op) or None),
+        ("offload", op.offload or None),
+        *((name, getattr(op, name) and None) for name in ("pin", "preserve_rng", "early_stop")),
+    )
+    facts = tuple((name, value) for name, value in said if value is not None)
+    return Entry(kind="checkpoint", modules=op.modules, facts=facts, place=op.place)
 
 
 def _tensor(op: Parallelize) -> Entry:

@@ -55,7 +55,10 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         states = [o for o in lowered.ops if isinstance(o, Freeze) and o.trainable is state]
         yield from _listed(word, [str(o.modules) for o in states])
     checkpoints = [op for op in lowered.ops if isinstance(op, Checkpoint)]
-    yield from _listed("checkpoint", [str(op.modules) for op in checkpoints])
+    for i, how in enumerate(dict.fromkeys(map(words.recomputing, checkpoints))):
+        alike = [str(op.modules) for op in checkpoints if words.recomputing(op) == how]
+        note = "" if how == "full" else f"  {how}"
+        yield from _listed("" if i else "checkpoint", alike, note)
     for full in (False, True):
         own = [o for o in lowered.ops if isinstance(o, Compile) and o.fullgraph is full]
         note = "  as one graph, or fail" if full else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planc.ir import style as ir
-from planc.lowering.ops import FullyShard, Lowered, Prefetch, Shape
+from planc.lowering.ops import Checkpoint, FullyShard, Lowered, Prefetch, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
@@ -112,6 +112,26 @@ def ahead(op: Prefetch) -> str:
 
 def dtype(name: str) -> str:
     return SHORT.get(name, name)
+
+
+def recomputing(op: Checkpoint) -> str:
+    """What a checkpoint keeps, and where: `full`, or `ops(save = [...], offload = cpu)`."""
+    words = []
+    if op.save:
+        words.append(f"save = [{', '.join(saves(op))}]")
+    if op.offload:
+        words.append("offload = cpu")
+    terms = (("pin", op.pin), ("preserve_rng", op.preserve_rng), ("early_stop", op.early_stop))
+    words += [f"{name} = false" for name, value in terms if not value]
+    kind = "ops" if op.save else "full"
+    return f"{kind}({', '.join(words)})" if words else kind
+
+
+def saves(op: Checkpoint) -> tuple[str, ...]:
+    """What a checkpoint keeps: `attention`, `matmul(every = 2)`."""
+    return tuple(
+        save.name if save.every == 1 else f"{save.name}(every = {save.every})" for save in op.save
+    )
 
 
 def reshard(value: bool | int) -> str:

@@ -11,8 +11,9 @@ from planc.ir.fsdp import fsdp
 from planc.ir.mesh import solve
 from planc.ir.plan import Mesh, Plan
 from planc.ir.program import Program, gather, origin_of, require
+from planc.ir.remat import checkpoint, compile_rules
 from planc.ir.scope import Failed, Scope
-from planc.ir.tensor import checkpoint, compile_rules, tensor
+from planc.ir.tensor import tensor
 from planc.ir.train import train
 from planc.model.facts import Facts
 from planc.syntax import tree

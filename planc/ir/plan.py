@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from planc.ir.kernels import Save
 from planc.ir.style import Style
 from planc.model.facts import Modules
 from planc.source import Span
@@ -58,9 +59,22 @@ class TensorRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRule(Meaning):
-    """Activations of these modules are computed again in backward."""
+    """Activations of these modules are computed again in backward.
+
+    Args:
+        save: what is kept all the same; empty where all is computed again.
+        offload: what is kept, the modules' inputs among it, waits on the CPU.
+        pin: in pinned memory, where the device has any.
+        preserve_rng: random numbers are drawn the same again.
+        early_stop: recomputing ends with the last tensor that backward needs.
+    """
 
     modules: Modules
+    save: tuple[Save, ...] = ()
+    offload: bool = False
+    pin: bool = True
+    preserve_rng: bool = True
+    early_stop: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

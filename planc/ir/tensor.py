@@ -1,12 +1,12 @@
-"""Tensor sections -> styles on modules; checkpoint and compile sections, which are alike."""
+"""Tensor sections -> styles on modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planc.ir.arguments import Arguments, unknown
+from planc.ir.arguments import unknown
 from planc.ir.claims import Claims, Placed, flatten
-from planc.ir.plan import CheckpointRule, CompileRule, TensorRule
+from planc.ir.plan import TensorRule
 from planc.ir.program import Program
 from planc.ir.scope import Scope
 from planc.ir.select import select
@@ -93,55 +93,6 @@ def _axis(section: tree.Section, program: Program) -> str | None:
         )
         return None
     return section.axes[0].path
-
-
-# Checkpoint and compile ------------------------------------------------------------------------
-
-
-def checkpoint(program: Program) -> Iterator[CheckpointRule]:
-    claims: Claims[bool] = Claims(program.sink)
-    for section in program.named("checkpoint"):
-        no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, "checkpoint", program)
-            if rule is None:
-                continue
-            if rule.action.name in ("ops", "offload", "save"):
-                program.sink.error(
-                    "PL010",
-                    f"checkpointing by `{rule.action.name}` is not supported yet",
-                    rule.action.origin,
-                    help="`full` recomputes the whole module",
-                )
-            elif rule.action.name not in ("full", "none"):
-                unknown(rule.action, ("full", "none"), "way to checkpoint", program.scope)
-            elif Arguments(rule.action, program.scope).done():
-                found = modules_of(rule, placed, program.scope)
-                full = rule.action.name == "full"
-                claims.add(found, "checkpoint", full, rule.origin, override=rule.override)
-    for claim in claims.claims:
-        if claim.value:
-            yield CheckpointRule(modules=claim.modules, origin=claim.origin)
-
-
-def compile_rules(program: Program) -> Iterator[CompileRule]:
-    claims: Claims[bool] = Claims(program.sink)
-    for section in program.named("compile"):
-        no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, "compile", program)
-            if rule is None:
-                continue
-            if rule.action.name != "block":
-                unknown(rule.action, ("block",), "way to compile", program.scope)
-                continue
-            arguments = Arguments(rule.action, program.scope, ("fullgraph",))
-            fullgraph = arguments.truth("fullgraph", False)
-            if arguments.done():
-                found = modules_of(rule, placed, program.scope)
-                claims.add(found, "compile", fullgraph, rule.origin, override=rule.override)
-    for claim in claims.claims:
-        yield CompileRule(modules=claim.modules, fullgraph=claim.value, origin=claim.origin)
 
 
 def no_axes(section: tree.Section, program: Program) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from planc.diagnostic import Sink
 from planc.ir import style as ir
+from planc.ir.kernels import Save
 from planc.lowering.ops import (
     FORMAT_VERSION,
     AnyOp,
@@ -165,7 +166,7 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
         case Checkpoint():
-            body = {"op": "checkpoint", "modules": str(op.modules)}
+            body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():
             body = {"op": "compile", "modules": str(op.modules), "fullgraph": op.fullgraph}
         case FullyShard():
@@ -180,6 +181,17 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "backward": op.backward,
             }
     return {**body, "place": op.place}
+
+
+def _recomputing(op: Checkpoint) -> dict[str, Any]:
+    """What an operation says beyond its modules; nothing that is as it always was."""
+    body: dict[str, Any] = {}
+    if op.save:
+        body["save"] = [{"name": s.name, "every": s.every, "ops": list(s.ops)} for s in op.save]
+    for name in ("offload", "pin", "preserve_rng", "early_stop"):
+        if getattr(op, name) != (name != "offload"):
+            body[name] = getattr(op, name)
+    return body
 
 
 def _unit(op: FullyShard) -> dict[str, Any]:
@@ -287,6 +299,10 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "tie":
             return Tie(**body)
         case "checkpoint":
+            body["save"] = tuple(
+                Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))
+                for s in body.get("save", ())
+            )
             return Checkpoint(**body)
         case "compile":
             return Compile(**body)

@@ -12,12 +12,12 @@ may make new parameters, and before FSDP, which looks at them. (The order of tor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from planc.ir.lists import lists
-from planc.ir.plan import Fsdp, Plan, TensorRule, Unit
+from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, MlaKv, Output, Replicated, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
@@ -60,7 +60,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
             Freeze(modules=t.modules, trainable=t.trainable, place=t.origin.place)
             for t in plan.train
         ),
-        *_joined(Checkpoint(modules=r.modules, place=r.origin.place) for r in plan.checkpoint),
+        *_joined(_checkpoint(rule) for rule in _inside_out(plan.checkpoint)),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
             for r in plan.compile
@@ -137,9 +137,17 @@ def _data(plan: Plan) -> tuple[str, ...]:
 
 
 def _configure(facts: Facts) -> Iterator[Configure]:
-    """A key/value cache is for generation; in training it costs memory and breaks checkpointing."""
-    if facts.config.get("use_cache") is True:
-        yield Configure(name="use_cache", value=False, reason="training keeps no key/value cache")
+    """A key/value cache is for generation; in training it costs memory and breaks checkpointing.
+
+    A model of several towers has the field in the configuration of each (`text_config`).
+    """
+    inner = {
+        f"{name}.": value for name, value in facts.config.items() if isinstance(value, Mapping)
+    }
+    for owner, values in {"": facts.config, **inner}.items():
+        if values.get("use_cache") is True:
+            reason = "training keeps no key/value cache"
+            yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
@@ -198,6 +206,29 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     if isinstance(rule.style, Input | Output | MlaKv):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
+
+
+def _checkpoint(rule: CheckpointRule) -> Checkpoint:
+    return Checkpoint(
+        modules=rule.modules,
+        save=rule.save,
+        offload=rule.offload,
+        pin=rule.pin,
+        preserve_rng=rule.preserve_rng,
+        early_stop=rule.early_stop,
+        place=rule.origin.place,
+    )
+
+
+def _inside_out(rules: Iterable[CheckpointRule]) -> list[CheckpointRule]:
+    """The plan's order, but nothing after what it is inside: a wrapper is no module's parent."""
+    rules = list(rules)
+    nested = any(
+        len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
+        for a in rules
+        for b in rules
+    )
+    return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
 
 
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import distributed, nn
@@ -128,8 +129,11 @@ def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterato
             yield f"the model has no module {name!r}"
         elif isinstance(op, Parallelize):
             yield from _shapes(op, name, modules[name])
-    if isinstance(op, Configure) and not hasattr(getattr(model, "config", None), op.name):
-        yield f"the model has no config.{op.name}"
+    if isinstance(op, Configure):
+        try:
+            attrgetter(f"config.{op.name}")(model)
+        except AttributeError:
+            yield f"the model has no config.{op.name}"
     if isinstance(op, Tie):
         for path in (op.parameter, op.source):
             owner, _, last = path.rpartition(".")

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import assert_never
 
 from torch import distributed, nn
@@ -35,7 +36,7 @@ from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.styles import build
-from planc.runtime.wrapping import divide, keywords, prefetch, wrap
+from planc.runtime.wrapping import divide, keywords, prefetch, recomputing, wrap
 
 _log = logging.getLogger("planc")
 
@@ -148,7 +149,9 @@ class Worker:
         self.at = ""
         match op:
             case Configure():
-                setattr(self.model.config, op.name, op.value)
+                owner, _, name = op.name.rpartition(".")
+                config = self.model.config
+                setattr(attrgetter(owner)(config) if owner else config, name, op.value)
             case Parallelize():
                 mesh, style = self.meshes.part(op.axis), build(op.style)
                 for self.at in op.modules.names():
@@ -160,8 +163,7 @@ class Worker:
                 for self.at in op.modules.names():
                     self.modules[self.at].requires_grad_(op.trainable)
             case Checkpoint():
-                for self.at in op.modules.names():
-                    self._checkpoint(self.at)
+                self._checkpoint(op)
             case Compile():
                 for self.at in op.modules.names():
                     self.modules[self.at].compile(fullgraph=op.fullgraph)
@@ -187,13 +189,15 @@ class Worker:
         source, _, other = op.source.rpartition(".")
         setattr(self._inner(owner), name, getattr(self._inner(source), other))
 
-    def _checkpoint(self, name: str) -> None:
-        parent, _, last = name.rpartition(".")
-        wrapped = checkpoint_wrapper(
-            self.modules[name], checkpoint_impl=CheckpointImpl.NO_REENTRANT
-        )
-        self._inner(parent).register_module(last, wrapped)
-        self.modules[name] = wrapped
+    def _checkpoint(self, op: Checkpoint) -> None:
+        options = recomputing(op)
+        for self.at in op.modules.names():
+            parent, _, last = self.at.rpartition(".")
+            wrapped = checkpoint_wrapper(
+                self.modules[self.at], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options
+            )
+            self._inner(parent).register_module(last, wrapped)
+            self.modules[self.at] = wrapped
 
     def _shard(self, op: FullyShard) -> None:
         shared = keywords(op, self.meshes, self.modules)

@@ -225,7 +225,11 @@ def _describe(model: nn.Module, lowered: Lowered, folder: Path, parts: list[list
     values = json.loads(config.to_json_string())
     for op in lowered.ops:
         if isinstance(op, Configure):  # for training alone, such as `use_cache = false`
-            values.pop(op.name, None)
+            owner, _, name = op.name.rpartition(".")
+            inner = values
+            for part in owner.split(".") if owner else ():
+                inner = inner.get(part, {})
+            inner.pop(name, None)
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     values["architectures"] = [lowered.model]
     if len(dtypes) == 1:

@@ -1,4 +1,4 @@
-"""What FSDP is asked to do with a unit, and what is set on units afterwards."""
+"""What FSDP and checkpoints are asked to do, and what is set on units afterwards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 from planc.ir.lists import entries, of_entry
-from planc.lowering.ops import FullyShard, Prefetch
+from planc.lowering.ops import Checkpoint, FullyShard, Prefetch
+from planc.runtime import remat
 from planc.runtime.meshes import Meshes
 from planc.runtime.shards import units
+
+_REMAT: Any = remat  # without types, as the scripts that carry it are
 
 
 def keywords(op: FullyShard, meshes: Meshes, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -92,3 +95,21 @@ def prefetch(op: Prefetch, modules: Mapping[str, nn.Module]) -> None:
                 first.set_modules_to_forward_prefetch(ahead)
             elif ahead:
                 first.set_modules_to_backward_prefetch(ahead)
+
+
+def recomputing(op: Checkpoint) -> dict[str, Any]:
+    """What `checkpoint_wrapper` is given beside the module; nothing that is torch's default."""
+    for save in op.save:
+        if save.name in save.ops and not list(_REMAT.operators(save.ops)):
+            raise ValueError(f"torch has no operator {save.name}")
+    groups = [(save.every, save.ops) for save in op.save]
+    options: dict[str, Any] = {}
+    if groups:
+        options["context_fn"] = (
+            _REMAT.saving_on_cpu(op.pin, *groups) if op.offload else _REMAT.saving(*groups)
+        )
+    if not op.preserve_rng:
+        options["preserve_rng_state"] = False
+    if not op.early_stop:
+        options["early_stop"] = False
+    return {"checkpoint_fn": _REMAT.offloading(op.pin, **options)} if op.offload else options

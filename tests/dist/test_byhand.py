@@ -54,6 +54,25 @@ def test_tensor_parallel_and_fsdp(four, tied, sequence, checkpoint):
     right(four.run("numerics.compare", model=model, plan=lowered))
 
 
+def test_checkpoints_that_nest_in_any_order(four):
+    """A wrapper hides its module, so the script puts what is inside first, whatever the order."""
+    inner = Checkpoint(modules=modules(f"{BLOCKS}.mlp"), place="x.plan:31")
+    plain = llama(AXES, sequence=True)
+    outer = llama(AXES, sequence=True, checkpoint=True)
+    at = next(i for i, op in enumerate(outer.ops) if isinstance(op, Checkpoint))
+    assert len(outer.ops) == len(plain.ops) + 1
+    for place in (at, at + 1):
+        ops = (*outer.ops[:place], inner, *outer.ops[place:])
+        lowered = replace(outer, ops=ops)
+        applied = four.run("numerics.compare", model="llama", plan=lowered)
+        right(applied)
+        assert four.run("numerics.compare", model="llama", plan=lowered, script=True) == applied
+    from planc.emit.script import render
+
+    source = render(lowered, digest=DIGEST)
+    assert source.index("mlp = checkpoint_wrapper") < source.index("layers[i] = checkpoint_wrapper")
+
+
 MESHES = {
     "hybrid": llama(
         {"dp_replicate": 2, "dp_shard": 2}, replicate=("dp_replicate",), checkpoint=True
