@@ -59,7 +59,9 @@ class Maker:
             for parameter in made.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
         model: nn.Module = made.float().train()
-        for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        for part in {
+            id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+        }.values():
             if getattr(part, "use_cache", None) is True:  # training keeps none
                 part.use_cache = False
         return model

@@ -114,7 +114,15 @@ def row(name, pool, folder, plans):
     if offers(path):
         ways[0] = ("sequence_parallel=false",)
     for way in ways:
-        error = judged(found, small, facts, path, [*way, "tp=2"], pool, "sp" if way and "true" in way[0] else "")
+        error = judged(
+            found,
+            small,
+            facts,
+            path,
+            [*way, "tp=2"],
+            pool,
+            "sp" if way and "true" in way[0] else "",
+        )
         if error:
             return {**found, "reason": error}
     return found
@@ -131,7 +139,11 @@ def offers(path):
 def judged(found, values, facts, path, settings, pool, mark):
     """Fills the row for one way; gives what is wrong, or nothing."""
     sink = Sink()
-    settings = [s for s in settings if not (s == "tp=2" and "tp" not in path.read_text() and "extend" not in path.read_text())]
+    settings = [
+        s
+        for s in settings
+        if not (s == "tp=2" and "tp" not in path.read_text() and "extend" not in path.read_text())
+    ]
     settings = [*settings, "param_dtype=fp32"]
     compiled = compile_plan(facts, str(path), sink, world_size=WORLD, settings=settings)
     if compiled.lowered is None:
