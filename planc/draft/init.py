@@ -49,7 +49,7 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
     """
     quiet = Sink()
     small, values, maker, why = _NOTHING
-    if "model_type" in facts.config:
+    if facts.code or "model_type" in facts.config:
         small, values, maker, why = _small(facts, quiet)
     known = small or facts
     made = run(maker) if maker is not None else None
@@ -78,9 +78,11 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
 
 def _small(facts: Facts, sink: Sink) -> _Small:
     """The small model's facts, its configuration, what builds it, or why there is none."""
-    from planc.model.real import Maker
+    from planc.model.own import maker_of
 
     try:
+        if facts.code:
+            return facts, {}, maker_of({}, facts.code), ""
         values = shrink(facts.config, ranks={"tp": _RANKS})
         values = json.loads(json.dumps(values, default=str))
         values["architectures"] = [facts.name]
@@ -88,7 +90,7 @@ def _small(facts: Facts, sink: Sink) -> _Small:
         if small is None:
             errors = [d.message for d in sink]
             return None, {}, None, errors[0] if errors else "it can't be built small"
-        return small, values, Maker(values), ""
+        return small, values, maker_of(values, ""), ""
     except Exception as error:
         return None, {}, None, f"it can't be built small: {error}"
 
@@ -123,9 +125,11 @@ def _tail(found: Roles, ran: Ran | None) -> list[str]:
 def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
     """What a reader should know: what stays whole and why, what could not be decided."""
     if outcome.verdict == "proved":
+        of = f"transformers {cache.version('transformers')}" if search.values else "this code"
+        on = "a small model" if search.values else "the model"
         page.comment.append(
-            f"Written by planc init for transformers {cache.version('transformers')}; layout flow "
-            f"proved it on a small model (largest error {outcome.worst:.0e})."
+            f"Written by planc init for {of}; layout flow proved it on {on} (largest error "
+            f"{outcome.worst:.0e})."
         )
     else:
         why = outcome.reason or "; ".join(p.detail for p in outcome.parts[:1]) or "it is refuted"

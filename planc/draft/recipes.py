@@ -127,7 +127,7 @@ def _split(segment: Segment, name: str, parts: str, sinks: Rules) -> Recipe:
     lead = f"{parts}, " if parts else ""
     sequence: Rules = {}
     if segment.takes is not None and not sinks:
-        sequence[segment.holder] = f"input({arrow(segment.takes)})"
+        sequence[segment.holder] = f"input({segment.takes})"
         sequence |= {fan.name: plain[fan.name] for fan in segment.fans}
     elif not segment.latent:
         for fan in segment.fans:
@@ -135,11 +135,6 @@ def _split(segment: Segment, name: str, parts: str, sinks: Rules) -> Recipe:
     sequence[segment.close.name] = "rowwise(-> shard(1), local = false)"
     clean = not sinks and not segment.latent
     return Recipe(name=name, plain={**plain, **sinks}, sequence=sequence if clean else None)
-
-
-def arrow(takes: str) -> str:
-    """What gathers the hidden states: by position, or by the name that the block calls it by."""
-    return "shard(1) -> replicate" if takes == "0" else f"{takes} = shard(1) -> replicate"
 
 
 def _parts(fan: Linear, close: Linear, config: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from planc.model.facts import Facts, Module, Modules
 CLOSES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
     r"|linear_2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
-    r"|output\.dense|out)$"
+    r"|output\.dense|output|out)$"
 )
 """Linears that close a segment, by the names that the families of transformers give them."""
 
@@ -52,7 +52,7 @@ class Segment:
     fans: what opens up.
     close: what closes.
     holder: the module around them all that takes the hidden states, empty for the block itself.
-    takes: the name or position of the hidden states among the holder's inputs, None where unknown.
+    takes: what `input(...)` says to gather what the holder takes, None where unknown.
     latent: linears before the fans that make something small of the hidden states.
     """
 
@@ -97,12 +97,14 @@ class Roles:
     """Args:
     blocks: the lists of blocks.
     embedding: the table of tokens, None where there is none that is known.
+    tables: other tables, such as that of positions.
     heads: linears that give logits.
     norms: outside the blocks.
     """
 
     blocks: list[Blocks]
     embedding: str | None
+    tables: list[str]
     heads: list[str]
     norms: list[str]
 
@@ -119,15 +121,19 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
     outside = [m for m in _all(facts.model) if not any(m.within(at) for at in lists)]
     tables = [m for m in outside if m.module.kind == "embedding"]
     vocabulary = facts.config.get("vocab_size") or _text(facts).get("vocab_size")
+    rows = [m.module.parameters[0].shape[0] for m in tables]
+    vocabulary = vocabulary if vocabulary in rows else max(rows, default=None)
     named = [m for m in tables if m.module.parameters[0].shape[0] == vocabulary]
-    embedding = str((named or tables)[0]) if tables else None
+    ran_too = [m for m in named if ran is not None and str(m) in ran.order]
+    embedding = str((ran_too or named or tables)[0]) if tables else None
     heads = [
         str(m)
         for m in outside
         if m.module.kind == "linear" and m.module.parameters[0].shape[0] == vocabulary
     ]
     norms = [str(m) for m in outside if m.module.kind == "norm"]
-    return Roles(blocks=blocks, embedding=embedding, heads=heads, norms=norms)
+    others = [str(m) for m in tables if str(m) != embedding]
+    return Roles(blocks=blocks, embedding=embedding, tables=others, heads=heads, norms=norms)
 
 
 def _text(facts: Facts) -> Any:
@@ -141,14 +147,16 @@ class Ran:
 
     Args:
         order: the modules in the order in which they began.
-        hidden: for each, the input that holds hidden states: its position or name.
+        hidden: for each that takes hidden states, what `input(...)` says to gather them.
         gives: for each, how many things it gives; 0 for one tensor that is in no tuple.
+        dims: for each, of the first tensor that it gives.
         width: the features of hidden states.
     """
 
     order: list[str]
     hidden: dict[str, str]
     gives: dict[str, int]
+    dims: dict[str, int]
     width: int
 
 

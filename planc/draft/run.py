@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from planc.draft.roles import Ran
 
 if TYPE_CHECKING:
+    from planc.model.own import Own
     from planc.model.real import Maker
 
 
-def run(maker: Maker) -> Ran | None:
+def run(maker: Maker | Own) -> Ran | None:
     """What a run shows, or None where the model does not run."""
     import torch
 
@@ -19,9 +20,11 @@ def run(maker: Maker) -> Ran | None:
 
     model, trace = maker.build(0), Trace()
     gives: dict[str, int] = {}
+    positional: dict[str, int] = {}
 
     def hook(name: str) -> Any:
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        def keep(_module: Any, inputs: Any, output: Any) -> None:
+            positional[name] = len(inputs)
             gives[name] = len(output) if isinstance(output, tuple) else 0
 
         return keep
@@ -49,6 +52,17 @@ def run(maker: Maker) -> Ran | None:
     for name, call in trace.begun.items():
         for which, value in call.inputs.items():
             if value.is_floating_point() and value.dim() == 3 and value.shape[-1] == width:
-                hidden[name] = which
+                hidden[name] = _gathered(which, positional.get(name, 1))
                 break
-    return Ran(order=list(trace.begun), hidden=hidden, gives=gives, width=width)
+    given = {n: c.output.dim() for n, c in trace.begun.items() if c.output is not None}
+    return Ran(dims=given, order=list(trace.begun), hidden=hidden, gives=gives, width=width)
+
+
+def _gathered(which: str, positional: int) -> str:
+    """What `input(...)` says to gather one input: by name, or by its place among the others."""
+    change = "shard(1) -> replicate"
+    if not which.isdecimal():
+        return f"{which} = {change}"
+    places = ["null"] * max(positional, int(which) + 1)
+    places[int(which)] = change
+    return ", ".join(places)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import Severity, Sink
-from planc.draft.recipes import Choice, Recipe, arrow, choices
+from planc.draft.recipes import Choice, Recipe, choices
 from planc.draft.roles import Ran, Roles
 from planc.draft.text import Draft, render
 from planc.driver import compile_plan
@@ -111,6 +111,8 @@ class Search:
         """What layout flow says of the draft as it stands."""
         self.runs += 1
         self._fill()
+        if not any(self.draft.plain.values()):
+            return Outcome(verdict="nothing", reason="no split of its parts was right")
         settings = ["tp=2", "dp_shard=1"]
         if self.draft.sequence is not None:
             settings.append(f"sequence_parallel={str(sequence).lower()}")
@@ -236,7 +238,12 @@ class Search:
         rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
         ends = {n: s for c in self.outside for n, s in (c.recipe.sequence or {}).items()}
         rules = self._ordered(path, rules)
-        return {path: rules, "": {**ends, **dict.fromkeys(self.roles.norms, "sequence")}}
+        ends |= dict.fromkeys(self.roles.norms, "sequence")
+        for table in self.roles.tables:  # what is added to the tokens is split as they are
+            if self.ran.dims.get(table, 0) >= 2:
+                dim = self.ran.dims[table] - 2
+                ends[table] = f"output(replicate -> shard({dim}), local = false)"
+        return {path: rules, "": ends}
 
     def _children(self, path: str) -> Iterator[str]:
         """The children of the blocks that take hidden states and have weights, without norms."""
@@ -261,7 +268,7 @@ class Search:
         if takes is None:
             return None
         many = ", null" * max(0, gives - 1)
-        around = f"input({arrow(takes)}, local = true)"
+        around = f"input({takes}, local = true)"
         around += f" & output(replicate -> shard(1){many}, local = false)"
         inner = {n: s for c in own for n, s in c.recipe.plain.items()}
         return {**inner, top: " & ".join(filter(None, [inner.get(top), around]))}

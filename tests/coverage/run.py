@@ -72,8 +72,16 @@ OWN = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4}},
-    "reformer": {"is_decoder": True},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "xmod": {"default_language": "en_XX"},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 """More of it, for one family."""
