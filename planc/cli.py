@@ -1,4 +1,4 @@
-"""Floor 9: arguments and exit codes; no logic."""
+"""Floor 9: the commands and their exit codes; no logic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import planc
 from planc import whole
+from planc.arguments import parser
 from planc.diagnostic import Sink
 from planc.driver import UNREADABLE, Compiled, compile_plan
 from planc.lowering.document import dumps
 from planc.proof.flow import flow
-from planc.report import FORMATS, render, wants_colour
+from planc.report import render, wants_colour
 from planc.runtime import certificate
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
@@ -26,8 +26,8 @@ CLEAN, FINDINGS, FAILED = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `planc`. Returns the exit code: 0 clean, 1 findings, 2 could not run."""
     try:
-        options = _parser().parse_args(arguments)
-        code: int = options.run(options)
+        options = parser().parse_args(arguments)
+        code = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -165,6 +165,27 @@ def _init(options: argparse.Namespace) -> int:
     return _write(drafted.text, options.output)
 
 
+def _why(options: argparse.Namespace) -> int:
+    from planc.emit import reasons
+    from planc.emit.why import why
+    from planc.report.colour import paint
+
+    sink = Sink()
+    compiled = _compile(options, sink)
+    answer = None
+    if compiled.lowered and compiled.facts:
+        answer = why(options.name, compiled.facts, compiled.lowered, compiled.plan, sink)
+    _show(sink, "full", sys.stderr, quiet=True)
+    if answer is None or compiled.lowered is None:
+        return _code(sink) if compiled.lowered is None else FAILED
+    if options.format == "json":
+        print(json.dumps(reasons.document(answer, compiled.lowered), indent=2))
+    else:
+        colour = wants_colour(sys.stdout, os.environ)
+        print("".join(f"{paint(line, colour)}\n" for line in reasons.lines(answer)), end="")
+    return CLEAN
+
+
 def _fmt(options: argparse.Namespace) -> int:
     from planc.syntax.rewrite import layouts
 
@@ -256,131 +277,16 @@ def _write(text: str, output: str | None) -> int:
     return CLEAN
 
 
-def _size(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a number of ranks is a positive integer, not {text!r}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"a time limit is a positive number, not {text!r}")
-    return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="planc", description="A compiler for parallel training plans."
-    )
-    parser.add_argument("--version", action="version", version=f"planc {planc.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    init = commands.add_parser("init", help="write a first plan for a model, and prove it")
-    _model(init)
-    _trust(init)
-    init.add_argument("-o", "--output", metavar="FILE", help="write there instead")
-    init.set_defaults(run=_init)
-    check = commands.add_parser("check", help="say what is wrong with a plan for a model")
-    _target(check)
-    check.add_argument("--format", choices=FORMATS, default="full")
-    check.add_argument("--strict", action="store_true", help="a warning is a finding too")
-    check.add_argument(
-        "--level",
-        choices=("structure", "flow"),
-        default="flow",
-        help="structure leaves out the simulated run of a shrunken model",
-    )
-    check.set_defaults(run=_check)
-    lower = commands.add_parser("lower", help="print the torch calls that a plan stands for")
-    _target(lower)
-    lower.add_argument("--format", choices=("text", "json", "python"), default="text")
-    lower.add_argument("-o", "--output", metavar="FILE", help="write there instead")
-    lower.set_defaults(run=_lower)
-    diff = commands.add_parser("diff", help="compare two lowered plans")
-    _diff_arguments(diff)
-    _verify_arguments(
-        commands.add_parser("verify", help="prove a plan on processes, on a small model")
-    )
-    _fmt_arguments(
-        commands.add_parser("fmt", help="write plans in the canonical layout, comments kept")
-    )
-    explain = commands.add_parser("explain", help="say what a diagnostic means")
-    explain.add_argument("code", metavar="CODE", help="such as PL101")
-    explain.set_defaults(run=_explain)
-    return parser
-
-
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("old", metavar="OLD", help="a plan, as for check, or a lowered JSON file")
-    parser.add_argument("new", metavar="NEW", nargs="?", help="the same plan when left out")
-    _common(parser)
-    for side in ("old", "new"):
-        parser.add_argument(f"--{side}-model", metavar="MODEL")
-        parser.add_argument(f"--{side}-world-size", metavar="N", type=_size)
-        parser.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
-    parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.set_defaults(run=_diff)
-
-
-def _fmt_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", metavar="PLAN", nargs="+", help="a file, a folder, or `-`")
-    parser.add_argument("--check", action="store_true", help="write nothing; say what would change")
-    parser.add_argument("--diff", action="store_true", help="write nothing; show what would change")
-    parser.set_defaults(run=_fmt)
-
-
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    _target(parser)
-    parser.add_argument(
-        "--processes", metavar="N", type=_size, default=4, help="how many, on this machine (4)"
-    )
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, default=120.0, help="for all of it (120)"
-    )
-    parser.add_argument("--certificate", metavar="FILE", help="write what was found there")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.set_defaults(run=_verify)
-
-
-def _model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a folder with config.json, a .json file, a cached hub name, or package.module:name",
-    )
-
-
-def _target(parser: argparse.ArgumentParser) -> None:
-    _model(parser)
-    parser.add_argument(
-        "plan",
-        metavar="PLAN",
-        help="a .plan file, `-`, a shipped plan's name, REV:path in git, or a lowered JSON file",
-    )
-    _common(parser)
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world-size", metavar="N", type=_size, help="the number of ranks")
-    parser.add_argument(
-        "--set",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="a mesh axis or an option; may be repeated",
-    )
-    _trust(parser)
-
-
-def _trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow-code", action="store_true", help="may run Python code that MODEL names"
-    )
+_COMMANDS = {
+    "init": _init,
+    "check": _check,
+    "lower": _lower,
+    "diff": _diff,
+    "why": _why,
+    "verify": _verify,
+    "fmt": _fmt,
+    "explain": _explain,
+}
 
 
 if __name__ == "__main__":

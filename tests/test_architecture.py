@@ -22,6 +22,7 @@ FLOORS = {
     "report": 5,
     "runtime": 5,
     "driver": 6,
+    "arguments": 6,
     "proof": 7,
     "draft": 8,
     "api": 9,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planc.checks.activations import activations
+from planc.checks.adapters import adapters
 from planc.checks.axes import axes
 from planc.checks.bare import bare
 from planc.checks.blocks import blocks
@@ -41,6 +42,7 @@ from planc.checks.units import units
 from planc.checks.unsharded import unsharded
 from planc.checks.whole import whole
 from planc.diagnostic import Sink
+from planc.ir.derive import adapted
 from planc.ir.plan import Plan
 from planc.model.facts import Facts
 
@@ -78,6 +80,7 @@ RULES: tuple[Rule, ...] = (
     activations,
     compiled,
     graphs,
+    adapters,
     coverage,
 )
 
@@ -88,8 +91,9 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     Args:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
-        sink: receives PL15x and PL16x (kinds, pairs and norms), PL2xx (shapes and
-            parameters), PL35x (axes) and PL4xx (composition).
+        sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx (shapes
+            and parameters), PL35x (axes) and PL4xx (composition).
     """
+    plan, facts = adapted(plan, facts)
     for rule in RULES:
         rule(plan, facts, sink)

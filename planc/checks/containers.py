@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan
-from planc.model.facts import Facts, Module, Modules
+from planc.model.facts import Facts, Modules
 from planc.source import Span
 
 
@@ -17,7 +17,7 @@ def containers(plan: Plan, facts: Facts, sink: Sink) -> None:
     Source: `_validate_module` in torch.distributed.fsdp, and torch.compile on four processes.
     """
     for modules, word, origin in _targets(plan):
-        if _never_called(modules.module):
+        if modules.module.container:
             sink.error(
                 "PL152",
                 f"`{modules}` is a {modules.module.cls}: it is never called, so {word} it "
@@ -45,8 +45,3 @@ def _targets(plan: Plan) -> Iterator[tuple[Modules, str, Span]]:
     for unit in plan.fsdp.units if plan.fsdp else ():
         for member in unit.members:
             yield member, "sharding", unit.origin
-
-
-def _never_called(module: Module) -> bool:
-    """An nn.ModuleDict or nn.ModuleList; an nn.Sequential is a list too, but has a forward."""
-    return module.kind == "dict" or (module.kind == "list" and module.cls == "ModuleList")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from planc.checks.table import active, ranks, split_dim
 from planc.diagnostic import Sink
+from planc.ir.derive import styles
 from planc.ir.plan import Plan
 from planc.model.facts import Facts, Modules
 
 
 def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
     """An info: the share of parameters that every rank of the tensor axis holds whole."""
-    rules = active(plan)
+    rules = (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
     if not rules or "tensor" in plan.broken:
         return
     whole: list[tuple[int, str]] = []

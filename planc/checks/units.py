@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planc.checks.table import holds
 from planc.diagnostic import Sink
-from planc.ir.plan import Plan
+from planc.ir.plan import Plan, Unit
 from planc.model.facts import Facts
 
 
@@ -24,11 +24,23 @@ def units(plan: Plan, facts: Facts, sink: Sink) -> None:
                     unit.origin,
                     help=f"take `{member}` out of the group",
                 )
-        if sum(m.module.count for m in unit.members) == 0:
-            sink.error(
-                "PL411",
-                f"the unit `{unit.members[0]}` has no parameters to shard",
-                unit.origin,
-                facts=[f"`{unit.members[0]}` is a {unit.members[0].module.cls}"],
-                help="take the rule out",
-            )
+        why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
+        if sum(m.module.count for m in unit.members) and _left(unit, plan):
+            continue
+        if any(i.modules.within(m) for i in plan.fsdp.ignored for m in unit.members):
+            why = ["all its parameters are ignored"]
+        sink.error(
+            "PL411",
+            f"the unit `{unit.members[0]}` has no parameters to shard",
+            unit.origin,
+            facts=why,
+            help="take the rule out",
+        )
+
+
+def _left(unit: Unit, plan: Plan) -> bool:
+    """Whether something inside a unit is not ignored."""
+    assert plan.fsdp is not None
+    ignored = [i.modules for i in plan.fsdp.ignored]
+    below = (part for member in unit.members for part in member.below())
+    return any(part.module.parameters and part.outside(ignored) for part in below)

@@ -173,6 +173,11 @@ def _whole(change: Change) -> str:
             return f"= {str(parts['value']).lower()}"
         case "tie":
             return f"= {parts['source']}"
+        case "adapters":
+            alpha, dtype = parts["alpha"], parts.get("dtype")
+            assert isinstance(alpha, float | int)
+            kept = f", {words.dtype(str(dtype))}" if dtype else ""
+            return f"lora, rank {parts['rank']}, alpha {words.number(alpha)}{kept}"
         case "checkpoint":
             return ", ".join(_recomputed(parts))
         case "training":

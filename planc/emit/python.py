@@ -19,6 +19,7 @@ WIDTH = 88  # the default of ruff and black
 
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
+    ("peft", ("LoraConfig", "inject_adapter_in_model")),
     ("torch", ("nn",)),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",

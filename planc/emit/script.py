@@ -18,6 +18,7 @@ from planc.emit.python import Group, assign, imports, lay, quoted, remark, style
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -50,6 +51,7 @@ class _Stage:
 
 
 _CONFIGURE = _Stage("configure", "Sets what training needs of the configuration.")
+_ADAPT = _Stage("add_adapters", "Puts LoRA around layers, and freezes all else.")
 _TENSOR = _Stage("tensor_parallel", "Splits weights and activations over the tensor axes.", True)
 _FREEZE = _Stage("freeze", "Says which parameters take gradients.")
 _CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to save memory.")
@@ -89,6 +91,8 @@ def _stage(op: AnyOp) -> _Stage:
     match op:
         case Configure():
             return _CONFIGURE
+        case Adapt():
+            return _ADAPT
         case Parallelize() | Tie():
             return _TENSOR
         case Freeze():
@@ -119,6 +123,8 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
             case Configure():
                 note = remark(op.reason)
                 yield from lay(f"model.config.{op.name} = {op.value}", IN, note=note)
+            case Adapt():
+                yield from _adapt(op, lowered)
             case Freeze():
                 loop = loop_over(op.modules, lowered.layers)
                 call = f"{loop.item}.requires_grad_({op.trainable})"
@@ -135,6 +141,25 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 yield from divide(op)
             case Prefetch():
                 yield from prefetch(op)
+
+
+def _adapt(op: Adapt, lowered: Lowered) -> Lines:
+    """One `inject_adapter_in_model`, with values that are the same on every rank."""
+    arguments = [f"r={op.rank}", f"lora_alpha={op.alpha}"]
+    arguments += [f"lora_dropout={op.dropout}"] if op.dropout else []
+    if op.init != "default":
+        arguments.append(f"init_lora_weights={quoted(op.init) if op.init != 'random' else False}")
+    arguments.append(f'target_modules=r"{op.pattern}"')
+    yield from lay("with torch.random.fork_rng(devices=[]):", IN, note=remark(op.place))
+    yield f"{IN}    torch.manual_seed({op.seed})"
+    yield from lay(Group("config = LoraConfig(", tuple(arguments)), f"{IN}    ")
+    yield f"{IN}    inject_adapter_in_model(config, model)"
+    if op.dtype is None:
+        return
+    for members in op.members:
+        loop = loop_over(members, lowered.layers)
+        for half in ("lora_A", "lora_B"):
+            yield from looped(loop.head, f"{loop.item}.{half}.to(torch.{op.dtype})", "")
 
 
 def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
@@ -156,9 +181,12 @@ def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
 
 
 def _docstring(lowered: Lowered, digest: str) -> str:
+    needed = "torch alone"
+    if any(isinstance(op, Adapt) for op in lowered.ops):
+        needed = "torch and peft alone"
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
-        f"Written by planc from the lowered plan {digest[:12]}; it needs torch alone.\n\n"
+        f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}.\n\n"
         '    model = parallelize(model, build_mesh("cuda"))\n"""\n'
     )
 

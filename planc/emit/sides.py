@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from planc.emit import words
 from planc.ir import style as ir
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -31,6 +32,7 @@ KINDS = (
     "data",
     "configure",
     "layers",
+    "adapters",
     "tensor",
     "tensor input",
     "tensor output",
@@ -118,6 +120,11 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             yield Entry(kind="tie", label=op.parameter, facts=facts, place=op.place)
         case Parallelize():
             yield _tensor(op)
+        case Adapt():
+            names = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+            own: Facts = tuple((name, getattr(op, name)) for name in names)
+            for members in op.members:
+                yield Entry(kind="adapters", modules=members, facts=own, place=op.place)
         case Checkpoint():
             yield _checkpoint(op)
         case Compile():
@@ -156,7 +163,7 @@ def _tensor(op: Parallelize) -> Entry:
     return Entry(
         kind=kind,
         over=op.axis,
-        modules=op.modules,
+        modules=words.layer(op.modules),
         style=op.style,
         facts=tuple(facts),
         place=op.place,

@@ -7,11 +7,13 @@ blocks stands together, and names that say the same share a line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from planc.emit import words
 from planc.ir.style import style_name
 from planc.lowering.ops import (
     FORMAT_VERSION,
+    Adapt,
     Checkpoint,
     Compile,
     Configure,
@@ -47,6 +49,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         if isinstance(op, Configure):
             reason = f": {' '.join(op.reason.split())}" if op.reason else ""
             yield _head("configure", f"{op.name} = {str(op.value).lower()}{reason}")
+    yield from _adapters(lowered)
     yield from _tensor(lowered)
     for op in lowered.ops:
         if isinstance(op, Tie):
@@ -109,6 +112,19 @@ def _listed(name: str, paths: Sequence[str], note: str = "") -> Iterator[str]:
 # Tensor ------------------------------------------------------------------------------------------
 
 
+def _adapters(lowered: Lowered) -> Iterator[str]:
+    """The layers that get LoRA; those that get the same share a line."""
+    ops = [op for op in lowered.ops if isinstance(op, Adapt)]
+    if not ops:
+        return
+    yield _head("adapters", "all else is frozen")
+    yield from words.table(
+        (path, "lora", words.lora(op))
+        for op in ops
+        for path in words.together(map(str, op.members))
+    )
+
+
 def _tensor(lowered: Lowered) -> Iterator[str]:
     ops = [op for op in lowered.ops if isinstance(op, Parallelize)]
     for axis in dict.fromkeys(op.axis for op in ops):
@@ -116,25 +132,33 @@ def _tensor(lowered: Lowered) -> Iterator[str]:
         blocks: dict[str, list[Parallelize]] = {}
         for op in ops:
             if op.axis == axis:
-                blocks.setdefault(words.block(op.modules), []).append(op)
+                named = replace(op, modules=words.layer(op.modules))
+                blocks.setdefault(words.block(op.modules), []).append(named)
         for block, inside in blocks.items():
             if block:
                 yield f"  {block}"
             yield from words.table(_rules(inside), indent="    " if block else "  ")
 
 
+def _shelf(path: str) -> tuple[str, str]:
+    """What paths that share a line have in common: all but the last name of a layer."""
+    layer, half = words.adapter(path)
+    return words.parent(layer), half
+
+
 def _rules(ops: Sequence[Parallelize]) -> list[tuple[str, str, str, str]]:
     """(modules, style, layouts, shapes) of each rule; names that say the same as one."""
     alike: dict[tuple[object, ...], list[Parallelize]] = {}
     for op in ops:
-        key = (words.parent(words.inside(op.modules)), op.style, op.shapes)
+        key = (*_shelf(words.inside(op.modules)), op.style, op.shapes)
         alike.setdefault(key, []).append(op)
     rows = []
     for group in alike.values():
         first = group[0]
         said = (style_name(first.style), words.flow(first.style), words.shapes(first.shapes))
-        for path in words.together([words.inside(op.modules) for op in group]):
-            rows.append((path, *said))
+        paths = [words.adapter(words.inside(op.modules)) for op in group]
+        for path in words.together([layer for layer, _ in paths]):
+            rows.append((f"{path}{paths[0][1]}", *said))
     return rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planc.ir import style as ir
-from planc.lowering.ops import Checkpoint, FullyShard, Lowered, Prefetch, Shape
+from planc.lowering.ops import Adapt, Checkpoint, FullyShard, Lowered, Prefetch, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
@@ -147,6 +147,33 @@ def unit(op: FullyShard) -> str:
     inner = together(p for p in paths if parent(p))
     names = ", ".join([*inner, *(p for p in paths if not parent(p))])
     return f"group({names})" if op.group else names
+
+
+def layer(modules: Modules) -> Modules:
+    """A layer by its own name, where peft's layer is around it."""
+    inner = modules.path[-1:] == ("base_layer",)
+    return Modules(modules.path[:-1], modules.module) if inner else modules
+
+
+def adapter(path: str) -> tuple[str, str]:
+    """(the layer, `.lora_A` or `.lora_B`) of a path inside an adapter; else (the path, nothing)."""
+    for half in (".lora_A", ".lora_B"):
+        if path.endswith(f"{half}.default"):
+            return path.removesuffix(f"{half}.default"), half
+    return path, ""
+
+
+def number(value: float) -> str:
+    return f"{value:g}"
+
+
+def lora(op: Adapt) -> str:
+    """What an adapter is, as a plan writes it in brackets; defaults of planc are left out."""
+    parts = [f"rank {op.rank:,}", f"alpha {number(op.alpha)}"]
+    parts += [f"dropout {number(op.dropout)}"] if op.dropout else []
+    parts += [dtype(op.dtype)] if op.dtype else []
+    parts += [f"init {op.init}"] if op.init != "default" else []
+    return ", ".join(parts)
 
 
 def block(modules: Modules) -> str:

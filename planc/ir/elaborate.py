@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from planc.diagnostic import Sink, nearest, one_of
+from planc.ir.adapters import adapters
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
 from planc.ir.mesh import solve
@@ -20,7 +21,16 @@ from planc.syntax import tree
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "tensor", "train", "checkpoint", "compile", "fsdp", "replicate")
+SECTIONS = (
+    "mesh",
+    "tensor",
+    "adapters",
+    "train",
+    "checkpoint",
+    "compile",
+    "fsdp",
+    "replicate",
+)
 
 
 def elaborate(
@@ -75,6 +85,7 @@ def elaborate(
         compile=part("compile", lambda: tuple(compile_rules(program))),
         train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
+        adapters=part("adapters", lambda: adapters(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from planc.diagnostic import Label
@@ -13,7 +13,7 @@ from planc.ir.plan import Divide, Fsdp, Ignored, Offload, Precision, Prefetch
 from planc.ir.program import Program
 from planc.ir.scope import Scope
 from planc.ir.select import select
-from planc.ir.units import Terms, rule, units
+from planc.ir.units import FOUND, Terms, found_units, rule, units
 from planc.syntax import tree
 
 _HOLDS = "it holds `precision(...)` and rules such as `model.layers.* : unit`"
@@ -27,6 +27,7 @@ class _Section:
     program: Program
     claims: Claims[Terms]
     ignored: Claims[bool]
+    found: list[Placed] = field(default_factory=list)
     precision: Precision | None = None
     prefetch: Prefetch | None = None
     offload: Offload | None = None
@@ -53,6 +54,9 @@ def fsdp(program: Program) -> Fsdp | None:
             continue
         for placed in flatten(section, program.scope):
             _item(placed, section.name, state)
+    kept = [c.modules for c in state.ignored.claims]
+    for placed in sorted(state.found, key=_dtypes_first):
+        found_units(placed, state.claims, kept, program.scope)
     shard, replicate = _spread(first, program)
     return Fsdp(
         shard=shard,
@@ -65,6 +69,11 @@ def fsdp(program: Program) -> Fsdp | None:
         divide=state.divide,
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
     )
+
+
+def _dtypes_first(placed: Placed) -> bool:
+    item = placed.item
+    return isinstance(item, tree.Rule) and item.target.origin.text.startswith("auto")
 
 
 def _axes(section: tree.Section) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -106,6 +115,8 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
     item = placed.item
     scope = state.program.scope
     match item:
+        case tree.Rule(target=tree.Call(name=name)) if name in FOUND:
+            state.found.append(placed)
         case tree.Rule():
             rule(item, placed, state.claims, scope)
         case tree.Ignore():

@@ -190,6 +190,42 @@ class Fsdp(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRule(Meaning):
+    """LoRA on a set of modules: W x + alpha / rank * B A x, as peft has it.
+
+    Args:
+        rank: the number of rows of A.
+        alpha: what the adapter's output is scaled by, over the rank.
+        dropout: the share of A's inputs that training drops.
+        dtype: of A and B, a torch dtype's name; None for that of the layer.
+        init: `default` (B is 0), `gaussian`, or `random` (A and B).
+    """
+
+    modules: Modules
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    dtype: str | None = None
+    init: str = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters(Meaning):
+    """The adapters section: what is trained, while all else is frozen.
+
+    Args:
+        own: whether A and B are FSDP units of their own, or belong to the unit around.
+        seed: of their first values, which must be the same on every rank.
+        units_origin: where `units` is set, None where it is not.
+    """
+
+    rules: tuple[AdapterRule, ...]
+    own: bool = False
+    seed: int = 0
+    units_origin: Span | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
     """A plan, resolved.
 
@@ -212,4 +248,5 @@ class Plan(Meaning):
     compile: tuple[CompileRule, ...] = ()
     train: tuple[Training, ...] = ()
     fsdp: Fsdp | None = None
+    adapters: Adapters | None = None
     broken: frozenset[str] = frozenset()

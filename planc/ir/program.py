@@ -270,7 +270,6 @@ _LATER = {
     "context": "context parallelism",
     "pipeline": "pipeline parallelism",
     "loss": "loss parallelism",
-    "adapters": "LoRA adapters",
     "load": "loading weights",
 }
 _ITEMS = {

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from planc.diagnostic import one_of
 from planc.ir.arguments import Arguments, unknown
 from planc.ir.claims import Claims, Placed
 from planc.ir.plan import Precision, Unit
-from planc.ir.policies import PRECISION, precision
+from planc.ir.policies import DTYPES, PRECISION, precision
 from planc.ir.scope import Scope
 from planc.ir.select import select
+from planc.ir.sizes import by_dtype, by_size
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 from planc.source import Span
 from planc.syntax import tree
 
 _RESHARD = {"always": True, "never": False, "except_last": "except_last"}
+FOUND = ("auto", "dtype")
 _KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
 
 
@@ -37,7 +40,7 @@ class Terms:
 
 
 def rule(item: tree.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -> None:
-    """Adds what a rule of the section makes a unit."""
+    """Adds what a rule of the section makes a unit, by name."""
     if item.action.name != "unit":
         unknown(item.action, ("unit",), "fsdp action", scope)
         return
@@ -157,9 +160,79 @@ def _parts(
 # Calls in the place of a selector ----------------------------------------------------------------
 
 
+def found_units(
+    placed: Placed, claims: Claims[Terms], ignored: Sequence[Modules], scope: Scope
+) -> None:
+    """Adds what `auto(min_params = 100M) : unit` and `dtype(fp32) : unit` find.
+
+    They come after all rules that name modules, and leave what those decide alone.
+    """
+    item = placed.item
+    assert isinstance(item, tree.Rule) and isinstance(item.target, tree.Call)
+    if item.action.name != "unit":
+        unknown(item.action, ("unit",), "fsdp action", scope)
+        return
+    terms = _terms(item, scope)
+    known = ("min_params",) if item.target.name == "auto" else ()
+    arguments = Arguments(item.target, scope, known)
+    if placed.nested:
+        arguments.wrong(item.target, f"`{item.target.name}` stands outside blocks")
+        return
+    taken = [c.modules for c in claims.claims]
+    search = _by_size if item.target.name == "auto" else _by_dtype
+    searched = search(arguments, taken, ignored)
+    if searched is None or terms is None:
+        return
+    found, message = searched
+    if not found and not item.optional:
+        total = f"the model has {scope.facts.count:,} parameters"
+        scope.sink.error("PL448", message, item.origin, facts=[total], help="take the rule out")
+    _claim(found, terms, item, claims)
+
+
+_Found = tuple[tuple[Modules, ...], str]
+
+
+def _by_size(
+    arguments: Arguments, taken: Sequence[Modules], ignored: Sequence[Modules]
+) -> _Found | None:
+    least = arguments.integer("min_params", 0)
+    if least <= 0 and arguments.ok:
+        told = "write `auto(min_params = 100M)`"
+        arguments.wrong(arguments.call, "`auto` needs a number of parameters", told)
+    if not arguments.done():
+        return None
+    found = by_size(arguments.scope.facts, least, taken, ignored)
+    return found, f"no module has {least:,} parameters that no other unit holds"
+
+
+def _by_dtype(
+    arguments: Arguments, taken: Sequence[Modules], ignored: Sequence[Modules]
+) -> _Found | None:
+    dtype = _dtype(arguments)
+    if dtype is None or not arguments.done(positional=1):
+        return None
+    facts = arguments.scope.facts
+    found = {p.dtype for m in facts.model.below() for p in m.module.parameters}
+    message = f"no module has {dtype} parameters alone"
+    if found == {dtype}:
+        return (), f"all parameters of the model are {dtype}"
+    return by_dtype(facts, dtype, (*taken, *ignored)), message
+
+
+def _dtype(arguments: Arguments) -> str | None:
+    """`dtype(fp32)`."""
+    value = arguments.positional[0].value if arguments.positional else None
+    if isinstance(value, tree.Name) and value.path in DTYPES:
+        return DTYPES[value.path]
+    told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
+    arguments.wrong(value or arguments.call, "`dtype` names a type of parameters", told)
+    return None
+
+
 def _called(item: tree.Rule, call: tree.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
     if call.name != "group":
-        unknown(call, ("group",), "unit", scope)
+        unknown(call, ("group", *FOUND), "unit", scope)
         return ()
     return _members(item, call, placed, scope)
 

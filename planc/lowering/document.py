@@ -14,6 +14,7 @@ from planc.ir import style as ir
 from planc.ir.kernels import Save
 from planc.lowering.ops import (
     FORMAT_VERSION,
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -146,6 +147,9 @@ def _plan(lowered: Lowered) -> dict[str, Any]:
     }
 
 
+_ADAPT = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+
+
 def _op(op: AnyOp) -> dict[str, Any]:
     match op:
         case Configure():
@@ -165,6 +169,9 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
+        case Adapt():
+            body = {"op": "adapt", "members": [str(m) for m in op.members]}
+            body |= {name: getattr(op, name) for name in _ADAPT}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():
@@ -298,6 +305,9 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
+        case "adapt":
+            body["members"] = tuple(modules_of(m) for m in body["members"])
+            return Adapt(**body)
         case "checkpoint":
             body["save"] = tuple(
                 Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))

@@ -1,13 +1,14 @@
 """IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
 
-mesh, configure, tensor, ties, freezing, checkpoint, compile, FSDP (inner before outer, the root
-last), and what is set on its units.
+mesh, configure, adapters, tensor, ties, freezing, checkpoint, compile, FSDP (inner before outer,
+the root last), and what is set on its units.
 
-Tensor parallelism comes first because FSDP shards what it leaves; a checkpoint wrapper goes inside
-compile and FSDP so that recomputing happens while the unit's parameters are gathered; compile goes
-inside FSDP because FSDP's hooks are graph breaks. Freezing comes after tensor parallelism, which
-may make new parameters, and before FSDP, which looks at them. (The order of torchtitan's
-`parallelize_llama`.)
+Adapters come first because peft reads the size of a layer off its weight, of which a split one
+shows a rank's part. Tensor parallelism comes before FSDP, which shards what it leaves; a
+checkpoint wrapper goes inside compile and FSDP so that recomputing happens while the unit's
+parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. Freezing
+comes after tensor parallelism, which may make new parameters, and before FSDP, which looks at
+them. (The order of torchtitan's `parallelize_llama`.)
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
-from planc.ir.style import Input, MlaKv, Output, Replicated, weight_shard
+from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -49,13 +52,17 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
         `replicate`, which only says that a module stays as it is.
     """
+    plan, facts = adapted(plan, facts)
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
-    holdings = Holdings(facts, plan, tensor)
+    derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
+    holdings = Holdings(facts, plan, [*tensor, *derived])
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
-        *_joined(_parallelize(rule, plan) for rule in _ordered(tensor)),
-        *_ties(facts, tensor),
+        *_adapt(plan),
+        *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
+        *_ties(facts, tensor, plan),
+        *_freeze(tensor, plan),
         *_joined(
             Freeze(modules=t.modules, trainable=t.trainable, place=t.origin.place)
             for t in plan.train
@@ -188,17 +195,52 @@ def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:
     )
 
 
-def _ties(facts: Facts, tensor: list[TensorRule]) -> Iterator[Tie]:
+def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
+    """The rules on the modules that they mean: a layer with an adapter is inside peft's.
+
+    What changes an input or an output stays outside, where it is the adapter's too.
+    """
+    for rule in rules:
+        if isinstance(rule.style, AROUND):
+            yield rule
+            continue
+        left: tuple[Modules, ...] = (rule.modules,)
+        for adapter in plan.adapters.rules if plan.adapters else ():
+            both = rule.modules.overlap(adapter.modules)
+            if both is not None:
+                left = tuple(rest for part in left for rest in part.minus(both))
+                inner = Modules((*both.path, BASE_LAYER), both.module)
+                yield replace(rule, modules=inner)
+        yield from (replace(rule, modules=part) for part in left)
+
+
+def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
+    """What `SequenceParallel` unfreezes: torch 2.13 keeps `requires_grad` in its other styles."""
+    whole = [r for r in tensor if isinstance(r.style, Sequence) and r.modules.module.parameters]
+    frozen = plan.adapters is not None and bool(plan.adapters.rules)
+    for rule in _on_layers(_ordered(whole), plan):
+        if frozen or not any(p.trainable for p in rule.modules.module.parameters):
+            yield Freeze(modules=rule.modules)
+
+
+def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
     """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again.
 
     What is new is what all of them become: a head's bias that its parent names too is split as the
     head's.
     """
+
+    def now(parameter: str) -> str:
+        owner, _, name = parameter.rpartition(".")
+        rules = plan.adapters.rules if plan.adapters else ()
+        inside = any(r.modules.has(owner) for r in rules)
+        return f"{owner}.{BASE_LAYER}.{name}" if inside else parameter
+
     for group in facts.ties:
         made = [name for name in group if any(_makes(rule, name) for rule in tensor)]
         for other in group if made else ():
             if other != made[0]:
-                yield Tie(parameter=other, source=made[0])
+                yield Tie(parameter=now(other), source=now(made[0]))
 
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
@@ -206,6 +248,40 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     if isinstance(rule.style, Input | Output | MlaKv):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
+
+
+def _adapt(plan: Plan) -> Iterator[Adapt]:
+    """One for each rule, with a seed of its own: two rules would begin with the same values."""
+    ops: dict[tuple[Adapt, str], list[Modules]] = {}
+    for rule in plan.adapters.rules if plan.adapters else ():
+        op = Adapt(
+            members=(),
+            rank=rule.rank,
+            alpha=rule.alpha,
+            dropout=rule.dropout,
+            dtype=rule.dtype,
+            init=rule.init,
+            place=rule.origin.place,
+        )
+        ops.setdefault((op, op.place), []).append(rule.modules)
+    for number, ((op, _), members) in enumerate(ops.items()):
+        assert plan.adapters is not None
+        seed = plan.adapters.seed + number
+        yield replace(op, members=_merged(members), seed=seed)
+
+
+def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
+    """Sets of modules as few, where unlike blocks parted them."""
+    result: list[Modules] = []
+    for modules in sets:
+        for i, other in enumerate(result):
+            union = other.union(modules)
+            if union is not None:
+                result[i] = union
+                break
+        else:
+            result.append(modules)
+    return tuple(result)
 
 
 def _checkpoint(rule: CheckpointRule) -> Checkpoint:

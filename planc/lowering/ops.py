@@ -6,11 +6,13 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planc.ir.kernels import Save
 from planc.ir.style import Style
-from planc.model.facts import Modules
+from planc.model.facts import Modules, Segment
 
 FORMAT_VERSION = 1
 
@@ -69,6 +71,70 @@ class Freeze(Op):
 
     modules: Modules
     trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapt(Op):
+    """peft's `inject_adapter_in_model` with one `LoraConfig`; all but adapters is frozen.
+
+    Args:
+        members: the layers of one rule.
+        rank, alpha, dropout: the configuration's `r`, `lora_alpha` and `lora_dropout`.
+        dtype: what A and B are cast to, None where they keep that of their layer.
+        init: `default`, `gaussian` or `random`, peft's `init_lora_weights`.
+        seed: of their first values, so that every rank has the same.
+    """
+
+    members: tuple[Modules, ...]
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    dtype: str | None = None
+    init: str = "default"
+    seed: int = 0
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression that peft finds these layers by, and no others."""
+        last: dict[tuple[Segment, ...], list[str]] = {}
+        for members in self.members:
+            last.setdefault(members.path[:-1], []).append(_spelled(members.path[-1]))
+        return "|".join(
+            r"\.".join([*map(_spelled, path), names[0] if len(names) == 1 else _either(names)])
+            for path, names in last.items()
+        )
+
+    def names(self) -> Iterator[str]:
+        """The torch names of all layers."""
+        return (name for members in self.members for name in members.names())
+
+
+def _spelled(segment: Segment) -> str:
+    """A name, or the numbers of a set such as `([0-9]|[12][0-9]|3[01])`, as an expression."""
+    if isinstance(segment, str):
+        return re.escape(segment)
+    tens: dict[str, list[str]] = {}
+    for number in map(str, segment):
+        tens.setdefault(number[:-1], []).append(number[-1])
+    heads: dict[str, list[str]] = {}
+    for head, digits in tens.items():
+        heads.setdefault(_any(digits), []).append(head)
+    parts: list[str] = []
+    for ending, some in heads.items():
+        parts += [ending] if "" in some else []
+        if more := [head for head in some if head]:
+            parts.append((_any(more) if max(map(len, more)) == 1 else _either(more)) + ending)
+    return parts[0] if len(parts) == 1 else _either(parts)
+
+
+def _any(digits: Sequence[str]) -> str:
+    if len(digits) == 1:
+        return digits[0]
+    return "[0-9]" if len(digits) == 10 else f"[{''.join(digits)}]"
+
+
+def _either(parts: Iterable[str]) -> str:
+    return f"({'|'.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +234,16 @@ class Prefetch(Op):
 
 
 AnyOp = (
-    Configure | Parallelize | Tie | Freeze | Checkpoint | Compile | FullyShard | Divide | Prefetch
+    Configure
+    | Adapt
+    | Parallelize
+    | Tie
+    | Freeze
+    | Checkpoint
+    | Compile
+    | FullyShard
+    | Divide
+    | Prefetch
 )
 
 
@@ -212,6 +287,13 @@ class Lowered:
         for axis in self.axes:
             size *= axis.size
         return size
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The axes over which gradients are averaged: those of the data, and of the sequence."""
+        units = [op for op in self.ops if isinstance(op, FullyShard)]
+        names = {name for op in units for name in (*op.shard, *op.replicate)}
+        return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:
         size = 1

@@ -81,6 +81,11 @@ class Module:
         own = sum(p.numel for p in self.parameters)
         return own + sum(c.module.count * c.times for c in self.children)
 
+    @property
+    def container(self) -> bool:
+        """Whether it has no forward: an nn.ModuleList or ModuleDict. An nn.Sequential has one."""
+        return self.kind == "dict" or (self.kind == "list" and self.cls == "ModuleList")
+
     def fact(self, name: str) -> int | None:
         return dict(self.facts).get(name)
 
@@ -219,7 +224,7 @@ class Modules:
         """Whether this set holds the module that torch calls `name`."""
         parts = name.split(".") if name else []
         return len(parts) == len(self.path) and all(
-            part == mine if isinstance(mine, str) else part.isdecimal() and int(part) in mine
+            part == mine if isinstance(mine, str) else _entry(part, mine)
             for part, mine in zip(parts, self.path, strict=True)
         )
 
@@ -274,25 +279,40 @@ class Facts:
         Raises:
             KeyError: there is none of that name.
         """
-        *path, last = name.split(".")
-        at = self.model
-        for part in path:
-            for child in at.module.children:
-                own = child.indices
-                if child.name == part if own is None else part.isdecimal() and int(part) in own:
-                    segment = part if own is None else Indices.of([int(part)])
-                    at = Modules((*at.path, segment), child.module)
-                    break
-            else:
-                raise KeyError(name)
+        path, _, last = name.rpartition(".")
+        at = self.at(path)
         for parameter in at.module.parameters:
             if parameter.name == last:
                 return at, parameter
         raise KeyError(name)
 
+    def at(self, name: str) -> Modules:
+        """The one module that torch calls `name`, such as `model.layers.0`; the root is ``.
+
+        Raises:
+            KeyError: there is none; the argument is the part of the name up to what is missing.
+        """
+        at = self.model
+        parts = name.split(".") if name else []
+        for i, part in enumerate(parts):
+            for child in at.module.children:
+                own = child.indices
+                if child.name == part if own is None else _entry(part, own):
+                    segment = part if own is None else Indices.of([int(part)])
+                    at = Modules((*at.path, segment), child.module)
+                    break
+            else:
+                raise KeyError(".".join(parts[: i + 1]))
+        return at
+
     def source(self, field_name: str) -> str:
         """Where a configuration value comes from, for a message."""
         return self.config_name if field_name in self.given else f"default of {self.family}"
+
+
+def _entry(part: str, indices: Indices) -> bool:
+    """Whether a part of a torch name is one of some indices: `3`, and not `03`."""
+    return re.fullmatch("0|[1-9][0-9]{0,8}", part) is not None and int(part) in indices
 
 
 def parse_path(text: str) -> tuple[Segment, ...]:

@@ -11,7 +11,16 @@ from typing import Any
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
-from planc.lowering.ops import Configure, FullyShard, Lowered, Op, Parallelize, Prefetch, Tie
+from planc.lowering.ops import (
+    Adapt,
+    Configure,
+    FullyShard,
+    Lowered,
+    Op,
+    Parallelize,
+    Prefetch,
+    Tie,
+)
 from planc.model.facts import Modules
 from planc.model.table import already_parallel
 
@@ -69,6 +78,8 @@ def members_of(op: Op) -> tuple[Modules, ...]:
         return (*op.members, *op.ignored)
     if isinstance(op, Prefetch):
         return op.units
+    if isinstance(op, Adapt):
+        return op.members
     modules: Modules | None = getattr(op, "modules", None)
     return (modules,) if modules is not None else ()
 
@@ -111,6 +122,7 @@ def _fits(
         name = type(model).__name__
         yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
         return
+    modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     for op in lowered.ops:
         # a set holds like modules: what is wrong with one of them is wrong with the next
         text = next(_misfits(op, model, modules), None)
@@ -122,12 +134,24 @@ def _fits(
             )
 
 
+def _inside_adapters(
+    lowered: Lowered, modules: dict[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The names that adapters will make, with what can be said of them before."""
+    for op in lowered.ops:
+        for name in op.names() if isinstance(op, Adapt) else ():
+            if name in modules:
+                yield f"{name}.base_layer", modules[name]
+                for half in ("lora_A", "lora_B"):
+                    yield f"{name}.{half}.default", nn.Module()
+
+
 def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
     """What an operation names and the model lacks."""
     for name in (n for members in members_of(op) for n in members.names()):
         if name not in modules:
             yield f"the model has no module {name!r}"
-        elif isinstance(op, Parallelize):
+        elif isinstance(op, Parallelize) and type(modules[name]) is not nn.Module:
             yield from _shapes(op, name, modules[name])
     if isinstance(op, Configure):
         try:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -32,6 +33,7 @@ from planc.lowering.ops import (
     Prefetch,
     Tie,
 )
+from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
@@ -110,6 +112,7 @@ def _prepare(
     """All that can fail before the model is touched; a process group of its own goes with it."""
     started = False
     try:
+        require(lowered)
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
     except Exception as error:
@@ -159,6 +162,8 @@ class Worker:
                     parallelize_module(self.modules[self.at], mesh, style)
             case Tie():
                 self._tie(op)
+            case Adapt():
+                self._adapt(op)
             case Freeze():
                 for self.at in op.modules.names():
                     self.modules[self.at].requires_grad_(op.trainable)
@@ -188,6 +193,15 @@ class Worker:
         owner, _, name = op.parameter.rpartition(".")
         source, _, other = op.source.rpartition(".")
         setattr(self._inner(owner), name, getattr(self._inner(source), other))
+
+    def _adapt(self, op: Adapt) -> None:
+        """peft's layer takes the place, and the name, of the layer that it is around."""
+        self.at = ", ".join(map(str, op.members))
+        inject(self.model, op)
+        for name in op.names():
+            layer = self.model.get_submodule(name)
+            inner = layer.named_modules()
+            self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
 
     def _checkpoint(self, op: Checkpoint) -> None:
         options = recomputing(op)

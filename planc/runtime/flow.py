@@ -22,7 +22,8 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.ir import style as ir
-from planc.lowering.ops import Checkpoint, Configure, Lowered, Parallelize, Tie
+from planc.lowering.ops import Checkpoint, Configure, Freeze, Lowered, Parallelize, Tie
+from planc.runtime.adapters import alone, missing_peft
 from planc.runtime.apply import Worker
 from planc.runtime.arrivals import by_rank, layouts, resized, says, stated
 from planc.runtime.implicit import Implicit, redistributions
@@ -31,6 +32,7 @@ from planc.runtime.numerics import FLOOR, named, relative
 from planc.runtime.outcome import LIMIT, Outcome, Part
 from planc.runtime.shards import ordered, orders
 from planc.runtime.trace import Call, Trace, line_of
+from planc.runtime.verify import told_apart
 
 
 @dataclass(slots=True)
@@ -59,7 +61,10 @@ def simulate(
     if distributed.is_initialized():
         return Outcome(verdict="unknown", reason="a process group is running in this process")
     # made outside the simulation, where random numbers would differ by rank
-    runs = _Runs(make(), make(), lowered)
+    lowered = told_apart(lowered)
+    if (missing := missing_peft(lowered)) is not None:
+        return Outcome(verdict="unknown", reason=missing)
+    runs = _Runs(alone(make(), lowered), alone(make(), lowered), lowered)
     try:
         with runs.right.of(dict(runs.single.named_modules())):
             runs.output = runs.single(**inputs)
@@ -104,7 +109,7 @@ def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
     styled = set(_styled(runs.lowered))
     try:
         for op in runs.lowered.ops:
-            if isinstance(op, Configure | Parallelize | Tie | Checkpoint):
+            if isinstance(op, Configure | Parallelize | Tie | Freeze | Checkpoint):
                 worker.run(op)
         with mine.of(worker.modules), redistributions(mine, styled, runs.implicit):
             output = model(**inputs)

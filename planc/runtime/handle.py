@@ -27,7 +27,8 @@ class Run:
         lowered: the operations that were run.
         digest: of the lowered plan, the same on every rank.
         meshes: one-dimensional parts of the mesh by name: `meshes["tp"]`, `meshes["dp"]` for the
-            ranks that read different data, `meshes["dp_shard_cp"]` for axes flattened to one. A
+            ranks that read different data, `meshes["loss"]` for those that a loss is averaged over,
+            `meshes["dp_shard_cp"]` for axes flattened to one. A
             part of several axes that no operation used makes process groups when it is first
             asked for, so every rank must ask for it.
     """
@@ -55,8 +56,17 @@ class Run:
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
-        """The ranks over which gradients are averaged, as one dimension; None without any."""
+        """The ranks that read different data, as one dimension; None without any."""
         return self.meshes.part(*self.lowered.data) if self.lowered.data else None
+
+    @property
+    def loss_mesh(self) -> DeviceMesh | None:
+        """The ranks over which gradients are averaged, and so a loss: those that read different
+        data, and those that share a sample's sequence. None without any.
+
+        It makes a process group when it is first asked for, so every rank must ask.
+        """
+        return self.meshes.part(*self.lowered.averaged) if self.lowered.averaged else None
 
     @property
     def data_size(self) -> int:

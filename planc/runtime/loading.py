@@ -16,7 +16,18 @@ from planc.diagnostic import Diagnostic, PlanError
 from planc.runtime.agree import problem
 from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry, fill, listing, reading
-from planc.runtime.shards import Order, aliases, held, local, orders, reshard, runs, take, units
+from planc.runtime.shards import (
+    Order,
+    aliases,
+    held,
+    local,
+    offloaded,
+    orders,
+    reshard,
+    runs,
+    take,
+    units,
+)
 
 Weights = Literal["slices", "rank0"]
 _STALE = (r"rotary_emb\.inv_freq$",)
@@ -163,10 +174,12 @@ def materialise(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
     """
     done: dict[int, Tensor] = {}
     seen: set[int] = set()
+    host = offloaded(model)
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta and id(parameter) not in seen:
-                fresh = torch.empty_like(parameter.detach(), device=device)
+                home = "cpu" if id(parameter) in host else device
+                fresh = torch.empty_like(parameter.detach(), device=home)
                 made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
                 seen.add(id(parameter))

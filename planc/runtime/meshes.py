@@ -101,12 +101,13 @@ class Meshes:
         made = _made(tuple(self._sizes.items()), device_type)
         self._made = made
         self.root, self._flat, self._pairs = made.root, made.flat, made.pairs
-        self._data = lowered.data
+        self._data, self._averaged = lowered.data, lowered.averaged
         if lowered.data:
             self.part(*lowered.data)
 
     def __getitem__(self, name: str) -> DeviceMesh:
-        """One dimension by name: an axis, `dp` for the data axes, or axes joined by `_`.
+        """One dimension by name: an axis, `dp` for the data axes, `loss` for those over which
+        gradients are averaged, or axes joined by `_`.
 
         `dp_shard_cp` is `dp_shard` and `cp` flattened to one dimension.
 
@@ -117,6 +118,8 @@ class Meshes:
             return self.root[name]
         if name == "dp" and self._data:
             return self.part(*self._data)
+        if name == "loss" and self._averaged:
+            return self.part(*self._averaged)
         for count in range(2, len(self._sizes) + 1):
             for axes in combinations(self._sizes, count):
                 if "_".join(axes) == name:

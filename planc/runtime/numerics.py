@@ -16,9 +16,10 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.lowering.ops import Lowered
+from planc.lowering.ops import Divide, Lowered
 from planc.model.own import Own
 from planc.model.real import Maker
+from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.handle import Run
 from planc.runtime.shards import ordered, orders
@@ -77,7 +78,9 @@ def prove(
     """
     report("single")
     batches = [batch(maker, lowered, seed, step) for step in range(STEPS)]
-    right = _train(maker.build(seed), batches, mean=lambda loss: loss)
+    scale = scaled(lowered)
+    single = alone(maker.build(seed), lowered)
+    right = _train(single, batches, mean=lambda loss: loss, scale=scale)
     _sound(right)
     report("apply")
     model = maker.build(seed)
@@ -105,6 +108,12 @@ def batch(maker: Maker | Own, lowered: Lowered, seed: int, step: int) -> tuple[t
     return tokens, torch.randint(low, high, shape, generator=generator)
 
 
+def scaled(lowered: Lowered) -> float:
+    """What a plan's `divide` makes of a mean gradient."""
+    factors = [op.factor for op in lowered.ops if isinstance(op, Divide)]
+    return lowered.axis_size(*lowered.averaged) / factors[-1] if factors else 1.0
+
+
 def rows_of(run: Run, count: int) -> slice:
     """The rows that this rank reads, of `count`."""
     own = count // run.data_size
@@ -123,8 +132,9 @@ def _train(
     batches: list[tuple[torch.Tensor, ...]],
     *,
     mean: Callable[[torch.Tensor], torch.Tensor],
+    scale: float = 1.0,
 ) -> Sample:
-    """A few steps of AdamW."""
+    """A few steps of AdamW, on gradients of the loss times `scale`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
     sample, own = None, orders(model)
@@ -133,7 +143,7 @@ def _train(
         loss = getattr(output, "loss", None)
         if loss is None:
             raise SingleError("its forward gives no loss")
-        loss.backward()
+        (loss if scale == 1.0 else loss * scale).backward()
         if sample is None:
             sample = Sample(logits=whole(output.logits), loss=mean(whole(loss)))
             sample.gradients = {

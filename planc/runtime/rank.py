@@ -19,6 +19,7 @@ from planc.lowering.document import loads
 from planc.lowering.ops import Lowered
 from planc.model.own import Own, maker_of
 from planc.model.real import Maker
+from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
@@ -106,7 +107,8 @@ def _locate(
     run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu")
     rows = rows_of(run, len(tokens))
     inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
-    right = outputs_of(maker.build(seed), lambda _, v: v.detach().clone(), **inputs)
+    single = alone(maker.build(seed), lowered)
+    right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
     mine = outputs_of(model, taker(run, lowered), **inputs)
     order = {name: i for i, name in enumerate(right)}
     found = parted(right, mine, job.limits["logits"])

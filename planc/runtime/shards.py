@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -52,6 +53,20 @@ def ordered(full: Tensor, order: Order | None) -> Tensor:
 def units(model: nn.Module) -> list[FSDPModule]:
     """Every FSDP unit, outer before inner."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def offloaded(model: nn.Module) -> set[int]:
+    """The ids of the parameters whose shards a plan keeps in host memory."""
+    every = (g for unit in units(model) for g in groups(unit))
+    return {id(p.sharded_param) for g in every for p in g.fsdp_params if p.offload_to_cpu}
+
+
+def groups(unit: FSDPModule) -> list[Any]:
+    """A unit's groups of parameters, which torch keeps to itself."""
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12 and later
+        return list(state._fsdp_param_groups)
+    return [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.shards import local, orders, plain, reshard, split, units, whole
+from planc.runtime.shards import groups, local, orders, plain, reshard, split, units, whole
 
 
 @contextmanager
@@ -40,7 +40,8 @@ def unshard(model: nn.Module) -> Iterator[None]:
     Every rank must enter and leave it. Backward passes have no place in it.
     """
     own = units(model)
-    before = [(g, g.post_forward_mesh_info) for unit in own for g in _groups(unit)]
+    own = [unit for unit in own if all(_sharded(group) for group in groups(unit))]
+    before = [(g, g.post_forward_mesh_info) for unit in own for g in groups(unit)]
     automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, own)]
     try:
         for unit in own:
@@ -55,16 +56,13 @@ def unshard(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
+def _sharded(group: Any) -> bool:
+    """Whether there is something to gather: what is replicated is whole already."""
+    return hasattr(group.mesh_info, "shard_mesh_size")
+
+
 def _state(unit: FSDPModule) -> Any:
     return unit._get_fsdp_state()
-
-
-def _groups(unit: FSDPModule) -> list[Any]:
-    """A unit's parameter groups, for `set_reshard_after_forward` can't say what it was before."""
-    state = _state(unit)
-    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12 and later
-        return list(state._fsdp_param_groups)
-    return [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 # Clipping ----------------------------------------------------------------------------------------
@@ -109,16 +107,16 @@ def clip_grad_norm(
 
 
 def _norm(model: nn.Module, norm_type: float) -> Tensor:
-    groups: dict[_Axes, list[Tensor]] = {}
+    parts_of: dict[_Axes, list[Tensor]] = {}
     device: Any = "cpu"
     for parameter in model.parameters():  # not only those with gradients: ranks must agree
         axes, part = _share(parameter)
         device = _device(parameter)
-        parts = groups.setdefault(axes, [])
+        parts = parts_of.setdefault(axes, [])
         if part is not None and part.numel():
             parts.append(part)
     total = torch.zeros((), device=device)
-    for axes, parts in groups.items():
+    for axes, parts in parts_of.items():
         total = _add(total, _reduced(parts, axes, norm_type, device), norm_type)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 

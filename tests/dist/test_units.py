@@ -76,6 +76,26 @@ fsdp on a * b {
     root               : unit
 }
 """,
+    "sized": HEAD
+    + "fsdp on dp_shard {\n    auto(min_params = 15K) : unit\n    root : unit\n}\n",
+    "partly": HEAD
+    + """fsdp on dp_shard {
+    model.layers.* : unit(reshard = 2)
+    root           : unit(reshard = never)
+}
+""",
+    "partly_copied": """plan t for llama
+
+mesh {
+    dp_replicate = 2
+    dp_shard     = auto
+}
+
+fsdp on dp_shard, replicate on dp_replicate {
+    model.layers.* : unit(shard_dim = 1)
+    root           : unit(reshard = never)
+}
+""",
     "hosted": HEAD + f"fsdp on dp_shard {{\n    offload(cpu)\n{UNITS}}}\n",
     "copied": """plan t for llama
 
@@ -139,3 +159,86 @@ def test_prefetch_gathers_ahead(four, tmp_path):
     plan.write_text(CASES["fetched"].replace("    prefetch(forward = 2, backward = 1)\n", ""))
     for order in four.run("unitjobs.gathered", path=str(plan)):
         assert "gather 2" not in order[: order.index("forward 1")]
+
+
+def test_islands_by_dtype(four, tmp_path):
+    plan = tmp_path / "t.plan"
+    plan.write_text(
+        HEAD
+        + """fsdp on dp_shard {
+    dtype(fp32)    : unit(precision(param = fp32, output = bf16))
+    model.layers.* : unit
+    root           : unit
+}
+"""
+    )
+    for result in four.run("unitjobs.islands", path=str(plan)):
+        assert result["applied"] == result["script"] == result["hand"]
+        assert result["far"] < 0.1
+
+
+CONTEXT = """plan t for llama
+
+mesh {
+    dp_shard = 2
+    cp       = 2
+}
+
+fsdp on dp_shard * cp {
+    model.layers.* : unit
+    root           : unit
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "loss"),
+    [
+        (CONTEXT, 2, 4),
+        (CASES["copied"], 4, 4),
+        (CASES["hosted"], 4, 4),
+        (CASES["own_axes"], 4, 4),
+        (CASES["second_dim_tensor"], 2, 2),
+        (CASES["copied_tensor"], 2, 2),
+    ],
+    ids=["context", "copied", "hosted", "own_axes", "second_dim_tensor", "copied_tensor"],
+)
+def test_the_handle(four, tmp_path, text, data, loss):
+    plan = tmp_path / "t.plan"
+    plan.write_text(text)
+    for result in four.run("unitjobs.handle", path=str(plan)):
+        assert set(result["data"]) == {data}
+        assert set(result["loss"]) == {loss}
+        assert all(error < 1e-4 for error in result["errors"].values()), result
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("hosted", "copied"),
+        ("copied", "second_dim"),
+        ("second_dim", "own_axes"),
+        ("partly_copied", "hosted"),
+        ("ignoring", "ignoring"),
+    ],
+)
+def test_resumed_under_another_plan(four, tmp_path, old, new):
+    paths = {}
+    for name in {old, new}:
+        paths[name] = tmp_path / f"{name}.plan"
+        paths[name].write_text(CASES[name])
+    results = four.run(
+        "unitjobs.resumed", old=str(paths[old]), new=str(paths[new]), folder=str(tmp_path / "run")
+    )
+    for result in results:
+        assert result["equal"]
+        assert result["losses"] == pytest.approx(result["right"], rel=1e-5)
+
+
+def test_an_offloaded_shard_is_made_in_host_memory(four, tmp_path):
+    plan = tmp_path / "t.plan"
+    plan.write_text(CASES["ignoring"].replace("    ignore model.emb", "    offload(cpu)\n    ignore model.emb"))
+    for homes in four.run("unitjobs.homes", path=str(plan)):
+        ignored = {n for n in homes if "embed_tokens" in n or "input_layernorm" in n}
+        assert {homes[n] for n in ignored} == {"meta"}
+        assert {homes[n] for n in homes if n not in ignored} == {"cpu"}

@@ -2,7 +2,10 @@
 
 import numerics
 import torch
+from loadingjobs import fresh
 from numerics import BATCH, build, data, error, plain, whole
+from savingjobs import made as optimizer_of
+from savingjobs import steps
 from torch import distributed
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from trainingjobs import applied
 
 import planc
 
@@ -136,6 +140,115 @@ def gathered(path):
     return seen
 
 
+def islands(path):
+    """The digests of a bf16 model with fp32 norms, and its distance from the fp32 model."""
+    tokens, labels = data(build("llama").config.vocab_size, seed=0)
+    single = build("llama")
+    right = single(input_ids=tokens, labels=labels, use_cache=False)
+    bits, far = {}, 0.0
+    for way, spread in (("applied", None), ("script", numerics.by_script), ("hand", dark)):
+        made = build("llama").to(torch.bfloat16)
+        for name, module in made.named_modules():
+            if name.endswith("norm"):
+                module.float()
+        lowered = planc.lower(made, path, world_size=4)
+        if way == "hand":
+            rank, size = dark(made)
+        else:
+            rank, size = (spread or numerics.by_planc)(made, lowered)
+        part = slice(rank, rank + 1)
+        output = made(input_ids=tokens[part], labels=labels[part], use_cache=False)
+        output.loss.backward()
+        assert {p.grad.dtype for p in made.parameters()} == {torch.float32, torch.bfloat16}
+        bits[way] = numerics.bits(output.logits, *(p.grad for p in made.parameters()))
+        far = max(far, error(output.logits, right.logits[part].detach()))
+    return {"far": far, **bits}
+
+
+def dark(model):
+    mesh = world()
+    own = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    for block in model.model.layers:
+        fully_shard(block.input_layernorm, mesh=mesh, mp_policy=own)
+        fully_shard(block.post_attention_layernorm, mesh=mesh, mp_policy=own)
+    fully_shard(model.model.norm, mesh=mesh, mp_policy=own)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return place(mesh, "dp_shard")
+
+
+def handle(path):
+    """What the handle of a run knows of its meshes, and what it computes over them."""
+    made = build("llama")
+    run = planc.apply(made, path, device_type="cpu")
+    single = build("llama")
+    tokens, labels = data(single.config.vocab_size, seed=0)
+    own = slice(run.data_rank * BATCH // run.data_size, (run.data_rank + 1) * BATCH // run.data_size)
+    loss = run.model(input_ids=tokens[own], labels=labels[own], use_cache=False).loss
+    loss.backward()
+    right = single(input_ids=tokens, labels=labels, use_cache=False).loss
+    right.backward()
+    norm = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.1)
+    mine = run.clip_grad_norm_(0.1)
+    mean = loss.detach().clone()
+    distributed.all_reduce(mean, group=run.loss_mesh.get_group())
+    gradients = {n: p.grad for n, p in single.named_parameters()}
+    worst = max(
+        error(p.grad, gradients[plain(n)], 1e-3 * norm.item())
+        for n, p in made.named_parameters()
+    )
+    with run.unshard(), torch.no_grad():
+        logits = run.model(input_ids=tokens).logits
+    with torch.no_grad():
+        expected = single(input_ids=tokens, use_cache=False).logits
+    weights = run.full_state_dict(every_rank=True)
+    state = single.state_dict()
+    return {
+        "data": (run.data_size, run.data_mesh.size(), run.meshes["dp"].size()),
+        "loss": (run.loss_mesh.size(), run.meshes["loss"].size()),
+        "errors": {
+            "loss": error(mean / run.loss_mesh.size(), right.detach()),
+            "norm": error(mine, norm),
+            "gradient": worst,
+            "unshard": error(logits, expected),
+            "weights": max(error(weights[n], state[n]) for n in state),
+        },
+    }
+
+
+def resumed(old, new, folder):
+    """Losses of four steps without a break, and of two and two with another plan between."""
+    run = applied("llama", old, ())
+    right = steps(run, optimizer_of(run), 0, 4)
+    run = applied("llama", old, ())
+    optimizer = optimizer_of(run)
+    losses = steps(run, optimizer, 0, 2)
+    run.save(folder, optimizer=optimizer, step=2)
+    distributed.barrier()
+    before = run.full_state_dict(every_rank=True)
+    run = fresh("llama", new, ())
+    optimizer = optimizer_of(run)
+    step = run.load(folder, optimizer=optimizer)
+    after = run.full_state_dict(every_rank=True)
+    equal = all(torch.equal(before[n], after[n]) for n in before)
+    return {"right": right, "losses": losses + steps(run, optimizer, step, 4), "equal": equal}
+
+
+def homes(path):
+    """Where materialise puts the parameters of a plan that offloads, and those it ignores.
+
+    meta stands for a device that is not the CPU.
+    """
+    from loadingjobs import on_meta
+    from planc.runtime.loading import materialise
+
+    model = on_meta("llama")
+    planc.apply(model, path, device_type="cpu")
+    materialise(model, {}, "meta")
+    return {plain(n): p.device.type for n, p in model.named_parameters()}
+
+
 # By hand -----------------------------------------------------------------------------------------
 
 
@@ -176,6 +289,31 @@ def freezing(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return place(mesh, "dp_shard")
+
+
+def sized(model):
+    mesh = world()
+    for block in model.model.layers:
+        fully_shard(block.mlp, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return place(mesh, "dp_shard")
+
+
+def partly(model):
+    mesh = world()
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return place(mesh, "dp_shard")
+
+
+def partly_copied(model):
+    mesh = world(2, 2, names=("dp_replicate", "dp_shard"))
+    placement = along(1, 2)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, shard_placement_fn=placement)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return place(mesh, "dp_replicate", "dp_shard")
 
 
 def along(dim, ranks):

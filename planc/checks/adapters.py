@@ -1,0 +1,134 @@
+"""PL180, PL182 to PL186: adapters on layers that can't take them, or that lose by them."""
+
+from __future__ import annotations
+
+from planc.checks.table import axis_label, ranks
+from planc.diagnostic import Label, Sink
+from planc.ir.derive import KINDS, meetings, of_layer, sides
+from planc.ir.plan import AdapterRule, Plan, TensorRule
+from planc.ir.style import Replicate, Rowwise, style_text
+from planc.model.facts import Facts, Modules
+
+
+def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """LoRA is for linear layers and embeddings; its styles follow from theirs."""
+    if plan.adapters is None or "adapters" in plan.broken:
+        return
+    if not plan.adapters.rules:
+        sink.error(
+            "PL183",
+            "the `adapters` section adapts nothing",
+            plan.adapters.origin,
+            help="name layers, `model.layers.*.self_attn.q_proj : lora(rank = 16)`, "
+            "or take it out and train all of the model",
+        )
+    for rule in plan.adapters.rules:
+        if rule.modules.module.kind not in KINDS:
+            module = rule.modules.module
+            sink.error(
+                "PL180",
+                f"`{rule.modules}` cannot take an adapter: "
+                "it is neither a linear layer nor an embedding",
+                rule.origin,
+                facts=[f"`{rule.modules}` is a {module.cls}"],
+                help="name the projections inside it" if module.children else "leave it frozen",
+            )
+            continue
+        _rank(rule, sink)
+    _own(plan, sink)
+    _frozen(plan, sink)
+    if "tensor" not in plan.broken:
+        for rule, base, part in meetings(plan):
+            if ranks(plan, base) > 1 and rule.modules.module.kind in KINDS:
+                _style(rule, base, part, plan, sink)
+        _dropout(plan, sink)
+
+
+def _rank(rule: AdapterRule, sink: Sink) -> None:
+    one, two = sides(rule.modules.module)
+    if rule.rank > min(one, two):
+        sink.warning(
+            "PL182",
+            f"an adapter of rank {rule.rank:,} is no smaller than `{rule.modules}`",
+            rule.origin,
+            facts=[f"the layer takes {one:,} features and gives {two:,}"],
+            help=f"its rank can be {min(one, two):,} at most; train the layer itself beyond that",
+        )
+
+
+def _own(plan: Plan, sink: Sink) -> None:
+    assert plan.adapters is not None
+    if not plan.adapters.own or plan.adapters.units_origin is None:
+        return
+    if plan.fsdp is None:
+        sink.error(
+            "PL186",
+            "adapters cannot be units of their own: the plan has no fsdp section",
+            plan.adapters.units_origin,
+            help="take `units = own` out",
+        )
+    for rule in plan.adapters.rules:
+        if rule.modules.module.kind == "embedding":
+            sink.error(
+                "PL186",
+                f"the adapter of `{rule.modules}` cannot be a unit of its own",
+                rule.origin,
+                Label(span=plan.adapters.units_origin, text="asked for here"),
+                facts=["peft keeps it in two parameters, which no module's forward gathers"],
+                help="write `units = with_layer`",
+            )
+
+
+def _frozen(plan: Plan, sink: Sink) -> None:
+    assert plan.adapters is not None
+    for rule in plan.train:
+        if not rule.trainable:
+            sink.error(
+                "PL188",
+                f"`{rule.modules}` is frozen already, by the adapters section",
+                rule.origin,
+                Label(span=plan.adapters.origin, text="all but adapters is frozen"),
+                facts=["this would freeze the adapters inside, too"],
+                help="take the rule out",
+            )
+
+
+def _style(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
+    derived = of_layer(base.style, part.module.kind)
+    if not isinstance(derived, str):
+        return
+    sink.error(
+        "PL184",
+        f"no style for the adapter of `{part}` follows from `{style_text(base.style)}`: {derived}",
+        rule.origin,
+        Label(span=base.origin, text="the layer's own style"),
+        axis_label(plan, base),
+        help="let the layer give a plain layout, or leave it without an adapter",
+    )
+
+
+def _dropout(plan: Plan, sink: Sink) -> None:
+    """Ranks that have the same inputs would drop different ones of them.
+
+    Each rank draws for itself; A is whole on all of them, and would become another on each.
+    Only where the inputs are split, nothing is drawn twice.
+    """
+    tensor = [r for r in plan.tensor if ranks(plan, r) > 1]
+    if plan.adapters is None or not tensor:
+        return
+    for rule in plan.adapters.rules:
+        split = [
+            r.modules
+            for r in tensor
+            if isinstance(r.style, Rowwise) and r.style.input != Replicate()
+        ]
+        whole = rule.modules.outside(split)
+        if rule.dropout and whole:
+            sink.error(
+                "PL185",
+                f"dropout before the adapter of `{whole[0]}` would differ from rank to rank",
+                rule.origin,
+                axis_label(plan, tensor[0]),
+                facts=["ranks of one tensor axis have the same inputs, and draw by themselves"],
+                help="write `dropout = 0.0`",
+            )

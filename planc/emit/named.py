@@ -1,0 +1,64 @@
+"""A name as torch has it -> the module or the parameter that it stands for."""
+
+from __future__ import annotations
+
+import re
+
+from planc.diagnostic import Sink, nearest, one_of
+from planc.model.facts import Facts, Modules, Parameter
+
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.|\.(?:_orig_mod)$")
+
+
+def found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | None] | None:
+    """The one module of a name, with the parameter where it names one, or None after PL130.
+
+    Args:
+        name: with or without the names of wrappers, and `layers[3]` for `layers.3`; `root` or
+            nothing is the model itself.
+        facts: the model.
+        sink: receives PL130 for a name that is not there.
+    """
+    plain = re.sub(r"\[(\d+)\]", r".\1", _WRAPPERS.sub("", name)).removeprefix(".")
+    plain = "" if plain == "root" else plain
+    try:
+        return facts.at(plain), None
+    except KeyError as error:
+        missing = str(error.args[0])
+    try:
+        return facts.find(plain)
+    except KeyError:
+        _unknown(name, missing, facts, sink)
+    return None
+
+
+def _unknown(name: str, missing: str, facts: Facts, sink: Sink) -> None:
+    path, _, last = missing.rpartition(".")
+    at = facts.at(path)
+    close = nearest(last, _below(at))
+    around = f"`{path}`" if path else "the model"
+    help = f"did you mean {one_of(f'`{path}.{c}`'.replace('`.', '`') for c in close)}?"
+    if not close:
+        ends = [m for m in facts.model.below() if last in _below(m)]
+        first = [next(m.names()) for m in ends[:3]]
+        help = f"there is {one_of(f'`{f}.{last}`' for f in first)}" if first else ""
+    sink.error(
+        "PL130",
+        f"there is no module and no parameter `{name}`: {around} has no `{last}`",
+        facts=(f"{around} is a {at.module.cls}: {_listed(at)}",),
+        help=help or None,
+    )
+
+
+def _below(at: Modules) -> list[str]:
+    """What could follow a module's name."""
+    names = [p.name for p in at.module.parameters]
+    for child in at.module.children:
+        names += [child.name] if child.indices is None else map(str, child.indices)
+    return names
+
+
+def _listed(at: Modules) -> str:
+    names = [c.name if c.indices is None else f"entries {c.indices}" for c in at.module.children]
+    names += [p.name for p in at.module.parameters]
+    return ", ".join(names) or "nothing is in it"

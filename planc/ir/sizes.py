@@ -1,0 +1,98 @@
+"""Units that are found and not named: by size, and by dtype. They come out as explicit ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
+
+
+def by_size(
+    facts: Facts, least: int, taken: Sequence[Modules], ignored: Sequence[Modules]
+) -> tuple[Modules, ...]:
+    """The smallest modules that reach a number of parameters, those of units inside not counted.
+
+    The rule of `size_based_auto_wrap_policy` in torch.distributed.fsdp.wrap, which accelerate's
+    `SIZE_BASED_WRAP` stands for: children first, a container without a forward never.
+
+    Args:
+        facts: the model.
+        least: parameters that a unit has, at least.
+        taken: the units that the plan names; nothing inside them is looked at.
+        ignored: what no unit may take.
+    """
+    search = _Sizes(facts, least, (*taken, *ignored))
+    search.left(facts.model)
+    return tuple(search.found)
+
+
+@dataclass(slots=True)
+class _Sizes:
+    facts: Facts
+    least: int
+    taken: tuple[Modules, ...]
+    found: list[Modules] = field(default_factory=list)
+
+    def left(self, modules: Modules) -> int:
+        """How many parameters of one of these modules no unit holds, after its own were found."""
+        if modules.path and any(modules.overlap(t) is not None for t in self.taken):
+            return 0
+        own = sum(p.numel for p in modules.module.parameters)
+        for child in _children(modules, self.taken):
+            own += self.left(child) * len(child) // len(modules)
+        fits = own >= self.least and not modules.module.container and modules.path
+        if fits and not _parts_tie(self.facts, modules):
+            self.found.append(modules)
+            return 0
+        return own
+
+
+def by_dtype(facts: Facts, dtype: str, taken: Sequence[Modules]) -> tuple[Modules, ...]:
+    """The largest modules all of whose parameters have a dtype, and that the plan does not name.
+
+    Args:
+        facts: the model.
+        dtype: a torch name.
+        taken: the units that the plan names; what is inside them is looked at.
+    """
+    return tuple(_uniform(facts.model, dtype, taken))
+
+
+def _uniform(modules: Modules, dtype: str, taken: Sequence[Modules]) -> Iterator[Modules]:
+    found = {p.dtype for below in modules.below() for p in below.module.parameters}
+    if dtype not in found:
+        return
+    if found == {dtype} and modules.path and not modules.module.container:
+        if all(modules.overlap(t) is None for t in taken):
+            yield modules
+        return
+    for child in _children(modules, taken):
+        yield from _uniform(child, dtype, taken)
+
+
+def _children(modules: Modules, taken: Iterable[Modules]) -> Iterator[Modules]:
+    """The modules right inside; entries of a list apart where a set tells them apart."""
+    at = len(modules.path)
+    for child in modules.module.children:
+        inside = Modules((*modules.path, child.segment), child.module)
+        if child.indices is None:
+            yield inside
+            continue
+        parts = [child.indices]
+        for other in taken:
+            if other.key[: at + 1] == inside.key:
+                cut = other.path[at]
+                assert isinstance(cut, Indices)
+                parts = [p for part in parts for p in (part & cut, part - cut) if p]
+        yield from (Modules((*modules.path, part), child.module) for part in parts)
+
+
+def _parts_tie(facts: Facts, modules: Modules) -> bool:
+    """Whether a module holds one half of a tied parameter and not the other."""
+    for group in facts.ties:
+        held = sum(facts.find(name)[0].within(modules) for name in group)
+        if 0 < held < len(group):
+            return True
+    return False

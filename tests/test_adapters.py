@@ -1,0 +1,291 @@
+"""The adapters section: what it means, what is wrong in it, and what it lowers to."""
+
+import builtins
+import re
+
+import pytest
+
+from planc.checks import check
+from planc.diagnostic import PlanError, Sink
+from planc.emit.script import render as script
+from planc.emit.text import render
+from planc.ir import elaborate
+from planc.ir.derive import adapted, of_layer
+from planc.ir.style import Colwise, Input, Output, Partial, Replicate, Rowwise, Sequence, Shard
+from planc.lowering import lower
+from planc.lowering.document import digest, dumps, loads
+from planc.lowering.ops import Adapt, Freeze, FullyShard, Parallelize
+from planc.model.facts import Module, Modules, parse_path
+from planc.model.load import load
+from planc.source import Source
+from planc.syntax import parse
+
+MESH = "mesh {\n dp_shard = auto\n tp = 2\n}\n"  # lines 2 to 5
+TENSOR = (
+    "tensor on tp {\n model.layers.*.self_attn.{q,k,v}_proj : colwise\n"
+    " model.layers.*.self_attn.o_proj : rowwise\n model.norm : sequence\n}\n"  # to line 10
+)
+UNITS = "fsdp on dp_shard {\n model.layers.* : unit\n root : unit\n}\n"
+Q = "model.layers.*.self_attn.q_proj"
+
+
+def plan_of(body, tensor=TENSOR, units=UNITS, world=8, mesh=MESH):
+    """(plan or None, facts, findings) of a plan with this adapters section, from line 12 on."""
+    sink, facts = Sink(), load("llama-3.1-8b", Sink())
+    text = f"plan t for llama\n{mesh}{tensor}adapters {{\n{body}\n}}\n{units}"
+    plan = elaborate([parse(Source("t.plan", text), sink)], facts, sink, world_size=world)
+    if plan is not None and not sink.failed:
+        check(plan, facts, sink)
+        # the lonely norm is there for what `sequence` does to frozen weights
+    return plan, facts, [d for d in sink if d.severity != "info" and d.code != "PL163"]
+
+
+def lowered(body, **others):
+    plan, facts, found = plan_of(body, **others)
+    assert not found, [d.message for d in found]
+    return lower(plan, facts)
+
+
+def ops(plan, kind):
+    return [op for op in plan.ops if isinstance(op, kind)]
+
+
+def styles(plan):
+    return {str(op.modules): op.style for op in ops(plan, Parallelize)}
+
+
+# Meaning -----------------------------------------------------------------------------------------
+
+
+def test_the_arguments_of_lora():
+    (op,) = ops(lowered(f"{Q} : lora(rank = 4, alpha = 2.5, dtype = fp32)"), Adapt)
+    assert (op.rank, op.alpha, op.dropout, op.dtype, op.init) == (4, 2.5, 0.0, "float32", "default")
+    (op,) = ops(lowered(f"{Q} : lora(rank = 4, init = gaussian)"), Adapt)
+    assert (op.alpha, op.dtype, op.init, op.seed) == (4, None, "gaussian", 0)
+
+
+def test_one_operation_for_a_rule_each_with_its_seed():
+    body = f"{Q} : lora(rank = 4)\nlm_head : lora(rank = 4)\nseed = 7"
+    two = ops(lowered(body), Adapt)
+    assert [(str(op.members[0]), op.seed) for op in two] == [
+        ("model.layers[0:32].self_attn.q_proj", 7),
+        ("lm_head", 8),
+    ]
+
+
+def test_none_takes_layers_out():
+    body = f"{Q} : lora(rank = 4)\noverride model.layers[1:32:2].self_attn.q_proj : none"
+    (op,) = ops(lowered(body), Adapt)
+    assert [str(m) for m in op.members] == ["model.layers[0:31:2].self_attn.q_proj"]
+    own = {n for n in styles(lowered(body)) if "q_proj" in n}
+    assert own == {
+        "model.layers[0:31:2].self_attn.q_proj.base_layer",
+        "model.layers[0:31:2].self_attn.q_proj.lora_A.default",
+        "model.layers[0:31:2].self_attn.q_proj.lora_B.default",
+        "model.layers[1:32:2].self_attn.q_proj",
+    }
+
+
+def test_everything_else_is_frozen():
+    plan, facts, _ = plan_of(
+        f"{Q} : lora(rank = 4)\noverride model.layers[0:3].self_attn.q_proj : none"
+    )
+    plan, facts = adapted(plan, facts)
+    trained = {
+        f"{modules}.{p.name}": p.shape
+        for modules in facts.model.below()
+        for p in modules.module.parameters
+        if p.trainable
+    }
+    assert trained == {
+        "model.layers[3:32].self_attn.q_proj.lora_A.default.weight": (4, 4096),
+        "model.layers[3:32].self_attn.q_proj.lora_B.default.weight": (4096, 4),
+    }
+
+
+def test_what_sequence_makes_anew_is_frozen_again():
+    plan = lowered(f"{Q} : lora(rank = 4)")
+    assert [str(op.modules) for op in ops(plan, Freeze)] == ["model.norm"]
+    kinds = [type(op).__name__ for op in plan.ops]
+    assert kinds.index("Adapt") < kinds.index("Parallelize") < kinds.index("Freeze")
+    assert kinds.index("Freeze") < kinds.index("FullyShard")
+
+
+def test_units_of_their_own():
+    units = ops(lowered(f"{Q} : lora(rank = 4)\nunits = own"), FullyShard)
+    assert [str(u.members[0]) for u in units] == [
+        "model.layers[0:32].self_attn.q_proj.lora_A.default",
+        "model.layers[0:32].self_attn.q_proj.lora_B.default",
+        "model.layers[0:32]",
+        "root",
+    ]
+    with_layer = ops(lowered(f"{Q} : lora(rank = 4)\nunits = with_layer"), FullyShard)
+    assert len(with_layer) == 2
+    assert units[2].gathered == with_layer[0].gathered - units[0].gathered - units[1].gathered
+
+
+@pytest.mark.parametrize(
+    "indices", ["[0]", "[3,7]", "[0:32]", "[5:18]", "[9:12]", "[0:126]", "[99:131:3]", "[0:12:2]"]
+)
+def test_the_pattern_finds_exactly_the_layers(indices):
+    paths = [f"model.layers{indices}.self_attn.q_proj", f"model.layers{indices}.mlp.up_proj"]
+    sets = tuple(Modules(parse_path(p), Module(cls="", kind="linear")) for p in paths)
+    op = Adapt(members=sets, rank=1, alpha=1)
+    wanted = {n for s in sets for n in s.names()}
+    every = [
+        f"{head}model.layers.{i}.{last}"
+        for i in range(200)
+        for head in ("", "a.")
+        for last in ("self_attn.q_proj", "mlp.up_proj", "mlp.q_proj", "self_attn.q_proj.a")
+    ]
+    assert {n for n in every if re.fullmatch(op.pattern, n)} == wanted
+
+
+# Styles ------------------------------------------------------------------------------------------
+
+S1, R = Shard(1), Replicate()
+DERIVED = [
+    (Colwise(), (Input, Colwise())),
+    (Colwise(output=R), (Input, Colwise(output=R))),
+    (Colwise(input=S1, output=R), (Sequence(), Colwise(input=S1, output=R))),
+    (Rowwise(), (Rowwise(), None)),
+    (Rowwise(local=False), (Rowwise(), Output)),
+    (Rowwise(output=S1, local=False), (Rowwise(output=S1), Sequence())),
+    (Rowwise(output=S1), (Rowwise(output=S1), Sequence(local=True))),
+    (Rowwise(output=Shard(-1)), (Rowwise(), Colwise())),
+    (Sequence(dim=0), (Sequence(dim=0), Sequence(dim=0))),
+]
+
+
+@pytest.mark.parametrize(("base", "wanted"), DERIVED)
+def test_the_styles_of_an_adapter_follow_from_the_layer(base, wanted):
+    for style, want in zip(of_layer(base, "linear"), wanted, strict=True):
+        assert isinstance(style, want) if isinstance(want, type) else style == want
+
+
+@pytest.mark.parametrize(
+    ("base", "kind"),
+    [
+        (Rowwise(output=Partial()), "linear"),
+        (Colwise(input=Shard(-1)), "linear"),
+        (Rowwise(input=R, output=S1, local=False), "embedding"),
+    ],
+)
+def test_some_styles_have_none_that_follow(base, kind):
+    assert isinstance(of_layer(base, kind), str)
+
+
+def test_an_embedding_keeps_its_adapter_whole():
+    tensor = "tensor on tp {\n model.embed_tokens : rowwise\n}\n"
+    plan = lowered("model.embed_tokens : lora(rank = 4)", tensor=tensor)
+    assert list(styles(plan)) == ["model.embed_tokens.base_layer"]
+
+
+# Mistakes ----------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("PL010", f"{Q} : qlora(rank = 4)", "12"),
+    ("PL011", "precision(param = bf16)", "12"),
+    ("PL011", f"{Q} : lora(rank = 4)\nranks = 3", "13"),
+    ("PL012", f"{Q} : lora", "12"),
+    ("PL012", f"{Q} : lora(alpha = 4)", "12"),
+    ("PL012", f"{Q} : lora(rank = true)", "12"),
+    ("PL012", f"{Q} : lora(rnk = 4)", "12"),
+    ("PL012", f"{Q} : lora(rank = 4, dtype = int8)", "12"),
+    ("PL012", f"{Q} : lora(rank = 4)\nunits = mine", "13"),
+    ("PL012", f"{Q} : lora(rank = 4)\nseed = 0.5", "13"),
+    ("PL101", "model.layers.*.self_attn.q_prj : lora(rank = 4)", "12"),
+    ("PL102", f"{Q} : lora(rank = 4)\n{Q} : lora(rank = 8)", "13"),
+    ("PL102", f"{Q} : lora(rank = 4)\nunits = own\nunits = own", "14"),
+    ("PL103", f"override {Q} : lora(rank = 4)", "12"),
+    ("PL103", f"{Q} : lora(rank = 4)\noverride units = own", "13"),
+    ("PL105", f"{Q} : lra(rank = 4)", "12"),
+    ("PL180", "model.norm : lora(rank = 4)", "12"),
+    ("PL181", f"{Q} : lora(rank = 0)", "12"),
+    ("PL181", f"{Q} : lora(rank = 1.5)", "12"),
+    ("PL181", f"{Q} : lora(rank = 4, alpha = 0)", "12"),
+    ("PL181", f"{Q} : lora(rank = 4, dropout = 1)", "12"),
+    ("PL182", "model.layers.*.self_attn.k_proj : lora(rank = 1025)", "12"),
+    ("PL183", f"{Q} : none", "11"),
+    ("PL185", f"{Q} : lora(rank = 4, dropout = 0.1)", "12"),
+    ("PL186", "model.embed_tokens : lora(rank = 4)\nunits = own", "12"),
+]
+
+
+@pytest.mark.parametrize(("code", "body", "line"), MISTAKES)
+def test_a_mistake_and_its_line(code, body, line):
+    _, _, found = plan_of(body)
+    assert [d.code for d in found] == [code]
+    assert found[0].labels[0].span.place.rpartition(":")[2] == line
+
+
+def test_dropout_where_the_inputs_are_split():
+    lowered("model.layers.*.self_attn.o_proj : lora(rank = 4, dropout = 0.1)")
+    lowered(f"{Q} : lora(rank = 4, dropout = 0.1)", mesh=MESH.replace("2", "1"))
+
+
+def test_one_dtype_in_a_unit_and_no_more():
+    both = f"{Q} : lora(rank = 4, dtype = fp32)\nlm_head : lora(rank = 4, dtype = bf16)"
+    one = UNITS.replace(" model.layers.* : unit\n", "")
+    assert [d.code for d in plan_of(both, units=one)[2]] == ["PL415"]
+    assert not plan_of(both)[2]  # two units
+
+
+def test_freezing_again_is_a_mistake_and_training_more_is_not():
+    body = f"{Q} : lora(rank = 4)\n}}\ntrain {{\n model.norm : "
+    assert [d.code for d in plan_of(f"{body}frozen")[2]] == ["PL188"]
+    assert [(str(op.modules), op.trainable) for op in ops(lowered(f"{body}trainable"), Freeze)] == [
+        ("model.norm", False),
+        ("model.norm", True),
+    ]
+
+
+def test_units_without_an_fsdp_section():
+    found = plan_of(f"{Q} : lora(rank = 4)\nunits = own", units="", world=2)[2]
+    assert "PL186" in [d.code for d in found]
+
+
+# What it is lowered to ---------------------------------------------------------------------------
+
+
+def test_json_there_and_back():
+    plan = lowered(f"{Q} : lora(rank = 4, alpha = 8, dtype = bf16)\nunits = own")
+    sink = Sink()
+    again = loads(dumps(plan), "t.json", sink)
+    assert again is not None, [d.message for d in sink]
+    assert digest(again) == digest(plan) and dumps(again) == dumps(plan)
+    broken = dumps(plan).replace('"rank": 4', '"rank": 0')
+    assert loads(broken, "t.json", sink) is None
+    assert "rank" in sink.diagnostics[-1].message
+
+
+def test_the_text():
+    text = render(lowered(f"{Q} : lora(rank = 4, dtype = fp32)"), digest="0" * 64)
+    assert "adapters    all else is frozen\n" in text
+    assert "model.layers[0:32].self_attn.q_proj  lora  rank 4, alpha 4, fp32\n" in text
+    assert "self_attn.q_proj.lora_B" in text and "base_layer" not in text
+
+
+def test_the_script_casts_and_names_peft_alone_beside_torch():
+    text = script(lowered(f"{Q} : lora(rank = 4, dtype = fp32)"), digest="0" * 64)
+    compile(text, "emitted.py", "exec")
+    assert "block.self_attn.q_proj.lora_A.to(torch.float32)" in text
+    assert "model.norm.requires_grad_(False)" in text
+    assert set(re.findall(r"^(?:from|import) (\w+)", text, re.M)) == {"torch", "peft"}
+
+
+def test_without_peft_apply_says_so_before_it_touches_the_model(monkeypatch):
+    from planc.runtime.adapters import require
+
+    real = builtins.__import__
+
+    def hidden(name, *rest, **named):
+        if name == "peft":
+            raise ImportError("No module named 'peft'")
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", hidden)
+    with pytest.raises(PlanError) as caught:
+        require(lowered(f"{Q} : lora(rank = 4)"))
+    assert [d.code for d in caught.value.diagnostics] == ["PL187"]
+    require(lower(*plan_of(f"{Q} : none")[:2]))  # nothing to adapt, nothing to import
