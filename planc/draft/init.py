@@ -135,7 +135,13 @@ def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None
         why = outcome.reason or "; ".join(p.detail for p in outcome.parts[:1]) or "it is refuted"
         page.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
-    whole = [c.name for c in search.all if c.recipe.name == "whole"]
+    reached = [c for p, some in search.parts.items() if p not in search.unreached for c in some]
+    whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
+    if search.unreached:
+        page.comment.append(
+            "Whole on every rank, because a run on text does not come there and nothing of it could "
+            f"be proved: {', '.join(search.unreached)}."
+        )
     if whole:
         page.comment.append(
             f"Whole on every rank, because no split of them was right: {', '.join(whole)}."

@@ -118,7 +118,11 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
     """
     lists = [m for m in _lists(facts.model) if m.module.count]
     blocks = [_blocks(at, ran) for at in lists]
-    outside = [m for m in _all(facts.model) if not any(m.within(at) for at in lists)]
+    outside = [
+        m
+        for m in _all(facts.model)
+        if not any(m.within(at) for at in lists) and not str(m).startswith("[")
+    ]  # an entry of a list that is the model itself has no name that a selector could say
     tables = [m for m in outside if m.module.kind == "embedding"]
     vocabulary = facts.config.get("vocab_size") or _text(facts).get("vocab_size")
     rows = [m.module.parameters[0].shape[0] for m in tables]

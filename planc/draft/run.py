@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from planc.draft.roles import Ran
 
 if TYPE_CHECKING:
+    import torch
+
     from planc.model.own import Own
     from planc.model.real import Maker
+    from planc.runtime.trace import Trace
 
 
 def run(maker: Maker | Own) -> Ran | None:
@@ -39,23 +42,29 @@ def run(maker: Maker | Own) -> Ran | None:
     finally:
         for handle in handles:
             handle.remove()
-    widths = Counter(
-        value.shape[-1]
-        for call in trace.begun.values()
-        for value in call.inputs.values()
-        if value.is_floating_point() and value.dim() == 3
-    )
-    if not widths:
+    width = _width(trace)
+    if width is None:
         return None
-    width = widths.most_common(1)[0][0]
     hidden: dict[str, str] = {}
     for name, call in trace.begun.items():
         for which, value in call.inputs.items():
-            if value.is_floating_point() and value.dim() == 3 and value.shape[-1] == width:
+            if _hidden(value) and value.shape[-1] == width:
                 hidden[name] = _gathered(which, positional.get(name, 1))
                 break
     given = {n: c.output.dim() for n, c in trace.begun.items() if c.output is not None}
     return Ran(dims=given, order=list(trace.begun), hidden=hidden, gives=gives, width=width)
+
+
+def _hidden(value: torch.Tensor) -> bool:
+    """Whether it can be hidden states: [batch, sequence, features]."""
+    return bool(value.is_floating_point()) and value.dim() == 3
+
+
+def _width(trace: Trace) -> int | None:
+    """The features that hidden states have, which is what most modules take."""
+    calls = trace.begun.values()
+    widths = Counter(v.shape[-1] for call in calls for v in call.inputs.values() if _hidden(v))
+    return widths.most_common(1)[0][0] if widths else None
 
 
 def _gathered(which: str, positional: int) -> str:

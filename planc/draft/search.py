@@ -44,12 +44,19 @@ class Search:
     parts: dict[str, list[Choice]] = field(default_factory=dict)
     outside: list[Choice] = field(default_factory=list)
     summed: dict[str, dict[str, str]] = field(default_factory=dict)
+    unreached: list[str] = field(default_factory=list)
     runs: int = 0
 
     def __post_init__(self) -> None:
         for blocks in self.roles.blocks:
             holders = _holders(self.facts, blocks.path)
             self.parts[blocks.path] = choices(blocks, self.facts.config, holders)
+            if self.ran is not None and not any(
+                name.startswith(f"{blocks.path}.") for name in self.ran.order
+            ):
+                self.unreached.append(blocks.path)
+                for choice in self.parts[blocks.path]:
+                    choice.at = len(choice.recipes) - 1
             self.summed[blocks.path] = {}
         for name, styles in self._ends():
             self.outside.append(

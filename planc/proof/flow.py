@@ -137,7 +137,7 @@ def flow(
         return Verdict(outcome=nothing, sections=tuple(_sections(lowered, ir, nothing)))
     small = _small(facts, ir, plan, list(settings), axes)
     outcome = small if isinstance(small, Outcome) else judge(*small)
-    layers = () if isinstance(small, Outcome) else kinds(facts, _facts(small[1]), outcome)
+    layers = () if isinstance(small, Outcome) else kinds(facts, small[1], outcome)
     sections = tuple(_sections(lowered, ir, outcome))
     verdict = Verdict(outcome=outcome, kinds=layers, sections=sections)
     if verdict.verdict == "proved":
@@ -154,11 +154,6 @@ def flow(
             refuted(outcome, small[1].plan, sink)
         unstated(outcome, small[1].plan, sink)
     return verdict
-
-
-def _facts(compiled: Compiled) -> Facts:
-    assert compiled.facts is not None
-    return compiled.facts
 
 
 def _small(

@@ -1,17 +1,20 @@
 """`make coverage`: every causal-LM family of transformers: init -> check -> four real processes.
 
-For each model type: a plan (the one that planc ships, else what `planc init` writes), what layout flow
-says of it, and the errors of logits, loss, gradients and parameters after two steps on four gloo
-processes (tp 2, dp_shard 2, checkpointing), with sequence parallelism too where the plan offers it.
+For each model type: a plan (the one that planc ships, else what `planc init` writes), what layout
+flow says of it, and the errors of logits, loss, gradients and parameters after two steps on four
+gloo processes (tp 2, dp_shard 2, checkpointing), with sequence parallelism too where the plan
+offers it.
 Rows are kept in build/coverage as they come, so a run that was stopped goes on where it was.
 """
 
 import argparse
 import json
+import re
 import signal
 import sys
 import traceback
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,6 +28,7 @@ from planc.draft.init import draft
 from planc.driver import compile_plan
 from planc.lowering.document import dumps
 from planc.lowering.ops import Parallelize
+from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 from planc.proof.flow import flow
@@ -102,13 +106,34 @@ class Late(Exception):
     """A family took too long."""
 
 
+@dataclass
+class Case:
+    """A family's default model, its small sibling, and the plan for both."""
+
+    facts: Facts
+    small: Facts
+    values: dict
+    plan: str
+
+
 def row(name, pool, folder, plans):
-    """What is found of one model type."""
+    """What is found of one model type.
+
+    Args:
+        name: the model type.
+        pool: four processes.
+        folder: where a plan is written.
+        plans: shipped plans by model type.
+    """
     found = {"type": name, "source": "init", "verdict": "", "reason": ""}
-    values, sink = configuration(name), Sink()
-    small = json.loads(json.dumps(shrink(values, ranks={"tp": 2}), default=str))
-    facts = of_values(small, "the small model", sink)
+    sink = Sink()
+    facts = of_values(configuration(name), name, sink)
     if facts is None:
+        return {**found, "reason": f"can't be built: {first(sink)}"}
+    values = json.loads(json.dumps(shrink(facts.config, ranks={"tp": 2}), default=str))
+    values["architectures"] = [facts.name]
+    small = of_values(values, "the small model", sink)
+    if small is None:
         return {**found, "reason": f"can't be built small: {first(sink)}"}
     path = folder / f"{name}.plan"
     if name in plans:
@@ -118,59 +143,43 @@ def row(name, pool, folder, plans):
         made = draft(facts, sink)
         found["runs"] = made.runs
         path.write_text(made.text)
-    ways = [(), ("sequence_parallel=true",)] if offers(path) else [()]
-    if offers(path):
-        ways[0] = ("sequence_parallel=false",)
-    for way in ways:
-        error = judged(
-            found,
-            small,
-            facts,
-            path,
-            [*way, "tp=2"],
-            pool,
-            "sp" if way and "true" in way[0] else "",
-        )
-        if error:
-            return {**found, "reason": error}
-    return found
+    case = Case(facts, small, values, str(path))
+    text = path.read_text() + (PLANS / "llama.plan").read_text() * ("extend " in path.read_text())
+    tp = ["tp=2"] if re.search(r"^ +(override )?tp +=", text, re.M) else []
+    sequence = "option sequence_parallel" in text
+    plain = ["sequence_parallel=false"] if sequence else []
+    reason = judged(found, case, [*tp, *plain], pool)
+    if not reason and sequence:
+        reason = judged(found, case, [*tp, "sequence_parallel=true"], pool, "sp")
+    return {**found, "reason": reason, **({"verdict": ""} if reason else {})}
 
 
-def offers(path):
-    text = path.read_text()
-    base = PLANS / "llama.plan"
-    return "option sequence_parallel" in text or (
-        'extend "llama.plan"' in text and "option sequence_parallel" in base.read_text()
-    )
+def judged(found, case, settings, pool, mark=""):
+    """Fills the row for one way; gives what is wrong, or nothing.
 
-
-def judged(found, values, facts, path, settings, pool, mark):
-    """Fills the row for one way; gives what is wrong, or nothing."""
+    `planc check` judges the plan for the family's own sizes; the processes run the small model.
+    """
     sink = Sink()
-    settings = [
-        s
-        for s in settings
-        if not (s == "tp=2" and "tp" not in path.read_text() and "extend" not in path.read_text())
-    ]
     settings = [*settings, "param_dtype=fp32"]
-    compiled = compile_plan(facts, str(path), sink, world_size=WORLD, settings=settings)
+    compiled = compile_plan(case.facts, case.plan, sink, world_size=WORLD, settings=settings)
     if compiled.lowered is None:
         return f"planc check: {first(sink)}"
-    verdict = flow(compiled, str(path), settings, sink)
-    found[f"flow{mark}"] = verdict.verdict
+    found[f"flow{mark}"] = flow(compiled, case.plan, settings, sink).verdict
     if not mark:
         found["share"] = share(compiled)
+    small = compile_plan(case.small, case.plan, sink, world_size=WORLD, settings=settings)
+    if small.lowered is None:
+        return f"the small model: {first(sink)}"
     try:
         results = pool.run(
-            "coveringjobs.prove", values=values, document=dumps(compiled.lowered), timeout=120
+            "coveringjobs.prove", values=case.values, document=dumps(small.lowered), timeout=120
         )
     except RankError as error:
         return f"processes: {str(error).strip().splitlines()[-1][:200]}"
     worst = {k: max(r[k] for r in results) for k in ("logits", "loss", "gradient", "parameters")}
     found[f"errors{mark}"] = worst
     found[f"worst{mark}"] = results[0]["worst"]
-    right = max(worst["logits"], worst["loss"], worst["gradient"]) < LIMIT
-    if not right:
+    if not max(worst["logits"], worst["loss"], worst["gradient"]) < LIMIT:
         return f"wrong{' with sequence parallelism' if mark else ''}: {worst}"
     found["verdict"] = "proved"
     return ""
