@@ -64,6 +64,10 @@ def tensor(rules, tp=2, units=UNITS, family="llama"):
         ("phi-4", "phi3", 8),
         ("phi-3-mini", "phi3", 8),
         ("mixtral-8x7b", "mixtral", 8),
+        ("deepseek-v2-lite", "deepseek_v3", 4),
+        ("gpt-oss-20b", "gpt_oss", 4),
+        ("olmoe-1b-7b", "olmoe", 4),
+        ("qwen3-30b-a3b", "qwen3_moe", 4),
         ("glm-4-9b", "glm", 2),
     ],
 )

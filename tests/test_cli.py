@@ -101,6 +101,10 @@ CASES = [
     ("biogpt", "biogpt", ["tp=2"]),
     ("persimmon-8b", "persimmon", ["tp=2"]),
     ("mixtral-8x7b", "mixtral", ["tp=2"]),
+    ("deepseek-v2-lite", "deepseek_v3", ["tp=2"]),
+    ("gpt-oss-20b", "gpt_oss", ["tp=2"]),
+    ("olmoe-1b-7b", "olmoe", ["tp=2"]),
+    ("qwen3-30b-a3b", "qwen3_moe", ["tp=2"]),
 ]
 
 

@@ -15,7 +15,7 @@ from planc.emit.diff import document, render
 from planc.ir.kernels import Save
 from planc.ir.style import Change, Colwise, Input, Output, Replicate, Rowwise, Sequence, Shard
 from planc.lowering.document import digest, dumps, loads
-from planc.lowering.ops import Checkpoint, Compile, Configure, MeshAxis, Shape, Tie
+from planc.lowering.ops import Checkpoint, Compile, Configure, Load, MeshAxis, Shape, Tie
 from planc.share import GRAMMARS
 
 SCHEMA = json.loads((GRAMMARS / "diff.schema.json").read_text())
@@ -97,6 +97,15 @@ def test_fewer_layers_are_a_removal_of_the_rest():
 def test_every_second_layer():
     assert difference([checkpoint("b[0:32:2]")], [checkpoint("b[0:32]")]) == [
         "  + checkpoint b[1:32:2]  full",
+    ]
+
+
+def test_how_weights_arrive():
+    old = Load(weights="rank0", dtype="bfloat16", place="a.plan:3")
+    new = Load(weights="slices", dtype="bfloat16", meta=True, place="a.plan:4")
+    assert difference([], [old]) == ["  + load  weights rank0, dtype bf16  a.plan:3"]
+    assert difference([old], [new]) == [
+        "  ~ load  weights rank0 -> slices, meta none -> true  a.plan:3 -> :4"
     ]
 
 

@@ -65,6 +65,7 @@ def test_the_language_page_shows_every_construct():
     text = (ROOT / "docs" / "language.md").read_text()
     plans = "\n".join(body for kind, body in BLOCK.findall(text) if kind == "plan")
     words = "plan for mesh auto option let require when else then extend override optional has none"
+    words += " load init meta weights slices ops save offload every"
     words += " tensor checkpoint compile fsdp colwise rowwise sequence input unit group root full"
     words += " precision reshard except_last never block fullgraph local replicate min max len in"
     missing = [w for w in words.split() if not re.search(rf"\b{w}\b", plans)]

@@ -287,6 +287,53 @@ def test_options_and_conditions(mean):
     assert isinstance(mean(text, settings=["way=b"])[0].tensor[0].style, Rowwise)
 
 
+# Loading -----------------------------------------------------------------------------------------
+
+
+def loading(*settings):
+    lines = "\n ".join(settings)
+    return HEAD + MESH.replace("2", "1") + f"load {{\n {lines}\n}}\n" + UNITS
+
+
+def test_how_weights_arrive(mean):
+    plan, sink = mean(loading("init = meta", 'weights = "rank0"', "dtype = bf16"))
+    assert codes(sink) == []
+    assert (plan.load.meta, plan.load.weights, plan.load.dtype) == (True, "rank0", "bfloat16")
+    assert plan.load.origin.line == 7
+    assert mean(loading())[0].load is None
+    more = "plan u for llama\nload {\n override weights = slices\n}\n"
+    plan, sink = mean(loading("weights = rank0"), more)
+    assert codes(sink) == [] and plan.load.weights == "slices"
+
+
+def test_parameters_are_counted_in_the_type_that_they_are_kept_in(mean, llama):
+    sizes = {}
+    for dtype in ("bf16", "fp32"):
+        plan, _ = mean(loading(f"dtype = {dtype}"))
+        sizes[dtype] = lower(plan, llama).parameters
+    assert sizes["fp32"] == 2 * sizes["bf16"] > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "line"),
+    [
+        ("PL012", ["weights = disk"], 7),
+        ("PL012", ["init = cpu"], 7),
+        ("PL012", ["dtype = int8"], 7),
+        ("PL012", ["dtype = 16"], 7),
+        ("PL102", ["weights = slices", "weights = rank0"], 8),
+        ("PL103", ["override weights = rank0"], 7),
+        ("PL105", ["weigths = slices"], 7),
+        ("PL011", ["lm_head : unit"], 7),
+    ],
+)
+def test_mistakes_of_loading(mean, code, settings, line):
+    plan, sink = mean(loading(*settings))
+    assert codes(sink) == [code]
+    assert next(iter(sink)).labels[0].span.line == line
+    assert "load" in plan.broken
+
+
 # Checkpoints -------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,11 @@ tensor on tp {
     model.layers[::2].mlp.{gate,up}_proj : colwise
     model.layers[::2].mlp.down_proj : rowwise
 }
+load {
+    init = meta
+    weights = slices
+    dtype = bf16
+}
 checkpoint {
     model.layers[0:10].mlp : full
     model.layers[11] : full
@@ -149,7 +154,7 @@ def test_operations_in_another_order_stay_in_it(everything):
     calls = [
         n.value.func.id for n in body.body if isinstance(n, ast.Expr) and hasattr(n.value, "func")
     ]
-    stages = ["tensor_parallel", "checkpoint", "compile_blocks_2", "shard"]
+    stages = ["prepare", "tensor_parallel", "checkpoint", "compile_blocks_2", "shard"]
     assert calls == ["compile_blocks", "configure", *stages]
 
 

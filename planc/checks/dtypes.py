@@ -24,7 +24,7 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
         for parameter in own.modules.module.parameters:
             if own.trains(parameter):
                 name = f"{own.modules}.{parameter.name}"
-                found.setdefault(id(own.unit), {}).setdefault(parameter.dtype, name)
+                found.setdefault(id(own.unit), {}).setdefault(plan.dtype(parameter), name)
     for key, by_type in found.items():
         if len(by_type) > 1:
             sink.error(

@@ -1,8 +1,7 @@
 """What a script carries along: the definitions of what torch does not have.
 
-They are taken from the very files that `apply` runs (`planc/runtime/parts.py`, styles, and
-`remat.py`, checkpoints), read as text, so a script computes what apply does and still needs torch
-alone.
+They are taken from the very files that `apply` runs, read as text, so a script computes what apply
+does and still needs torch alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _RUNTIME = Path(__file__).resolve().parent.parent / "runtime"
-_FILES = ("parts.py", "remat.py")
+_FILES = ("parts.py", "remat.py", "arrival.py")
 
 
 def carried(body: str) -> list[str]:

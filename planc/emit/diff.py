@@ -180,6 +180,8 @@ def _whole(change: Change) -> str:
             return f"lora, rank {parts['rank']}, alpha {words.number(alpha)}{kept}"
         case "checkpoint":
             return ", ".join(_recomputed(parts))
+        case "load":
+            return ", ".join(f"{name} {words.dtype(str(v))}" for name, v in parts.items())
         case "training":
             return "trainable" if parts["trainable"] else "frozen"
         case "divide":

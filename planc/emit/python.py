@@ -20,10 +20,15 @@ WIDTH = 88  # the default of ruff and black
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
     ("peft", ("LoraConfig", "inject_adapter_in_model")),
-    ("torch", ("nn",)),
+    ("torch", ("distributed", "nn")),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         ("CheckpointImpl", "checkpoint_wrapper"),
+    ),
+    ("torch.distributed.checkpoint", ("FileSystemReader", "HuggingFaceStorageReader", "load")),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        ("StateDictOptions", "set_model_state_dict"),
     ),
     ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
     (
@@ -204,6 +209,8 @@ def _bare(style: ir.Bare, head: str) -> Group:
         left = style.output in (ir.Partial(), ir.Shard(-1))
         arguments.append(f"input_layout={_layout(style.input)}")
         arguments.append(f"output_layout={None if left else _layout(style.output)}")
+        if not style.local:
+            arguments.append("use_local_output=False")
     if packed:
         arguments.append(Group("parts={", packed, "}"))
     name = "ExpertsParallel" if isinstance(style, ir.Experts) else "BareParallel"

@@ -14,6 +14,7 @@ from typing import assert_never
 
 from planc.emit import remat
 from planc.emit.carried import carried
+from planc.emit.loads import filled, prepared
 from planc.emit.python import Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
@@ -26,6 +27,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
@@ -51,6 +53,7 @@ class _Stage:
 
 
 _CONFIGURE = _Stage("configure", "Sets what training needs of the configuration.")
+_LOAD = _Stage("prepare", "Says where weights begin, and what type they are kept in.")
 _ADAPT = _Stage("add_adapters", "Puts LoRA around layers, and freezes all else.")
 _TENSOR = _Stage("tensor_parallel", "Splits weights and activations over the tensor axes.", True)
 _FREEZE = _Stage("freeze", "Says which parameters take gradients.")
@@ -82,6 +85,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
         body = "\n".join(_body(stage, list(group), lowered))
         functions.append(f'def {name}{arguments}:\n    """{stage.about}"""\n{body}\n')
         calls.append(f"    {name}{arguments}\n")
+    functions += filled(lowered)
     own = carried("\n\n".join(functions))
     body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
     return f"{_docstring(lowered, digest)}\n{imports(body)}\n{body}"
@@ -91,6 +95,8 @@ def _stage(op: AnyOp) -> _Stage:
     match op:
         case Configure():
             return _CONFIGURE
+        case Load():
+            return _LOAD
         case Adapt():
             return _ADAPT
         case Parallelize() | Tie():
@@ -123,6 +129,8 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
             case Configure():
                 note = remark(op.reason)
                 yield from lay(f"model.config.{op.name} = {op.value}", IN, note=note)
+            case Load():
+                yield from prepared(op)
             case Adapt():
                 yield from _adapt(op, lowered)
             case Freeze():

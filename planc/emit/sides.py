@@ -16,6 +16,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
@@ -31,6 +32,7 @@ KINDS = (
     "mesh",
     "data",
     "configure",
+    "load",
     "layers",
     "adapters",
     "tensor",
@@ -130,6 +132,10 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Compile():
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
+        case Load():
+            way: Facts = (("weights", op.weights), ("dtype", op.dtype))
+            way = ((("meta", True),) if op.meta else ()) + way
+            yield Entry(kind="load", facts=way, place=op.place)
         case Freeze():
             state: Facts = (("trainable", op.trainable),)
             yield Entry(kind="training", modules=op.modules, facts=state, place=op.place)

@@ -20,6 +20,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
@@ -49,6 +50,9 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         if isinstance(op, Configure):
             reason = f": {' '.join(op.reason.split())}" if op.reason else ""
             yield _head("configure", f"{op.name} = {str(op.value).lower()}{reason}")
+    for op in lowered.ops:
+        if isinstance(op, Load):
+            yield _head("load", words.arrival(op))
     yield from _adapters(lowered)
     yield from _tensor(lowered)
     for op in lowered.ops:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planc.ir import style as ir
-from planc.lowering.ops import Adapt, Checkpoint, FullyShard, Lowered, Prefetch, Shape
+from planc.lowering.ops import Adapt, Checkpoint, FullyShard, Load, Lowered, Prefetch, Shape
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
@@ -69,7 +69,7 @@ def flow(style: ir.Style) -> str:
 
 
 def _with_local(style: ir.Style, local: bool) -> ir.Style:
-    assert isinstance(style, ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output)
+    assert not isinstance(style, ir.Replicated | ir.MlaKv | ir.Parameters)
     return replace(style, local=local)
 
 
@@ -125,6 +125,19 @@ def recomputing(op: Checkpoint) -> str:
     words += [f"{name} = false" for name, value in terms if not value]
     kind = "ops" if op.save else "full"
     return f"{kind}({', '.join(words)})" if words else kind
+
+
+def arrival(op: Load) -> str:
+    """How weights arrive: `each rank reads its slices, kept in bf16, from meta`."""
+    ways = {
+        "slices": "each rank reads its own slices",
+        "rank0": "rank 0 reads and sends",
+        "checkpoint": "from a distributed checkpoint",
+    }
+    parts = [ways[op.weights]] if op.weights else []
+    parts += [f"kept in {dtype(op.dtype)}"] if op.dtype else []
+    parts += ["built on meta"] if op.meta else []
+    return ", ".join(parts)
 
 
 def saves(op: Checkpoint) -> tuple[str, ...]:

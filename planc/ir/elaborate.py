@@ -9,6 +9,7 @@ from planc.diagnostic import Sink, nearest, one_of
 from planc.ir.adapters import adapters
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
+from planc.ir.loads import load
 from planc.ir.mesh import solve
 from planc.ir.plan import Mesh, Plan
 from planc.ir.program import Program, gather, origin_of, require
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 SECTIONS = (
     "mesh",
+    "load",
     "tensor",
     "adapters",
     "train",
@@ -80,6 +82,7 @@ def elaborate(
         families=tuple(f.path for f in program.header.families),
         options={n: v for n, v in options.items() if not isinstance(v, Failed)},
         mesh=mesh,
+        load=part("load", lambda: load(program)),
         tensor=part("tensor", lambda: tuple(tensor(program))),
         checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
         compile=part("compile", lambda: tuple(compile_rules(program))),

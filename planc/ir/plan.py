@@ -12,7 +12,7 @@ from math import prod
 
 from planc.ir.kernels import Save
 from planc.ir.style import Style
-from planc.model.facts import Modules
+from planc.model.facts import Modules, Parameter
 from planc.source import Span
 
 
@@ -55,6 +55,21 @@ class TensorRule(Meaning):
     modules: Modules
     axis: str
     style: Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Meaning):
+    """The load section.
+
+    Args:
+        meta: the model is built on the meta device, without memory.
+        weights: how they arrive: `slices`, `rank0` or `checkpoint`; None where a call says it.
+        dtype: torch's name of the type that parameters are kept in, None for the model's own.
+    """
+
+    meta: bool = False
+    weights: str | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +258,7 @@ class Plan(Meaning):
     families: tuple[str, ...]
     options: Mapping[str, object]
     mesh: Mesh
+    load: Load | None = None
     tensor: tuple[TensorRule, ...] = ()
     checkpoint: tuple[CheckpointRule, ...] = ()
     compile: tuple[CompileRule, ...] = ()
@@ -250,3 +266,8 @@ class Plan(Meaning):
     fsdp: Fsdp | None = None
     adapters: Adapters | None = None
     broken: frozenset[str] = frozenset()
+
+    def dtype(self, parameter: Parameter) -> str:
+        """The type that a parameter is kept in: its own, or what the load section says."""
+        cast = self.load is not None and "float" in parameter.dtype
+        return (self.load.dtype if self.load and cast else None) or parameter.dtype

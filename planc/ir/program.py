@@ -270,7 +270,6 @@ _LATER = {
     "context": "context parallelism",
     "pipeline": "pipeline parallelism",
     "loss": "loss parallelism",
-    "load": "loading weights",
 }
 _ITEMS = {
     "prefetch": "write `prefetch(forward = 2)` in the fsdp section",

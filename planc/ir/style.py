@@ -177,11 +177,13 @@ class Experts:
         input: `Replicate`, and the gradients of all inputs are summed; or a split, as it is.
         output: what the ranks' parts become: `Replicate` their sum, `Shard` a slice of it;
             `Partial` and `Shard(-1)` leave them as they are.
+        local: whether a local tensor is handed on, and not a DTensor.
     """
 
     held: tuple[tuple[str, Held], ...]
     input: Layout = Replicate()
     output: Layout = Replicate()
+    local: bool = True
 
 
 Bare = Parameters | Experts

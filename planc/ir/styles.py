@@ -211,6 +211,7 @@ def _bare(call: tree.Call, scope: Scope) -> Parameters | Experts | None:
     arguments = Arguments(call, scope)
     flow = Change(Replicate(), Replicate())
     experts = call.name == "experts"
+    local = arguments.truth("local", True) if experts else True
     if arguments.positional and experts:
         told = "write `experts(down_proj = shard(2), -> shard(1))`"
         arrow = _arrow(arguments, 0, flow.source, told)
@@ -225,7 +226,7 @@ def _bare(call: tree.Call, scope: Scope) -> Parameters | Experts | None:
     if not arguments.done(positional=int(experts)):
         return None
     if experts:
-        return Experts(held=held, input=flow.source, output=flow.target)
+        return Experts(held=held, input=flow.source, output=flow.target, local=local)
     return Parameters(held=held)
 
 

@@ -22,6 +22,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     MeshAxis,
     Parallelize,
@@ -167,6 +168,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
+        case Load():
+            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
         case Adapt():
@@ -241,6 +244,7 @@ def _style(style: ir.Style) -> dict[str, Any]:
         case ir.Parameters() | ir.Experts():
             if isinstance(style, ir.Experts):
                 body |= {"input": str(style.input), "output": str(style.output)}
+                body |= {} if style.local else {"local": False}
             return {**body, "parameters": {name: _held(h) for name, h in style.held}}
         case ir.Colwise() | ir.Rowwise():
             body |= {"input": str(style.input), "output": str(style.output)}
@@ -318,6 +322,8 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Compile(**body)
         case "freeze":
             return Freeze(**body)
+        case "load":
+            return Load(**body)
         case "divide":
             return Divide(**body)
         case "prefetch":
@@ -348,7 +354,8 @@ def _read_style(data: dict[str, Any]) -> ir.Style:
             return ir.Parameters(held=_read_held(data))
         case "experts":
             one, two = _read_layout(data["input"]), _read_layout(data["output"])
-            return ir.Experts(held=_read_held(data), input=one, output=two)
+            kept = data.get("local", True)
+            return ir.Experts(held=_read_held(data), input=one, output=two, local=kept)
         case "sequence":
             return ir.Sequence(dim=data["dim"], local=local)
         case "input":

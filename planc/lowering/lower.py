@@ -31,6 +31,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     MeshAxis,
     Parallelize,
@@ -59,6 +60,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
+        *_load(plan),
         *_adapt(plan),
         *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
         *_ties(facts, tensor, plan),
@@ -155,6 +157,13 @@ def _configure(facts: Facts) -> Iterator[Configure]:
         if values.get("use_cache") is True:
             reason = "training keeps no key/value cache"
             yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
+
+
+def _load(plan: Plan) -> Iterator[Load]:
+    if plan.load is not None:
+        own = plan.load
+        place = own.origin.place
+        yield Load(meta=own.meta, weights=own.weights, dtype=own.dtype, place=place)
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:

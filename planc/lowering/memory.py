@@ -7,7 +7,7 @@ to the innermost unit around it; a tied one counts once, where it is first named
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from planc.ir.owners import owned
@@ -53,7 +53,12 @@ class Holdings:
         rules = [r for r in tensor if not isinstance(r.style, Input | Output)]
         tied = {name for group in facts.ties for name in group[1:]}
         self.all = [
-            Holding(modules=part, unit=own.unit, parameter=parameter, local=local)
+            Holding(
+                modules=part,
+                unit=own.unit,
+                parameter=replace(parameter, dtype=plan.dtype(parameter)),
+                local=local,
+            )
             for own in owned(plan, facts)
             for part, rule in _ruled(own.modules, rules)
             for parameter in part.module.parameters

@@ -45,6 +45,22 @@ class Configure(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Op):
+    """Where weights begin and how they arrive: what is cast before all else, and `Run.load`.
+
+    Args:
+        meta: the model must be on the meta device.
+        weights: what `Run.load` does with a folder: `slices`, each rank reads its own; `rank0`, it
+            reads and sends; `checkpoint`, of torch.distributed.checkpoint. None: the call says it.
+        dtype: torch's name of the type that parameters are cast to, None for their own.
+    """
+
+    meta: bool = False
+    weights: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize(Op):
     """`parallelize_module(module, mesh[axis], style)` for each module."""
 
@@ -235,6 +251,7 @@ class Prefetch(Op):
 
 AnyOp = (
     Configure
+    | Load
     | Adapt
     | Parallelize
     | Tie

@@ -15,6 +15,7 @@ from planc.lowering.ops import (
     Adapt,
     Configure,
     FullyShard,
+    Load,
     Lowered,
     Op,
     Parallelize,
@@ -122,6 +123,15 @@ def _fits(
         name = type(model).__name__
         yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
         return
+    if any(isinstance(op, Load) and op.meta for op in lowered.ops):
+        full = next((n for n, p in model.named_parameters() if not p.is_meta), None)
+        if full is not None:
+            yield problem(
+                "PL474",
+                f"the plan starts on the meta device, and {full} has memory already",
+                help='build the model inside `with torch.device("meta"):`',
+            )
+            return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     for op in lowered.ops:
         # a set holds like modules: what is wrong with one of them is wrong with the next

@@ -28,6 +28,7 @@ from planc.lowering.ops import (
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
@@ -38,7 +39,7 @@ from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.styles import build
-from planc.runtime.wrapping import divide, keywords, prefetch, recomputing, wrap
+from planc.runtime.wrapping import arrive, divide, keywords, prefetch, recomputing, wrap
 
 _log = logging.getLogger("planc")
 
@@ -155,6 +156,8 @@ class Worker:
                 owner, _, name = op.name.rpartition(".")
                 config = self.model.config
                 setattr(attrgetter(owner)(config) if owner else config, name, op.value)
+            case Load():
+                arrive(self.model, op)
             case Parallelize():
                 mesh, style = self.meshes.part(op.axis), build(op.style)
                 for self.at in op.modules.names():

@@ -1,4 +1,4 @@
-"""A folder of safetensors: which file holds which tensor, and slices read straight from it."""
+"""A folder of safetensors: which file holds which tensor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.agree import problem
-from planc.runtime.shards import Runs, places
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -109,25 +106,3 @@ def reading(file: Path) -> Iterator[Any]:
     """A file, open for as long as its slices are read; its pages are let go with it."""
     with safe_open(file, framework="pt") as opened:
         yield opened
-
-
-def fill(target: Tensor, opened: Any, name: str, ranges: tuple[Runs, ...]) -> None:
-    """Copies some ranges of a tensor in a file into a tensor, cast to its dtype.
-
-    Nothing is read into memory of its own: the file is mapped, and copied from there.
-
-    Args:
-        target: receives the values; its shape is that of the ranges put side by side.
-        opened: what `reading` gives.
-        name: of the tensor in the file.
-        ranges: for each dimension, positions in the whole tensor.
-    """
-    if target.numel() == 0:
-        return
-    source = opened.get_slice(name)
-    if not ranges:
-        target.copy_(opened.get_tensor(name))
-        return
-    with torch.no_grad():
-        for inner, outer in places(ranges):
-            target[inner].copy_(source[outer])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from planc.lowering.ops import Lowered
+from planc.lowering.ops import Load, Lowered
 from planc.runtime import resuming, saving, training
 from planc.runtime.loading import Weights
 from planc.runtime.meshes import Meshes
@@ -116,7 +116,7 @@ class Run:
         self,
         path: str | os.PathLike[str],
         *,
-        weights: Weights = "slices",
+        weights: Weights | None = None,
         optimizer: Optimizer | None = None,
     ) -> int | None:
         """Fills the model from a folder of safetensors, or from a checkpoint with its optimizer.
@@ -126,20 +126,23 @@ class Run:
         Args:
             path: a folder of safetensors, or what `save` or torch.distributed.checkpoint wrote.
             weights: of safetensors, `slices` if each rank reads its own from the files; `rank0` if
-                rank 0 alone reads, and sends.
+                rank 0 alone reads, and sends. By default what the plan's load section says, else
+                `slices`.
             optimizer: of the model's parameters; a checkpoint's state goes into it.
 
         Returns:
             The step that `save` was given, None without one.
 
         Raises:
-            PlanError: PL496, every missing, unexpected or wrongly shaped name at once, before
-                anything is loaded; PL497, files that are missing or broken.
+            PlanError: PL475, the plan says otherwise; PL496, every missing, unexpected or wrongly
+                shaped name at once, before anything is loaded; PL497, files that are missing or
+                broken.
         """
         return resuming.load(
             self.model,
             Path(path),
             weights=weights,
+            planned=next((o.weights for o in self.lowered.ops if isinstance(o, Load)), None),
             optimizer=optimizer,
             device=self.mesh.device_type,
         )

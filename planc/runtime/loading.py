@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +14,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.diagnostic import Diagnostic, PlanError
+from planc.model.names import recipes
 from planc.runtime.agree import problem
 from planc.runtime.buffers import recompute
-from planc.runtime.files import Entry, fill, listing, reading
+from planc.runtime.files import Entry, listing, reading
+from planc.runtime.pieces import Piece, Stored, fill, made, one
 from planc.runtime.shards import (
     Order,
     aliases,
@@ -52,11 +55,11 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
     entries: dict[str, Entry] = {}
     reader = weights == "slices" or distributed.get_rank() == 0
     reshard(model)
-    matched: dict[str, Entry] = {}
+    matched: dict[str, Stored] = {}
     if reader:
         entries = listing(folder, findings)
         if not findings:
-            matched = match(model, entries, findings)
+            matched = match(model, _stored(model, entries, findings), findings)
     values, unknown = recompute(model)
     findings += lost(unknown)
     together(findings)
@@ -82,10 +85,30 @@ def together(findings: list[Diagnostic]) -> None:
 # Names and shapes --------------------------------------------------------------------------------
 
 
-def match(
+def _stored(
     model: nn.Module, entries: Mapping[str, Entry], findings: list[Diagnostic]
-) -> dict[str, Entry]:
-    """The entry of each tensor of a model, by the first of its names.
+) -> dict[str, Stored]:
+    """What a checkpoint holds under the model's names, whatever the files call it.
+
+    Experts that are one tensor in the model may be many in the files.
+    """
+    known = set(held(model))
+    if known.issuperset(entries):
+        return {name: one(entry) for name, entry in entries.items()}
+    out: dict[str, Stored] = {}
+    for name, recipe in recipes(model, entries, known).items():
+        whole = made(recipe, entries)
+        if isinstance(whole, Stored):
+            out[name] = whole
+        else:
+            findings.append(problem("PL496", f"{name} cannot be put together: {whole}"))
+    return out
+
+
+def match(
+    model: nn.Module, entries: Mapping[str, Stored], findings: list[Diagnostic]
+) -> dict[str, Stored]:
+    """What each tensor of a model is filled from, by the first of its names.
 
     Args:
         model: names are those that it had before anything was wrapped.
@@ -94,7 +117,7 @@ def match(
     """
     renamed = {name: entries[own] for own, name in _renaming(model, entries).items()}
     tensors = held(model)
-    out: dict[str, Entry] = {}
+    out: dict[str, Stored] = {}
     missing: list[str] = []
     wrong: list[str] = []
     for names in aliases(model):
@@ -107,7 +130,7 @@ def match(
         wrong += [text for name in present if (text := _unlike(name, tensor, renamed[name]))]
     ignored = [*_STALE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     extra = [n for n in renamed if n not in tensors and not any(re.search(i, n) for i in ignored)]
-    where = next(iter(entries.values())).file.parent if entries else "the folder"
+    where = next(iter(entries.values())).folder if entries else "the folder"
     if missing:
         findings.append(keys(f"{where} lacks", missing))
     if extra:
@@ -130,7 +153,7 @@ def keys(what: str, names: Iterable[str]) -> Diagnostic:
     )
 
 
-def _unlike(name: str, tensor: Tensor, entry: Entry) -> str | None:
+def _unlike(name: str, tensor: Tensor, entry: Stored) -> str | None:
     if tuple(tensor.shape) != entry.shape:
         return f"{name} is {list(entry.shape)}, the model's {list(tensor.shape)}"
     if tensor.is_floating_point() != entry.floating:
@@ -203,11 +226,11 @@ class _Wish:
     """A tensor of the model and where its values are."""
 
     tensor: Tensor
-    entry: Entry | None
+    stored: Stored | None
     order: Order | None = None
 
 
-def _wishes(model: nn.Module, matched: Mapping[str, Entry]) -> list[_Wish]:
+def _wishes(model: nn.Module, matched: Mapping[str, Stored]) -> list[_Wish]:
     """Every distinct tensor, in an order that is the same on every rank."""
     tensors, own = held(model), orders(model)
     return [
@@ -216,25 +239,24 @@ def _wishes(model: nn.Module, matched: Mapping[str, Entry]) -> list[_Wish]:
     ]
 
 
-def _slices(model: nn.Module, matched: Mapping[str, Entry]) -> str | None:
+def _slices(model: nn.Module, matched: Mapping[str, Stored]) -> str | None:
     """Every rank reads its own; gives what went wrong, or None."""
-    files: dict[Path, list[_Wish]] = {}
+    files: dict[Path, list[tuple[Piece, _Wish]]] = {}
     for wish in _wishes(model, matched):
-        assert wish.entry is not None
-        files.setdefault(wish.entry.file, []).append(wish)
+        assert wish.stored is not None
+        for piece in wish.stored.pieces:
+            files.setdefault(piece.entry.file, []).append((piece, wish))
     try:
-        for file, wishes in files.items():
+        for file, wanted in files.items():
             with reading(file) as opened:
-                for wish in wishes:
-                    assert wish.entry is not None
-                    ranges = runs(wish.tensor, wish.order)
-                    fill(local(wish.tensor), opened, wish.entry.name, ranges)
+                for piece, wish in wanted:
+                    fill(local(wish.tensor), opened, piece, runs(wish.tensor, wish.order))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | None:
+def _sent(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str | None:
     """Rank 0 reads each tensor whole and sends it; the others keep what they hold of it."""
     failure: str | None = None
     wishes = _wishes(model, matched)
@@ -242,13 +264,16 @@ def _sent(model: nn.Module, matched: Mapping[str, Entry], device: str) -> str | 
     room = torch.empty(
         max((_bytes(w.tensor) for w in wishes), default=0), dtype=torch.uint8, device=device
     )
-    for tensor, entry, order in ((w.tensor, w.entry, w.order) for w in wishes):
+    for tensor, stored, order in ((w.tensor, w.stored, w.order) for w in wishes):
         # in the model's dtype, not the file's, which only rank 0 knows
         whole = room[: _bytes(tensor)].view(tensor.dtype).view(tuple(tensor.shape))
-        if entry is not None and failure is None:
+        if stored is not None and failure is None:
+            everything = tuple(((0, size),) for size in whole.shape)
             try:
-                with reading(entry.file) as opened:
-                    fill(whole, opened, entry.name, tuple(((0, s),) for s in whole.shape))
+                for file, pieces in groupby(stored.pieces, key=lambda p: p.entry.file):
+                    with reading(file) as opened:
+                        for piece in pieces:
+                            fill(whole, opened, piece, everything)
             except Exception as error:  # the others wait for it, so it is told at the end
                 failure = f"{type(error).__name__}: {error}"
         if distributed.get_world_size() > 1:

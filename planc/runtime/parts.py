@@ -176,7 +176,7 @@ class TransposedParallel(ParallelStyle):
 
 
 class SummedGradient(ParallelStyle):
-    """Whole parameters of a module and all inside; their gradients are parts of a sum."""
+    """Whole parameters, in a module and below, whose gradients are parts of a sum."""
 
     def _apply(self, module, device_mesh):
         for inner in module.modules():
@@ -241,10 +241,19 @@ class ExpertsParallel(BareParallel):
         output_layout: of the sum over the ranks; None hands on what each rank has.
     """
 
-    def __init__(self, held, *, input_layout, output_layout, parts=None) -> None:
+    def __init__(
+        self,
+        held,
+        *,
+        input_layout,
+        output_layout,
+        parts=None,
+        use_local_output=True,
+    ) -> None:
         super().__init__(held, parts=parts)
         self.input_layout = input_layout
         self.output_layout = output_layout
+        self.use_local_output = use_local_output
 
     def _apply(self, module, device_mesh):
         super()._apply(module, device_mesh)
@@ -260,7 +269,8 @@ class ExpertsParallel(BareParallel):
                 return output
             sums = [Partial()]
             parts = DTensor.from_local(output, device_mesh, sums, run_check=False)
-            return parts.redistribute(placements=[self.output_layout]).to_local()
+            output = parts.redistribute(placements=[self.output_layout])
+            return output.to_local() if self.use_local_output else output
 
         module.forward = spread
         return module

@@ -19,6 +19,7 @@ from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry
 from planc.runtime.loading import Weights, load_files, lost, match, materialise, together
 from planc.runtime.optimizers import room
+from planc.runtime.pieces import Stored, one
 from planc.runtime.saving import METADATA, reason, saved
 from planc.runtime.shards import held, irregular, local, orders, reshard, runs, take
 
@@ -29,20 +30,35 @@ def load(
     model: nn.Module,
     folder: Path,
     *,
-    weights: Weights,
+    weights: Weights | None,
+    planned: str | None,
     optimizer: Optimizer | None,
     device: str,
 ) -> int | None:
-    """Fills a model from a folder, whatever is in it; `Run.load` says how."""
-    if weights not in get_args(Weights):
+    """Fills a model from a folder, whatever is in it; `Run.load` says how.
+
+    Args:
+        weights: what the call says, None for what the plan does.
+        planned: what the plan's load section says.
+    """
+    if weights not in (None, *get_args(Weights)):
         raise ValueError(
             f"weights is {weights!r}, it can be {one_of(map(repr, get_args(Weights)))}"
         )
+    problems: list[Diagnostic] = []
+    if weights and planned and weights != planned:
+        problems.append(
+            problem(
+                "PL475",
+                f"this call says weights = {weights}, the plan's load section {planned}",
+                help="leave it to the plan, or take the setting out of it",
+            )
+        )
+    together(problems)
     folder = saved(folder)
     kind = [(folder / METADATA).is_file()]
     if distributed.get_world_size() > 1:  # only rank 0 may see the folder
         distributed.broadcast_object_list(kind, src=0)
-    problems: list[Diagnostic] = []
     if kind[0]:
         if weights == "rank0":
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
@@ -50,8 +66,12 @@ def load(
         return load_checkpoint(model, folder, optimizer=optimizer, device=device)
     if optimizer is not None:
         problems.append(problem("PL497", f"{folder} is no checkpoint with an optimizer's state"))
+    elif planned == "checkpoint":
+        text = f"the plan says weights = checkpoint, and {folder} is none"
+        problems.append(problem("PL497", text))
     together(problems)
-    load_files(model, folder, weights=weights, device=device)
+    how: Weights = "rank0" if "rank0" in (weights, planned) else "slices"
+    load_files(model, folder, weights=how, device=device)
     return None
 
 
@@ -140,20 +160,21 @@ def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
     return out
 
 
-def _entries(folder: Path, stored: Mapping[str, Any], start: str) -> dict[str, Entry]:
+def _entries(folder: Path, stored: Mapping[str, Any], start: str) -> dict[str, Stored]:
     """The model's part of a checkpoint, as `match` reads it."""
-    out: dict[str, Entry] = {}
+    out: dict[str, Stored] = {}
     for key, meta in stored.items():
         other = key == _STEP or key.startswith(_OPTIMIZER)
         if other or not key.startswith(start) or not isinstance(meta, TensorStorageMetadata):
             continue
         dtype = meta.properties.dtype
-        out[key[len(start) :]] = Entry(
-            file=folder / ".metadata",
+        entry = Entry(
+            file=folder / METADATA,
             name=key[len(start) :],
             shape=tuple(meta.size),
             dtype="F" if dtype.is_floating_point else str(dtype),
         )
+        out[entry.name] = one(entry)
     return out
 
 

@@ -68,6 +68,7 @@ def build(style: ir.Style) -> ParallelStyle:
                 parts=packed,
                 input_layout=layout(style.input),
                 output_layout=None if left else layout(style.output),
+                use_local_output=style.local,
             )
         case _:
             assert_never(style)

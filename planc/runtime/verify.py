@@ -22,7 +22,7 @@ from typing import Any
 
 from planc.diagnostic import one_of
 from planc.lowering.document import digest, dumps
-from planc.lowering.ops import Adapt, Compile, FullyShard, Lowered
+from planc.lowering.ops import Adapt, Compile, FullyShard, Load, Lowered
 from planc.runtime.job import Job
 
 LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "parameters": 1e-3}
@@ -204,7 +204,7 @@ def single_precision(lowered: Lowered) -> Lowered:
         if isinstance(op, FullyShard)
         else op
         for op in lowered.ops
-        if not isinstance(op, Compile)
+        if not isinstance(op, Compile | Load)
     )
     return replace(lowered, ops=ops)
 

@@ -12,12 +12,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 from planc.ir.lists import entries, of_entry
-from planc.lowering.ops import Checkpoint, FullyShard, Prefetch
-from planc.runtime import remat
+from planc.lowering.ops import Checkpoint, FullyShard, Load, Prefetch
+from planc.runtime import arrival, remat
 from planc.runtime.meshes import Meshes
 from planc.runtime.shards import units
 
+_ARRIVAL: Any = arrival
 _REMAT: Any = remat  # without types, as the scripts that carry it are
+
+
+def arrive(model: nn.Module, op: Load) -> None:
+    """The types that parameters are kept in, before anything is made of them."""
+    if op.dtype is not None:
+        _ARRIVAL.keep_in(model, _dtype(op.dtype))
 
 
 def keywords(op: FullyShard, meshes: Meshes, modules: Mapping[str, nn.Module]) -> dict[str, Any]:

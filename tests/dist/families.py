@@ -19,6 +19,24 @@ GPT = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    **COMMON,
+    **{k: v for k, v in ROUTED.items() if "group" not in k},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 FAMILIES = {
     "gemma": dict(model_type="gemma", head_dim=16, pad_token_id=0, **COMMON),
     "gemma2": dict(
@@ -145,6 +163,83 @@ FAMILIES = {
     ),
     "mixtral": dict(
         model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0,
+        **COMMON,
+    ),
+    "qwen2_moe": dict(
+        model_type="qwen2_moe",
+        decoder_sparse_step=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=32,
+        **COMMON,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        mlp_only_layers=[0],
+        **COMMON,
+    ),
+    "olmoe": dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2, **COMMON),
+    "gpt_oss": dict(
+        model_type="gpt_oss",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        **COMMON,
+    ),
+    "deepseek_v2": dict(model_type="deepseek_v2", q_lora_rank=None, **LATENT),
+    "deepseek_v2-queries": dict(model_type="deepseek_v2", q_lora_rank=32, **LATENT),
+    "deepseek_v3": dict(
+        model_type="deepseek_v3", q_lora_rank=32, n_group=2, topk_group=1, **LATENT
+    ),
+    "glm4_moe": dict(
+        model_type="glm4_moe", head_dim=16, use_qk_norm=True, pad_token_id=0, **ROUTED, **COMMON
+    ),
+    "ernie4_5_moe": dict(
+        model_type="ernie4_5_moe",
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=48,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        pad_token_id=0,
+        **COMMON,
+    ),
+    "granitemoe": dict(
+        model_type="granitemoe",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.1,
+        residual_multiplier=0.2,
+        logits_scaling=8.0,
+        **COMMON,
+    ),
+    "llama4": dict(
+        model_type="llama4_text",
+        head_dim=16,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        use_qk_norm=True,
+        attention_chunk_size=8,
+        pad_token_id=0,
+        **COMMON,
+    ),
+    "minimax": dict(
+        model_type="minimax",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        block_size=8,
+        layer_types=["full_attention", "linear_attention"],
         **COMMON,
     ),
     "persimmon": dict(model_type="persimmon", **COMMON),

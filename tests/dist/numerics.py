@@ -125,7 +125,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
     distributed.all_reduce(loss)  # ranks with the same data have the same loss
     loss /= distributed.get_world_size()
     gradients = gradients_of(parallel)
-    reference = {name: p.grad for name, p in single.named_parameters()}
+    reference = {name: p.grad for name, p in single.named_parameters() if p.requires_grad}
     assert gradients.keys() == reference.keys()
     # Some gradients are 0 but for rounding: a key's bias does nothing behind a softmax.
     least = 1e-3 * max(grad.abs().max().item() for grad in reference.values())
@@ -158,6 +158,8 @@ def gradients_of(model):
     """Whole gradients by the names that parameters had before anything was wrapped."""
     gradients, own = {}, orders(model)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         grad = parameter.grad
         assert grad is not None, f"{name} has no gradient"
         partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)

@@ -39,6 +39,12 @@ CASES = [
     ("biogpt", "biogpt"),
     ("persimmon", "persimmon"),
     ("mixtral", "mixtral"),
+    ("qwen3_moe", "qwen3_moe"),
+    ("olmoe", "olmoe"),
+    ("gpt_oss", "gpt_oss"),
+    ("deepseek_v3", "deepseek_v3"),
+    ("granitemoe", "granitemoe"),
+    ("minimax", "minimax"),
 ]
 ALWAYS = [  # plans that leave no choice about the sequence
     ("opt", "opt"),
@@ -46,6 +52,7 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("falcon", "falcon"),
     ("falcon-new", "falcon"),
     ("falcon-alibi", "falcon"),
+    ("llama4", "llama4"),
 ]
 ALSO = [  # families that share a plan, and settings of a family that a plan decides by: two ways
     ("gemma", "llama"),
@@ -63,6 +70,11 @@ ALSO = [  # families that share a plan, and settings of a family that a plan dec
     ("phi-norms", "phi"),
     ("gpt_neox-serial", "gpt_neox"),
     ("gpt_bigcode-heads", "gpt_bigcode"),
+    ("qwen2_moe", "mixtral"),
+    ("ernie4_5_moe", "mixtral"),
+    ("glm4_moe", "qwen3_moe"),
+    ("deepseek_v2", "deepseek_v3"),
+    ("deepseek_v2-queries", "deepseek_v3"),
 ]
 WAYS = list(itertools.product((True, False), (True, False)))
 LIMIT = 1e-4

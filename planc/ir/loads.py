@@ -1,0 +1,94 @@
+"""The load section -> where weights begin, how they arrive, and what type they are kept in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planc.diagnostic import Label, nearest, one_of
+from planc.ir.arguments import word
+from planc.ir.claims import flatten
+from planc.ir.evaluate import describe
+from planc.ir.plan import Load
+from planc.ir.policies import DTYPES
+from planc.ir.program import Program
+from planc.ir.scope import Failed
+from planc.ir.tensor import no_axes
+from planc.syntax import tree
+
+WORDS: dict[str, dict[str, str]] = {
+    "init": {"meta": "meta"},
+    "weights": {"slices": "slices", "rank0": "rank0", "checkpoint": "checkpoint"},
+    "dtype": DTYPES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    setting: tree.Setting
+    value: str | None
+
+
+def load(program: Program) -> Load | None:
+    """What the load sections say, or None where they say nothing."""
+    said: dict[str, _Said] = {}
+    for section in program.named("load"):
+        no_axes(section, program)
+        for placed in flatten(section, program.scope):
+            item = placed.item
+            if isinstance(item, tree.Setting) and not placed.nested:
+                _setting(item, said, program)
+                continue
+            program.sink.error(
+                "PL011",
+                "this has no place in a `load` section",
+                item.origin,
+                help="it holds settings: `weights = slices`",
+            )
+    if not any(s.value for s in said.values()):
+        return None
+    values = {name: s.value for name, s in said.items()}
+    return Load(
+        meta=values.get("init") == "meta",
+        weights=values.get("weights"),
+        dtype=values.get("dtype"),
+        origin=next(s.setting.origin for s in said.values() if s.value),
+    )
+
+
+def _setting(item: tree.Setting, said: dict[str, _Said], program: Program) -> None:
+    sink = program.sink
+    if item.name not in WORDS:
+        close = nearest(item.name, WORDS)
+        told = f"did you mean `{close[0]}`?" if close else f"there is {one_of(WORDS, last='and')}"
+        sink.error("PL105", f"there is no setting `{item.name}`", item.name_origin, help=told)
+        return
+    earlier = said.get(item.name)
+    if earlier is not None and not item.override:
+        sink.error(
+            "PL102",
+            f"two settings decide `{item.name}`",
+            Label(span=item.origin, text="this one"),
+            Label(span=earlier.setting.origin, text="and this one"),
+            help="take one away, or write `override` before the one that is to hold",
+        )
+    if earlier is None and item.override:
+        sink.error(
+            "PL103",
+            f"nothing before this decides `{item.name}`: there is nothing to override",
+            item.origin,
+            help="take `override` away",
+        )
+    said[item.name] = _Said(item, _value(item, program))
+
+
+def _value(item: tree.Setting, program: Program) -> str | None:
+    value = word(item.value, program.scope)
+    words = WORDS[item.name]
+    if isinstance(value, str) and value in words:
+        return words[value]
+    if not isinstance(value, Failed):
+        shown = f"`{value}`" if isinstance(value, str) else describe(value)
+        wanted = one_of(f"`{w}`" for w in words)
+        message = f"`{item.name}` is {wanted}, not {shown}"
+        program.sink.error("PL012", message, item.value.origin)
+    return None

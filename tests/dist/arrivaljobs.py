@@ -1,0 +1,125 @@
+"""The load section on every rank of a pool: what `Run.load` and the emitted Python make of it."""
+
+from unittest import mock
+
+import torch
+from loadingjobs import on_meta, written
+from numerics import MODELS, build, gradients_of, whole
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+import planc
+from planc.emit.script import render
+from planc.runtime import loading, shards
+
+MODELS["qwen3_moe"] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
+
+def spread(model, plan, overrides=(), meta=True):
+    made = on_meta(model) if meta else build(model)
+    return planc.apply(made, plan, overrides=list(overrides), device_type="cpu")
+
+
+def held(model):
+    """Whole tensors by the names of the plain model, and buffers."""
+    tensors = {n: whole(t) for n, t in shards.held(model).items()}
+    return tensors | {shards.plain(n): whole(b) for n, b in model.named_buffers()}
+
+
+def loaded(model, plan, folder, overrides=(), script=False):
+    """Tensors that differ from the single process's, and the ways in which they were read."""
+    written(model, folder)
+    right = held(build(model))
+    ways = []
+
+    def watch(name):
+        real = getattr(loading, name)
+        return mock.patch.object(loading, name, lambda *a: (ways.append(name), real(*a))[1])
+
+    if script:
+        lowered = planc.lower(
+            build(model), plan, world_size=distributed.get_world_size(), overrides=list(overrides)
+        )
+        space = {}
+        exec(compile(render(lowered, digest="0" * 64), "emitted.py", "exec"), space)
+        made = on_meta(model)
+        space["parallelize"](made, space["build_mesh"]("cpu"))
+        space["load_weights"](made, folder, "cpu")
+    else:
+        run = spread(model, plan, overrides)
+        with watch("_slices"), watch("_sent"):
+            run.load(folder)
+        made = run.model
+    mine = held(made)
+    assert mine.keys() == right.keys()
+    assert not any(t.is_meta for t in [*made.parameters(), *made.buffers()])
+    different = [
+        n
+        for n, t in right.items()
+        if not torch.equal(mine[n], t.to(mine[n].dtype) if t.is_floating_point() else t)
+    ]
+    dtypes = {str(p.dtype) for p in made.parameters()}
+    tokens = torch.arange(1, 17).reshape(1, 16)
+    made(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(g.isfinite().all() for g in gradients_of(made).values())
+    return different, sorted(set(ways)), sorted(dtypes)
+
+
+def resumed(plan, folder, script=False):
+    """A checkpoint of `save`, read under a plan that says weights = checkpoint."""
+    run = spread("llama", plan.replace(".plan", ".old.plan"), meta=False)
+    run.save(folder)
+    right = held(build("llama"))
+    if script:
+        lowered = planc.lower(build("llama"), plan, world_size=4)
+        space = {}
+        exec(compile(render(lowered, digest="0" * 64), "emitted.py", "exec"), space)
+        made = on_meta("llama")
+        space["parallelize"](made, space["build_mesh"]("cpu"))
+        space["load_weights"](made, folder, "cpu")
+    else:
+        new = spread("llama", plan)
+        new.load(folder)
+        made = new.model
+    mine = held(made)
+    return [n for n in right if not torch.equal(mine[n], right[n])]
+
+
+def refused(plan, folder, how, model="llama"):
+    """The findings of a call that the plan does not allow."""
+    written(model, folder)
+    try:
+        if how == "memory":
+            spread(model, plan, meta=False)
+        else:
+            spread(model, plan).load(folder, **({} if how == "folder" else {"weights": how}))
+    except planc.PlanError as caught:
+        return [(d.code, d.message) for d in caught.diagnostics]
+    return []
+
+
+def peaks(model, plan, folder, weights, changes):
+    """Bytes: the peak of a load, this rank's shards, the largest tensor, and all of them."""
+    from loadingjobs import peak
+
+    written(model, folder, changes, shard_size="4MB")
+    made = on_meta(model, changes)
+    run = planc.apply(made, plan, device_type="cpu")
+    most = peak(lambda: run.load(folder, weights=weights), folder)
+    tensors = list(made.parameters())
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    own = sum(t.numel() * t.element_size() for t in local)
+    return {"peak": most, "shard": own, "largest": max(sizes), "whole": sum(sizes)}
