@@ -159,7 +159,8 @@ def _init(options: argparse.Namespace) -> int:
     sink = Sink()
     facts = load(options.model, sink, allow_code=options.allow_code)
     drafted = draft(facts, sink) if facts else None
-    _show(sink, "full", sys.stderr, quiet=True)
+    if sink.diagnostics:
+        _show(sink, "full", sys.stderr)
     if drafted is None:
         return FAILED
     return _write(drafted.text, options.output)

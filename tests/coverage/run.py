@@ -17,8 +17,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "dist"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "dist"))
 
 from pool import Pool, RankError
 from rich.progress import track
@@ -34,6 +33,7 @@ from planc.model.shrink import shrink
 from planc.proof.flow import flow
 from planc.share import PLANS
 
+ROOT = Path(__file__).parent.parent.parent
 LIMIT = 1e-4
 WORLD = 4
 SECONDS = 300
@@ -247,9 +247,9 @@ def main():
     wanted = (options.types or types())[int(own) :: int(many)]
     for name in track(wanted, "families"):
         kept = options.folder / f"{name}.json"
-        if kept.exists() and not options.again:
-            if not options.failed or json.loads(kept.read_text())["verdict"] == "proved":
-                continue
+        known = json.loads(kept.read_text())["verdict"] if kept.exists() else ""
+        if kept.exists() and not options.again and (not options.failed or known == "proved"):
+            continue
         if not pool.alive:
             pool = Pool()
         found = guarded(name, pool, options.folder, plans)
