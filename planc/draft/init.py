@@ -139,7 +139,7 @@ def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None
     whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
     if search.unreached:
         page.comment.append(
-            "Whole on every rank, because a run on text does not come there and nothing of it could "
+            "Whole on every rank, because a run on text does not come there and nothing of it can "
             f"be proved: {', '.join(search.unreached)}."
         )
     if whole:
