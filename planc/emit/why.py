@@ -14,10 +14,12 @@ from planc.diagnostic import Sink
 from planc.emit import words
 from planc.emit.answer import Answer, Held, Reason
 from planc.emit.named import found
+from planc.ir.derive import adapted
 from planc.ir.plan import Meaning, Plan
 from planc.ir.style import Split, part_sizes, style_name, weight_split
 from planc.lowering.memory import split_dim
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -45,6 +47,8 @@ def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink
         plan: the plan's meaning, None for one that was read back from JSON.
         sink: receives PL130 for a name that is not there.
     """
+    if plan is not None:
+        plan, facts = adapted(plan, facts)
     named = found(name, facts, sink)
     return None if named is None else _Question(facts, lowered, plan, *named).answer()
 
@@ -100,7 +104,7 @@ class _Question:
         )
 
     def _is(self, op: Parallelize) -> bool:
-        return op.modules.has(self.name)
+        return words.layer(op.modules).has(self.name)
 
     def _around(self, op: Parallelize) -> bool:
         return not self._is(op) and self.at.inside(op.modules) is not None
@@ -118,7 +122,7 @@ class _Question:
     def _tensor(self, op: Parallelize) -> Reason:
         layouts = words.flow(op.style)
         style = f"{style_name(op.style)} {layouts}".strip()
-        target = self._part(len(op.modules.path))
+        target = self._part(len(words.layer(op.modules).path))
         return self._reason(f"{style}, on {words.axes([op.axis], self.lowered)}", target, op)
 
     def _part(self, length: int) -> str:
@@ -127,7 +131,7 @@ class _Question:
 
     def _inside(self) -> Iterator[Reason]:
         for op in self.styles:
-            both = op.modules.inside(self.at)
+            both = words.layer(op.modules).inside(self.at)
             if both is not None and len(both.path) > len(self.at.path):
                 said = f"{style_name(op.style)} {words.flow(op.style)}".strip()
                 shapes = words.shapes(op.shapes)
@@ -202,6 +206,13 @@ class _Question:
 
     def _training(self) -> Iterator[Reason]:
         """What freezes the module or lets it train; the last word around it holds."""
+        for op in self.lowered.ops:
+            if isinstance(op, Adapt):
+                for layer in op.members:
+                    if self.at.inside(layer) is not None:
+                        target = self._part(len(layer.path))
+                        own = "frozen, with " if layer.has(self.name) else "trains: "
+                        yield self._reason(f"{own}lora, {words.lora(op)}", target, op)
         for op in self._freezing()[-1:]:
             said = "trains" if op.trainable else "frozen"
             yield self._reason(said, self._part(len(op.modules.path)), op)
@@ -285,6 +296,7 @@ def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) 
 def _texts(plan: Plan) -> dict[str, str]:
     """The words of each line that decides something, by its place."""
     rules: list[Meaning] = [*plan.tensor, *plan.checkpoint, *plan.compile, *plan.train]
+    rules += plan.adapters.rules if plan.adapters else ()
     if plan.fsdp:
         settings = (plan.fsdp.precision, plan.fsdp.prefetch, plan.fsdp.divide)
         rules += [*plan.fsdp.units, *plan.fsdp.ignored, *(s for s in settings if s is not None)]
