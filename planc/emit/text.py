@@ -37,7 +37,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
         lowered: the plan.
         digest: of it, in hex; its beginning is shown.
     """
-    return "".join(f"{line}\n" for line in _lines(lowered, digest))
+    return "".join(f"{line.rstrip()}\n" for line in _lines(lowered, digest))
 
 
 def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
@@ -48,7 +48,8 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     yield _head("data", _data(lowered))
     for op in lowered.ops:
         if isinstance(op, Configure):
-            reason = f": {' '.join(op.reason.split())}" if op.reason else ""
+            said = " ".join(op.reason.split())
+            reason = f": {said}" if said else ""
             yield _head("configure", f"{op.name} = {str(op.value).lower()}{reason}")
     for op in lowered.ops:
         if isinstance(op, Load):
