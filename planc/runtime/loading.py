@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from planc.runtime.shards import (
     local,
     offloaded,
     orders,
+    plain,
     reshard,
     runs,
     take,
@@ -63,6 +65,7 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
     values, unknown = recompute(model)
     findings += lost(unknown)
     together(findings)
+    together(unlike(model, values))
     materialise(model, values, device)
     with torch.no_grad():
         failure = _slices(model, matched) if weights == "slices" else _sent(model, matched, device)
@@ -188,6 +191,22 @@ def lost(names: Iterable[str]) -> list[Diagnostic]:
     text = keys("no file holds, and no module computes again,", own).message
     how = "build the model on the CPU, or give the module a `reset_buffers` method that fills them"
     return [problem("PL496", text, help=how)]
+
+
+def unlike(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
+    """PL496 over buffers that not every rank computed alike; a collective."""
+    own = {
+        plain(name): sha256(values[id(buffer)].contiguous().view(torch.uint8).numpy().tobytes())
+        for name, buffer in model.named_buffers()
+        if id(buffer) in values and buffer.numel()
+    }
+    mine = {name: digest.hexdigest() for name, digest in own.items()}
+    everyone: list[Any] = [mine]
+    if distributed.get_world_size() > 1:
+        everyone = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, mine)
+    names = [n for n in mine if any(other.get(n) != mine[n] for other in everyone)]
+    return [keys("the ranks did not compute alike", names)] if names else []
 
 
 def materialise(model: nn.Module, values: Mapping[int, Tensor], device: str) -> None:
