@@ -40,7 +40,7 @@ def check(
         plan: a path, the name of a shipped plan, or `REV:path`.
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options.
-        allow_code: whether code that `model` names may be run to build it.
+        allow_code: whether code that `model` or the plan names may be run.
         level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
 
     Raises:
@@ -55,7 +55,7 @@ def check(
         _facts(model), plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
     )
     if level == "flow" and compiled.lowered is not None:
-        flow(compiled, plan, settings, sink)
+        flow(compiled, plan, settings, sink, allow_code=allow_code)
     return tuple(sink)
 
 
@@ -95,6 +95,7 @@ def apply(
     overrides: Iterable[str] = (),
     world_size: int | None = None,
     device_type: str | None = None,
+    allow_code: bool = False,
 ) -> Run:
     """Spreads a model over the ranks of this run, in place, as a plan says.
 
@@ -105,6 +106,7 @@ def apply(
         world_size: the number of ranks; by default that of the process group, else that of
             torchrun's environment, else 1.
         device_type: `cpu` or `cuda`; by default where the model is.
+        allow_code: whether styles of the plan's own (`style NAME = python "..."`) may be imported.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`.
@@ -128,6 +130,7 @@ def apply(
         digest=own,
         device_type=device_type,
         describe=lambda: render(lowered, digest=own),
+        allow_code=allow_code,
     )
 
 

@@ -53,7 +53,14 @@ def _check(options: argparse.Namespace) -> int:
     compiled = _compile(options, sink)
     checked, verdict = "structure", None
     if options.level == "flow" and compiled.lowered:
-        verdict = flow(compiled, options.plan, options.set, sink, strict=options.strict)
+        verdict = flow(
+            compiled,
+            options.plan,
+            options.set,
+            sink,
+            strict=options.strict,
+            allow_code=options.allow_code,
+        )
         checked += f", {verdict.text}"
     proof = _proof(compiled, sink)
     also = {"flow": verdict.document() if verdict else None, "certificate": proof}

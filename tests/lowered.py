@@ -8,6 +8,7 @@ from planc.ir.kernels import Save
 from planc.ir.style import (
     Change,
     Colwise,
+    Custom,
     Experts,
     Held,
     Input,
@@ -177,12 +178,23 @@ weighted = {
     "interleaved": st.booleans(),
     "transposed": st.booleans(),
 }
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"', max_size=3),
+    lambda inner: st.lists(inner, max_size=2).map(tuple),
+    max_leaves=3,
+)
 held = st.builds(Held, layout=layouts, parts=sizes, interleaved=st.booleans())
 bare = st.dictionaries(words, held, min_size=1, max_size=2).map(lambda d: tuple(d.items()))
 any_style = st.one_of(
     st.builds(Colwise, **weighted),
     st.builds(Rowwise, **weighted),
     st.just(Replicated(summed=True)),
+    st.builds(
+        Custom,
+        name=words,
+        path=st.sampled_from(["a:B", "a.b:C"]),
+        arguments=st.dictionaries(words, plain, max_size=2).map(lambda d: tuple(d.items())),
+    ),
     st.builds(MlaKv, rope=st.integers(1, 64)),
     st.builds(Parameters, held=bare),
     st.builds(Experts, held=bare, input=layouts, output=layouts, local=st.booleans()),

@@ -111,6 +111,18 @@ def test_what_sequence_makes_anew_is_frozen_again():
     assert kinds.index("Freeze") < kinds.index("FullyShard")
 
 
+def test_what_load_casts_is_the_layer_and_not_what_a_rule_says_of_its_adapter():
+    body = f"{Q} : lora(rank = 4, dtype = fp32)\n}}\nload {{\n dtype = bf16"
+    plan, facts, found = plan_of(body)
+    assert not found, [d.message for d in found]
+    assert [type(op).__name__ for op in lower(plan, facts).ops][1:3] == ["Load", "Adapt"]
+    plan, facts = adapted(plan, facts)
+    dtypes = {
+        plan.dtype(p): f"{m}.{p.name}" for m in facts.model.below() for p in m.module.parameters
+    }
+    assert dtypes.keys() == {"bfloat16", "float32"} and "lora_B" in dtypes["float32"]
+
+
 def test_units_of_their_own():
     units = ops(lowered(f"{Q} : lora(rank = 4)\nunits = own"), FullyShard)
     assert [str(u.members[0]) for u in units] == [

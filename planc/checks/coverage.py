@@ -31,7 +31,11 @@ def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
     names = ", ".join(f"{name} {count:,}" for count, name in largest)
     sink.info(
         "PL204",
-        f"{share:.2g}% of the parameters stay whole on every rank of {rules[0].axis} = "
+        f"{_percent(share)} of the parameters stay whole on every rank of {rules[0].axis} = "
         f"{ranks(plan, rules[0])}",
         facts=[f"the largest: {names}"],
     )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planc.emit.python import lay, remark
 from planc.emit.reach import IN
-from planc.lowering.ops import Load, Lowered
+from planc.lowering.ops import Adapt, Load, Lowered
 
 _ABOUT = {
     "slices": "Fills the model from a folder of safetensors; each rank reads its slices.",
@@ -30,6 +30,12 @@ def filled(lowered: Lowered) -> list[str]:
     way = next((op.weights for op in lowered.ops if isinstance(op, Load) and op.weights), None)
     if way is None:
         return []
+    if any(isinstance(op, Adapt) for op in lowered.ops):
+        return [
+            "def load_weights(model, folder, device):\n"
+            f'    """{_ABOUT[way]}"""\n'
+            '    raise NotImplementedError("only planc\'s Run.load fills a model with adapters")\n'
+        ]
     return [
         "def load_weights(model, folder, device):\n"
         f'    """{_ABOUT[way]}"""\n'

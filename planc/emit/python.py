@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import keyword
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -117,12 +117,18 @@ def attribute(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
-def imports(body: str) -> str:
-    """The imports that a body needs, in order."""
+def imports(body: str, own: Iterable[str] = ()) -> str:
+    """The imports that a body needs, in order.
+
+    Args:
+        body: what follows them.
+        own: modules of the user's.
+    """
     used_names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     standard = [n for n in ("partial", "wraps") if n in used_names]
     lines = [f"from functools import {', '.join(standard)}", ""] if standard else []
-    lines += ["import torch"] if "torch" in used_names else []
+    plain = {*own, *(["torch"] if "torch" in used_names else [])}
+    lines += [f"import {name}" for name in sorted(plain)]
     found: dict[str, list[str]] = {}
     for module, names in _IMPORTS:
         found.setdefault(module, []).extend(n for n in names if n in used_names)
@@ -160,6 +166,9 @@ def style_source(style: ir.Style, head: str = "") -> Group:
             return Group(f"{head}RotaryGradient(", (str(style.rope),))
         case ir.Parameters() | ir.Experts():
             return _bare(style, head)
+        case ir.Custom():
+            given = tuple(f"{name}={_value(value)}" for name, value in style.arguments)
+            return Group(f"{head}{style.path.replace(':', '.')}(", given)
         case _:
             assert_never(style)
 
@@ -191,6 +200,12 @@ def _weighted(style: ir.Colwise | ir.Rowwise, head: str) -> Group:
     if parts != 1:
         inner.append(f"parts={_sizes(parts)}")
     return Group(f"{head}{outer}(", tuple(inner))
+
+
+def _value(value: ir.Literal) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return quoted(value) if isinstance(value, str) else repr(value)
 
 
 def _sizes(parts: ir.Parts) -> str:

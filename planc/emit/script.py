@@ -88,7 +88,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
     functions += filled(lowered)
     own = carried("\n\n".join(functions))
     body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
-    return f"{_docstring(lowered, digest)}\n{imports(body)}\n{body}"
+    modules = {path.partition(":")[0] for path in lowered.code}
+    return f"{_docstring(lowered, digest)}\n{imports(body, modules)}\n{body}"
 
 
 def _stage(op: AnyOp) -> _Stage:
@@ -192,6 +193,8 @@ def _docstring(lowered: Lowered, digest: str) -> str:
     needed = "torch alone"
     if any(isinstance(op, Adapt) for op in lowered.ops):
         needed = "torch and peft alone"
+    if lowered.code:
+        needed = needed.replace("alone", "and the styles of the plan's own")
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
         f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}.\n\n"

@@ -247,6 +247,9 @@ def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
             yield "gradient", "sum" if style.summed else "same"
         case ir.MlaKv():
             yield "rope", style.rope
+        case ir.Custom():
+            yield "path", style.path
+            yield "arguments", ir.style_arguments(style)
         case ir.Parameters() | ir.Experts():
             for name, held in style.held:
                 yield name, str(held)

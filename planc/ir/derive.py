@@ -46,9 +46,11 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
-    rules = plan.adapters.rules
-    root = _module(facts.root, tuple((r.modules.path, r) for r in rules))
-    if plan.adapters.own and plan.fsdp is not None:
+    rules, own_units = plan.adapters.rules, plan.adapters.own
+    root = _module(facts.root, tuple((r.modules.path, r) for r in rules), plan)
+    if plan.load is not None:  # its cast comes before the adapters, and is in the facts by now
+        plan = replace(plan, load=replace(plan.load, dtype=None))
+    if own_units and plan.fsdp is not None:
         own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
         plan = replace(plan, fsdp=replace(plan.fsdp, units=(*own, *plan.fsdp.units)))
     return plan, replace(facts, root=root)
@@ -73,22 +75,23 @@ def sides(module: Module) -> tuple[int, int]:
 # Modules -----------------------------------------------------------------------------------------
 
 
-def _module(module: Module, rules: _Rest) -> Module:
+def _module(module: Module, rules: _Rest, plan: Plan) -> Module:
     """The module frozen, with the adapters of these rules, whose paths begin inside it."""
     own = [r for rest, r in rules if not rest]
-    children = [c for child in module.children for c in _split(child, rules)]
+    children = [c for child in module.children for c in _split(child, rules, plan)]
+    kept = tuple(replace(p, trainable=False, dtype=plan.dtype(p)) for p in module.parameters)
+    module = replace(module, parameters=kept)
     return replace(
         module,
-        parameters=tuple(replace(p, trainable=False) for p in module.parameters),
         children=(*children, *(c for r in own for c in _children(module, r))),
     )
 
 
-def _split(child: Child, rules: _Rest) -> Iterator[Child]:
+def _split(child: Child, rules: _Rest, plan: Plan) -> Iterator[Child]:
     """A child as it becomes; entries of a list part where only some of them are adapted."""
     if child.indices is None:
         inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
-        yield replace(child, module=_module(child.module, inner))
+        yield replace(child, module=_module(child.module, inner, plan))
         return
     parts: list[tuple[object, _Rest]] = [(child.indices, ())]
     for rest, rule in rules:
@@ -101,7 +104,7 @@ def _split(child: Child, rules: _Rest) -> Iterator[Child]:
             cut += [(left, found)] if left else []
         parts = cut
     for indices, found in parts:
-        yield replace(child, module=_module(child.module, found), indices=indices)  # type: ignore[arg-type]
+        yield replace(child, module=_module(child.module, found, plan), indices=indices)  # type: ignore[arg-type]
 
 
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:

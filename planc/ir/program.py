@@ -10,6 +10,7 @@ from planc.diagnostic import Label, Sink, nearest, one_of
 from planc.ir.evaluate import describe, evaluate, truth
 from planc.ir.plan import Mesh
 from planc.ir.scope import Definition, Failed, Scope, mentioned
+from planc.ir.styles import STYLES
 from planc.model.facts import Facts
 from planc.source import Source, Span
 from planc.syntax import tree
@@ -23,6 +24,7 @@ class Program:
         header: of the file that extends the others.
         sections: in order, without those that were overridden and without untaken branches.
         settings: what `--set` gave for mesh axes, by name.
+        styles: the plan's own, by name.
         mesh: sized the first time that something asks for an axis.
     """
 
@@ -34,6 +36,7 @@ class Program:
     sections: list[tree.Section] = field(default_factory=list)
     requires: list[tree.Require] = field(default_factory=list)
     settings: dict[str, tree.Literal] = field(default_factory=dict)
+    styles: dict[str, tree.Style] = field(default_factory=dict)
     mesh: Mesh | None = None
     sized: bool = False
 
@@ -108,16 +111,33 @@ def _add(statement: tree.Statement, program: Program, given: dict[str, tree.Lite
         case tree.Section():
             _section(statement, program)
         case tree.Style():
-            program.sink.error(
-                "PL010",
-                "styles of your own are not supported yet",
-                statement.origin,
-                help="use torch's: colwise, rowwise, sequence, input and output",
-            )
+            _style(statement, program)
         case tree.When():
             _branch(statement, program, given)
         case tree.Extend():
             pass  # the files it names are in the list already
+
+
+def _style(statement: tree.Style, program: Program) -> None:
+    """A name for a class, which is not looked for here: reading a plan runs no code."""
+    name, known = statement.name, program.styles.get(statement.name)
+    if name in STYLES or known:
+        program.sink.error(
+            "PL170",
+            f"there is a style `{name}` already",
+            statement.name_origin,
+            *([known.name_origin] if known else []),
+            help="take another name",
+        )
+    elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", statement.path):
+        program.sink.error(
+            "PL171",
+            f'"{statement.path}" names no class',
+            statement.origin,
+            help=f'write `style {name} = python "package.module:Class"`',
+        )
+    else:
+        program.styles[name] = statement
 
 
 def _define(

@@ -186,14 +186,45 @@ class Experts:
     local: bool = True
 
 
+Literal = int | float | str | bool | None | tuple["Literal", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Custom:
+    """A style of the plan's own: a `ParallelStyle` that nobody here knows.
+
+    Args:
+        name: the plan's word for it.
+        path: `package.module:Class`; imported only where the user allows code.
+        arguments: by name, of the class.
+    """
+
+    name: str
+    path: str
+    arguments: tuple[tuple[str, Literal], ...] = ()
+
+
 Bare = Parameters | Experts
-Style = Colwise | Rowwise | Sequence | Input | Output | Replicated | MlaKv | Parameters | Experts
+Style = (
+    Colwise
+    | Rowwise
+    | Sequence
+    | Input
+    | Output
+    | Replicated
+    | MlaKv
+    | Parameters
+    | Experts
+    | Custom
+)
 
 _NAMES: dict[type, str] = {Replicated: "replicate", MlaKv: "mla_kv"}
 
 
 def style_name(style: Style) -> str:
     """The word that a plan uses for it."""
+    if isinstance(style, Custom):
+        return style.name
     return _NAMES.get(type(style), type(style).__name__.lower())
 
 
@@ -225,6 +256,8 @@ def style_arguments(style: Style) -> str:
             parts = ["gradient = sum"] * style.summed
         case MlaKv():
             parts = [f"rope = {style.rope}"]
+        case Custom():
+            parts = [f"{name} = {_literal(value)}" for name, value in style.arguments]
         case Parameters() | Experts():
             parts = [f"{name} = {held}" for name, held in style.held]
             if isinstance(style, Experts) and style.input != Replicate():
@@ -235,6 +268,12 @@ def style_arguments(style: Style) -> str:
     if local is not None and local != local_default(style):
         parts.append(f"local = {str(local).lower()}")
     return ", ".join(parts)
+
+
+def _literal(value: Literal) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower().replace("none", "null")
 
 
 def local_default(style: Style) -> bool:

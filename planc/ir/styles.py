@@ -8,6 +8,7 @@ from planc.ir.scope import Failed, Scope
 from planc.ir.style import (
     Change,
     Colwise,
+    Custom,
     Experts,
     Held,
     Input,
@@ -192,6 +193,19 @@ def _output(call: tree.Call, scope: Scope) -> Output | None:
     if not arguments.done(positional=len(arguments.positional)):
         return None
     return Output(positional=positional, local=local)
+
+
+def custom(call: tree.Call, path: str, scope: Scope) -> Custom | None:
+    """A style of the plan's own, with whatever arguments it has."""
+    arguments = Arguments(call, scope)
+    given = [(str(a.name), evaluate(a.value, scope)) for a in arguments.rest()]
+    for name, value in given:
+        arguments.ok = arguments.ok and not isinstance(value, Failed)
+        if isinstance(value, tree.Selector):
+            arguments.wrong(call, f"`{name}` is a path of modules, and not a value")
+    if not arguments.done():
+        return None
+    return Custom(name=call.name, path=path, arguments=tuple(given))  # type: ignore[arg-type]
 
 
 def _mla_kv(call: tree.Call, scope: Scope) -> MlaKv | None:

@@ -11,7 +11,7 @@ from planc.ir.program import Program
 from planc.ir.scope import Scope
 from planc.ir.select import select
 from planc.ir.style import Style
-from planc.ir.styles import STYLES, style_of
+from planc.ir.styles import STYLES, custom, style_of
 from planc.model.facts import Modules
 from planc.syntax import tree
 
@@ -22,19 +22,26 @@ def tensor(program: Program) -> Iterator[TensorRule]:
     """What the tensor sections decide, in the plan's order."""
     scope = program.scope
     claims: dict[str, Claims[Style]] = {}
+    used: set[str] = set()
     for section in program.named("tensor"):
         axis = _axis(section, program)
         for placed in flatten(section, scope):
             rule = rule_of(placed, "tensor", program)
             if rule is None:
                 continue
-            if rule.action.name not in STYLES:
-                unknown(rule.action, STYLES, "style", scope)
+            name = rule.action.name
+            if name not in STYLES and name not in program.styles:
+                unknown(rule.action, (*STYLES, *program.styles), "style", scope)
                 continue
+            used.add(name)
             found = modules_of(rule, placed, scope)
             if axis and found:
                 held = claims.setdefault(axis, Claims(program.sink))
-                _claim(rule, found, held, scope)
+                _claim(rule, found, held, program)
+    for unused in program.styles.keys() - used:
+        origin = program.styles[unused].name_origin
+        told = "use it or take it out"
+        program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=told)
     for axis, held in claims.items():
         for claim in held.claims:
             yield TensorRule(
@@ -43,7 +50,7 @@ def tensor(program: Program) -> Iterator[TensorRule]:
 
 
 def _claim(
-    rule: tree.Rule, found: tuple[Modules, ...], claims: Claims[Style], scope: Scope
+    rule: tree.Rule, found: tuple[Modules, ...], claims: Claims[Style], program: Program
 ) -> None:
     """One style may mean two things: on an embedding, a bare rowwise takes whole ids."""
     aspect = _ASPECTS.get(rule.action.name, "style")
@@ -53,7 +60,12 @@ def _claim(
         own = kind if kind in ("embedding", "conv1d") else "other"
         by_kind.setdefault(own, []).append(modules)
     for i, (kind, group) in enumerate(by_kind.items()):
-        style = style_of(rule.action, scope, kind=kind)
+        own_style = program.styles.get(rule.action.name)
+        style = (
+            custom(rule.action, own_style.path, program.scope)
+            if own_style
+            else style_of(rule.action, program.scope, kind=kind)
+        )
         if style is None:
             return
         override = rule.override and i == 0

@@ -10,7 +10,6 @@ import json
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.ir import style as ir
 from planc.ir.kernels import Save
 from planc.lowering.ops import (
     FORMAT_VERSION,
@@ -31,6 +30,7 @@ from planc.lowering.ops import (
     Tie,
 )
 from planc.lowering.schema import findings, modules_of, short
+from planc.lowering.spelled import read_style, style_data
 
 
 def dumps(lowered: Lowered) -> str:
@@ -160,7 +160,7 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "op": "parallelize",
                 "modules": str(op.modules),
                 "axis": op.axis,
-                "style": _style(op.style),
+                "style": style_data(op.style),
                 "shapes": [
                     {"name": s.name, "shape": list(s.shape), "local": list(s.local)}
                     for s in op.shapes
@@ -234,48 +234,6 @@ def _said(op: FullyShard) -> dict[str, Any]:
     return body
 
 
-def _style(style: ir.Style) -> dict[str, Any]:
-    body: dict[str, Any] = {"name": ir.style_name(style)}
-    match style:
-        case ir.Replicated():
-            return {**body, "gradient": "sum"}  # any other is not lowered
-        case ir.MlaKv():
-            return {**body, "rope": style.rope}
-        case ir.Parameters() | ir.Experts():
-            if isinstance(style, ir.Experts):
-                body |= {"input": str(style.input), "output": str(style.output)}
-                body |= {} if style.local else {"local": False}
-            return {**body, "parameters": {name: _held(h) for name, h in style.held}}
-        case ir.Colwise() | ir.Rowwise():
-            body |= {"input": str(style.input), "output": str(style.output)}
-            body |= _packing(style) | ({"transposed": True} if style.transposed else {})
-        case ir.Sequence():
-            body |= {"dim": style.dim}
-        case ir.Input():
-            body |= {
-                "positional": [_change(c) for c in style.positional],
-                "named": {name: _change(c) for name, c in style.named},
-            }
-        case ir.Output():
-            body |= {"positional": [_change(c) for c in style.positional]}
-    return {**body, "local": style.local}
-
-
-def _held(held: ir.Held) -> dict[str, Any]:
-    return {"layout": str(held.layout), **_packing(held)}
-
-
-def _packing(style: ir.Colwise | ir.Rowwise | ir.Held) -> dict[str, Any]:
-    """What is not as it mostly is: such a field is left out, so that digests stay."""
-    parts = list(style.parts) if isinstance(style.parts, tuple) else style.parts
-    body: dict[str, Any] = {} if parts == 1 else {"parts": parts}
-    return {**body, "interleaved": True} if style.interleaved else body
-
-
-def _change(change: ir.Change | None) -> list[str] | None:
-    return [str(change.source), str(change.target)] if change else None
-
-
 # Reading -----------------------------------------------------------------------------------------
 
 
@@ -301,7 +259,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "configure":
             return Configure(**body)
         case "parallelize":
-            body["style"] = _read_style(body["style"])
+            body["style"] = read_style(body["style"])
             body["shapes"] = tuple(
                 Shape(name=s["name"], shape=tuple(s["shape"]), local=tuple(s["local"]))
                 for s in body["shapes"]
@@ -334,63 +292,3 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             body["replicate"] = tuple(body["replicate"])
             body["ignored"] = tuple(modules_of(m) for m in body.get("ignored", ()))
             return FullyShard(**body)
-
-
-def _read_style(data: dict[str, Any]) -> ir.Style:
-    local = bool(data.get("local"))
-    match data["name"]:
-        case "colwise" | "rowwise" as name:
-            kind = ir.Colwise if name == "colwise" else ir.Rowwise
-            one, two = _read_layout(data["input"]), _read_layout(data["output"])
-            turned = data.get("transposed", False)
-            return kind(
-                input=one, output=two, local=local, transposed=turned, **_read_packing(data)
-            )
-        case "replicate":
-            return ir.Replicated(summed=data["gradient"] == "sum")
-        case "mla_kv":
-            return ir.MlaKv(rope=data["rope"])
-        case "parameters":
-            return ir.Parameters(held=_read_held(data))
-        case "experts":
-            one, two = _read_layout(data["input"]), _read_layout(data["output"])
-            kept = data.get("local", True)
-            return ir.Experts(held=_read_held(data), input=one, output=two, local=kept)
-        case "sequence":
-            return ir.Sequence(dim=data["dim"], local=local)
-        case "input":
-            named = tuple((n, _read_pair(c)) for n, c in data["named"].items())
-            return ir.Input(positional=_read_changes(data), named=named, local=local)
-        case _:
-            return ir.Output(positional=_read_changes(data), local=local)
-
-
-def _read_held(data: dict[str, Any]) -> tuple[tuple[str, ir.Held], ...]:
-    return tuple(
-        (name, ir.Held(layout=_read_layout(held["layout"]), **_read_packing(held)))
-        for name, held in data["parameters"].items()
-    )
-
-
-def _read_packing(data: dict[str, Any]) -> dict[str, Any]:
-    parts = data.get("parts", 1)
-    return {
-        "parts": tuple(parts) if isinstance(parts, list) else parts,
-        "interleaved": data.get("interleaved", False),
-    }
-
-
-def _read_changes(data: dict[str, Any]) -> tuple[ir.Change | None, ...]:
-    return tuple(None if c is None else _read_pair(c) for c in data["positional"])
-
-
-def _read_pair(pair: list[str]) -> ir.Change:
-    return ir.Change(_read_layout(pair[0]), _read_layout(pair[1]))
-
-
-def _read_layout(text: str) -> ir.Layout:
-    if text == "replicate":
-        return ir.Replicate()
-    if text == "partial":
-        return ir.Partial()
-    return ir.Shard(int(text.removeprefix("shard(").removesuffix(")")))

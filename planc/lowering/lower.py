@@ -53,6 +53,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
         `replicate`, which only says that a module stays as it is.
     """
+    given = plan
     plan, facts = adapted(plan, facts)
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
@@ -60,7 +61,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *_configure(facts),
-        *_load(plan),
+        *_load(given),
         *_adapt(plan),
         *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
         *_ties(facts, tensor, plan),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planc.ir.kernels import Save
-from planc.ir.style import Style
+from planc.ir.style import Custom, Style
 from planc.model.facts import Modules, Segment
 
 FORMAT_VERSION = 1
@@ -297,6 +297,12 @@ class Lowered:
     ops: tuple[AnyOp, ...]
     parameters: int = 0
     gathered: int = 0
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The `package.module:Class` of each style of the plan's own: code that apply imports."""
+        styles = (op.style for op in self.ops if isinstance(op, Parallelize))
+        return tuple(dict.fromkeys(s.path for s in styles if isinstance(s, Custom)))
 
     @property
     def world_size(self) -> int:

@@ -116,7 +116,13 @@ _ERRORS = ("logits", "loss", "gradient")
 
 
 def flow(
-    compiled: Compiled, plan: str, settings: Iterable[str], sink: Sink, *, strict: bool = False
+    compiled: Compiled,
+    plan: str,
+    settings: Iterable[str],
+    sink: Sink,
+    *,
+    strict: bool = False,
+    allow_code: bool = False,
 ) -> Verdict:
     """The verdict of layout flow on a compiled plan.
 
@@ -127,6 +133,7 @@ def flow(
         sink: receives PL501 to PL503, PL505 to PL507 and PL504 (unknown), and loses what was
             presumed where the plan is proved.
         strict: whether unknown is an error.
+        allow_code: whether styles of the plan's own may be imported.
     """
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
@@ -135,7 +142,12 @@ def flow(
     if not axes:
         nothing = Outcome(verdict="nothing")
         return Verdict(outcome=nothing, sections=tuple(_sections(lowered, ir, nothing)))
-    small = _small(facts, ir, plan, list(settings), axes)
+    small: Outcome | tuple[dict[str, Any], Compiled]
+    if lowered.code and not allow_code:
+        told = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
+        small = Outcome(verdict="unknown", reason=told)
+    else:
+        small = _small(facts, ir, plan, list(settings), axes)
     outcome = small if isinstance(small, Outcome) else _judged(*small)
     layers = () if isinstance(small, Outcome) else kinds(facts, _facts(small[1]), outcome)
     sections = tuple(_sections(lowered, ir, outcome))
@@ -197,7 +209,8 @@ def _judged(values: dict[str, Any], compiled: Compiled) -> Outcome:
     assert compiled.lowered is not None
     config = json.dumps(values, sort_keys=True)
     key = cache.named(f"flow {_FORMAT}", digest(compiled.lowered), config)
-    kept = outcome_of(cache.recall(key))
+    own = bool(compiled.lowered.code)  # which may change, and the plan does not
+    kept = None if own else outcome_of(cache.recall(key))
     if kept is not None:
         return kept
     from planc.model.real import Maker
@@ -208,7 +221,9 @@ def _judged(values: dict[str, Any], compiled: Compiled) -> Outcome:
     except PlanError as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
     outcome = simulate(lambda: maker.build(0), maker.sample(), compiled.lowered)
-    if outcome.verdict != "unknown":  # what is unknown here and now may be known elsewhere
+    if (
+        outcome.verdict != "unknown" and not own
+    ):  # what is unknown here and now may be known elsewhere
         cache.keep(key, outcome.document())
     return outcome
 

@@ -85,7 +85,7 @@ def verify(
         world_size: the number of ranks of the run to prove; by default as many as processes.
         processes: how many there are on this machine; fewer where the run has fewer ranks.
         settings: `name=value` for options and mesh axes.
-        allow_code: whether the model may be code that is run to build it.
+        allow_code: whether code that the model or the plan names may be run.
         timeout: seconds for the processes, their start included.
     """
     world_size = world_size or processes
@@ -98,6 +98,10 @@ def verify(
         facts = load(model, sink, allow_code=allow_code)
         case = _compiled(files, facts, sink, world_size, tuple(settings))
         if case is None:
+            return Proof(verdict="unknown")
+        if case.lowered is not None and case.lowered.code and not allow_code:
+            told = f"{case.lowered.code[0]} is code of the plan's own"
+            unknown(sink, told, "look at it, then give --allow-code")
             return Proof(verdict="unknown")
         case.processes = min(processes, world_size)
         reason = _shrunken(case)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planc.diagnostic import PlanError
 from planc.lowering.ops import Adapt, Freeze, Lowered
 from planc.runtime.agree import problem
+from planc.runtime.shards import held, local, orders, plain, runs, take
 
 NAME = "default"  # of the adapter, peft's own
 _OPS = "_planc_adapters"  # where a model keeps the operations that gave it adapters
@@ -83,3 +85,56 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
 def _halves(layer: nn.Module) -> Iterator[nn.Module]:
     for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
         yield getattr(layer, name)
+
+
+def layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers, by the names of the layers that they are around."""
+    return {
+        plain(path): module
+        for path, module in model.named_modules()
+        if "base_layer" in module._modules and hasattr(module, "lora_A")
+    }
+
+
+# First values ------------------------------------------------------------------------------------
+
+
+def begin(model: nn.Module, unset: set[str]) -> None:
+    """Gives adapters that were on meta the values that they would have had elsewhere.
+
+    Args:
+        model: with memory for them by now.
+        unset: the plain names of those without a value.
+    """
+    own = layers(model)
+    tensors, order = held(model), orders(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for op in getattr(model, _OPS, ()):
+            torch.manual_seed(op.seed)
+            names = set(op.names())
+            for name in (n for n in own if n in names):
+                for half, value in _values(own[name], op):
+                    if (full := f"{name}.{half}") in unset:
+                        place = tensors[full]
+                        local(place).copy_(take(value, runs(place, order.get(full))))
+
+
+def _values(layer: Any, op: Adapt) -> Iterator[tuple[str, Tensor]]:
+    """What peft gives a layer, drawn in its order (`update_layer`, `reset_lora_parameters`)."""
+    rank, wide, high = op.rank, layer.in_features, layer.out_features
+    if layer.lora_embedding_A:
+        a, b = torch.randn(rank, wide), torch.randn(high, rank)
+        if op.init != "random":
+            nn.init.zeros_(a)
+            nn.init.normal_(b)
+        yield from ((f"lora_embedding_A.{NAME}", a), (f"lora_embedding_B.{NAME}", b))
+        return
+    a = nn.Linear(wide, rank, bias=False).weight.detach()
+    b = nn.Linear(rank, high, bias=False).weight.detach()
+    if op.init == "gaussian":
+        nn.init.normal_(a, std=1 / rank)
+    elif op.init == "default":
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    if op.init != "random":
+        nn.init.zeros_(b)
+    yield from ((f"lora_A.{NAME}.weight", a), (f"lora_B.{NAME}.weight", b))

@@ -38,7 +38,7 @@ from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
-from planc.runtime.styles import build
+from planc.runtime.styles import build, imported
 from planc.runtime.wrapping import arrive, divide, keywords, prefetch, recomputing, wrap
 
 _log = logging.getLogger("planc")
@@ -51,6 +51,7 @@ def apply_lowered(
     digest: str,
     device_type: str | None = None,
     describe: Callable[[], str] | None = None,
+    allow_code: bool = False,
 ) -> Run:
     """Spreads a model over the ranks of this run, in place.
 
@@ -64,13 +65,15 @@ def apply_lowered(
         device_type: `cpu` or `cuda`; by default where the model is, from meta `cuda` if there is
             any.
         describe: gives the text of `Run.describe`.
+        allow_code: whether styles of the plan's own may be imported.
 
     Raises:
-        PlanError: PL490 (world size), PL491 (digests differ), PL493 (parallel already), PL494
-            (another model), PL495 (no process group or mesh), all before the model is touched;
-            PL492 (torch refused an operation).
+        PlanError: PL172 (a style of the plan's own), PL490 (world size), PL491 (digests differ),
+            PL493 (parallel already), PL494 (another model), PL495 (no process group or mesh), all
+            before the model is touched; PL492 (torch refused an operation).
     """
     began = time.perf_counter()
+    _code(lowered, allow_code)
     with _without_collection():
         modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
         worker = Worker(model, modules, meshes)
@@ -93,6 +96,22 @@ def apply_lowered(
         meshes=meshes,
         text=describe or (lambda: f"{lowered.plan} for {lowered.model}, {digest[:12]}"),
     )
+
+
+def _code(lowered: Lowered, allowed: bool) -> None:
+    """The styles of the plan's own, imported before anything is touched."""
+    for path in lowered.code:
+        if not allowed:
+            raise stop(
+                "PL172",
+                f"the plan has a style of its own, {path}, which is code",
+                help="look at it, then allow it: `planc.apply(..., allow_code=True)`",
+            )
+        try:
+            imported(path)
+        except Exception as error:
+            text = f"{type(error).__name__}: {_first(error)}"
+            raise stop("PL172", f"the style {path} cannot be imported: {text}") from error
 
 
 @contextmanager

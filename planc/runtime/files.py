@@ -53,11 +53,11 @@ def listing(folder: Path, findings: list[Diagnostic]) -> dict[str, Entry]:
             findings.append(problem("PL497", f"{INDEX} names {file.name}, which is not there"))
             continue
         try:
-            headers = list(_headers(file))
+            found_here = list(headers(file))
         except Exception as error:  # safetensors and the file system each have their own
             findings.append(problem("PL497", f"{file} can't be read: {error}"))
             continue
-        for entry in headers:
+        for entry in found_here:
             if entry.name in found and mapping is None:
                 two = f"{found[entry.name].file.name} and {file.name}"
                 findings.append(problem("PL497", f"{entry.name} is in two files, {two}"))
@@ -93,7 +93,7 @@ def _files(folder: Path, mapping: dict[str, str] | None) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _headers(file: Path) -> Iterator[Entry]:
+def headers(file: Path) -> Iterator[Entry]:
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118 not a mapping
             part = opened.get_slice(name)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from planc.lowering.ops import Load, Lowered
-from planc.runtime import resuming, saving, training
+from planc.runtime import resuming, saving, training, tuned
 from planc.runtime.loading import Weights
 from planc.runtime.meshes import Meshes
 
@@ -161,14 +161,43 @@ class Run:
         """
         saving.save(self.model, Path(path), optimizer=optimizer, step=step)
 
-    def export(self, path: str | os.PathLike[str], *, shard_size: int = 5 * 10**9) -> None:
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        shard_size: int = 5 * 10**9,
+        adapters: tuned.Tuned | None = None,
+    ) -> None:
         """Writes the whole weights as safetensors that transformers' `from_pretrained` reads.
 
         Args:
             path: a folder; weights that it holds are not replaced.
             shard_size: bytes of one file, at most.
+            adapters: of a plan that has some, `merged` into the weights, or `left_out`.
 
         Raises:
-            PlanError: PL497, the folder holds weights already, or it could not be written.
+            PlanError: PL189, adapters, and not a word about them; PL497, the folder holds weights
+                already, or it could not be written.
         """
-        saving.export(self.model, self.lowered, Path(path), shard_size=shard_size)
+        saving.export(
+            self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
+        )
+
+    # adapters: planc/runtime/tuned.py
+
+    def save_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Writes the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
+
+        Raises:
+            PlanError: PL189, the plan has none; PL497, it could not be written.
+        """
+        tuned.save(self.model, self.lowered, Path(path))
+
+    def load_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Fills the adapters from a folder that `save_adapters` or peft wrote.
+
+        Raises:
+            PlanError: PL189, the plan has none, or the model is on meta; PL496, names, shapes or
+                scales that don't fit, before anything is loaded; PL497, files.
+        """
+        tuned.load(self.model, self.lowered, Path(path))

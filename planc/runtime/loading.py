@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from planc.diagnostic import Diagnostic, PlanError
 from planc.model.names import recipes
+from planc.runtime.adapters import begin
 from planc.runtime.agree import problem
 from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry, listing, reading
 from planc.runtime.pieces import Piece, Stored, fill, made, one
 from planc.runtime.shards import (
     Order,
+    adapter,
     aliases,
     held,
     local,
@@ -62,6 +64,9 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
         entries = listing(folder, findings)
         if not findings:
             matched = match(model, _stored(model, entries, findings), findings)
+        if found := [name for name in matched if adapter(name)]:
+            told = keys(f"{folder} holds adapters,", found).message
+            findings.append(problem("PL496", told, help="load them with `run.load_adapters`"))
     values, unknown = recompute(model)
     findings += lost(unknown)
     together(findings)
@@ -115,7 +120,7 @@ def match(
 
     Args:
         model: names are those that it had before anything was wrapped.
-        entries: what the checkpoint holds.
+        entries: what the checkpoint holds; one without any adapter is of the model below them.
         findings: receives PL496, one each for what is missing, unexpected and wrongly shaped.
     """
     renamed = {name: entries[own] for own, name in _renaming(model, entries).items()}
@@ -123,8 +128,11 @@ def match(
     out: dict[str, Stored] = {}
     missing: list[str] = []
     wrong: list[str] = []
+    tuned = any(map(adapter, renamed))
     for names in aliases(model):
         present = [name for name in names if name in renamed]
+        if not present and adapter(names[0]) and not tuned:
+            continue
         if not present:
             missing.append(names[0])
             continue
@@ -212,11 +220,13 @@ def unlike(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
 def materialise(model: nn.Module, values: Mapping[int, Tensor], device: str) -> None:
     """Gives what is on meta its memory: parameters without values, computed buffers with theirs.
 
-    Parameters stay the same objects, so ties hold, and so do optimizers and FSDP units.
+    Parameters stay the same objects, so ties hold, and so do optimizers and FSDP units. Adapters,
+    which no file of the model's holds, begin as they would have on the CPU.
     """
     done: dict[int, Tensor] = {}
     seen: set[int] = set()
     host = offloaded(model)
+    unset = {name for name, tensor in held(model).items() if adapter(name) and tensor.is_meta}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta and id(parameter) not in seen:
@@ -235,6 +245,8 @@ def materialise(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
             module._buffers[name] = done[id(buffer)]
     if seen and units(model):
         model._apply(lambda tensor: tensor)  # FSDP takes up the new memory of its shards
+    if unset:
+        begin(model, unset)
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -250,11 +262,12 @@ class _Wish:
 
 
 def _wishes(model: nn.Module, matched: Mapping[str, Stored]) -> list[_Wish]:
-    """Every distinct tensor, in an order that is the same on every rank."""
+    """Every distinct tensor but adapters, in an order that is the same on every rank."""
     tensors, own = held(model), orders(model)
     return [
         _Wish(tensors[names[0]], matched.get(names[0]), own.get(names[0]))
         for names in aliases(model)
+        if not adapter(names[0])
     ]
 
 

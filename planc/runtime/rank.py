@@ -103,7 +103,7 @@ def _locate(
     """
     tokens, labels = batch(maker, lowered, seed, 0)
     model = maker.build(seed)
-    run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu")
+    run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu", allow_code=True)
     rows = rows_of(run, len(tokens))
     inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
     single = alone(maker.build(seed), lowered)

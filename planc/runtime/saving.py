@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.lowering.ops import Configure, Lowered
+from planc.runtime.adapters import layers
 from planc.runtime.agree import problem
 from planc.runtime.files import INDEX, SINGLE
 from planc.runtime.loading import together
 from planc.runtime.optimizers import moved, outgoing
-from planc.runtime.shards import Order, aliases, held, irregular, orders, reshard, whole
+from planc.runtime.shards import Order, adapter, aliases, held, irregular, orders, reshard, whole
+from planc.runtime.tuned import Tuned, change, unmerged
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
 
@@ -139,7 +141,14 @@ def _sync(folder: Path) -> None:
 # Export ------------------------------------------------------------------------------------------
 
 
-def export(model: nn.Module, lowered: Lowered, folder: Path, *, shard_size: int) -> None:
+def export(
+    model: nn.Module,
+    lowered: Lowered,
+    folder: Path,
+    *,
+    shard_size: int,
+    adapters: Tuned | None = None,
+) -> None:
     """Writes safetensors, their index and `config.json`, as transformers' `from_pretrained` reads.
 
     One tensor at a time is gathered; rank 0 holds one file's worth of them. Tied tensors are
@@ -150,13 +159,17 @@ def export(model: nn.Module, lowered: Lowered, folder: Path, *, shard_size: int)
         lowered: names the model's class, and what the plan set in the configuration.
         folder: made where it is not there; weights in it are not replaced.
         shard_size: bytes of a file at most, where no single tensor is larger.
+        adapters: what becomes of them, where the model has some.
 
     Raises:
-        PlanError: PL497, the folder holds weights already, or writing failed. On every rank.
+        PlanError: PL189, adapters, and not a word about them, or tied weights that they would
+            part; PL497, the folder holds weights already, or writing failed. On every rank.
     """
+    together(unmerged(model, adapters))
     together(_first(lambda: _empty(folder)))
     reshard(model)
-    names = [_kept(model, group) for group in aliases(model)]
+    names = [_kept(model, group) for group in aliases(model) if not adapter(group[0])]
+    changes = layers(model) if adapters == "merged" else {}
     tensors, own = held(model), orders(model)
     parts = list(_parts([(n, tensors[n]) for n in names], shard_size))
     first = distributed.get_rank() == 0
@@ -165,6 +178,8 @@ def export(model: nn.Module, lowered: Lowered, folder: Path, *, shard_size: int)
         full: dict[str, Tensor] = {}
         for name in part:
             value = whole(tensors[name], own.get(name))
+            if name.removesuffix(".weight") in changes:
+                value = value + change(changes[name.removesuffix(".weight")])
             if first:
                 full[name] = value.to("cpu").contiguous()
             del value

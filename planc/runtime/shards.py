@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "base_layer")  # the last is peft's
+_HALVES = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 Runs = tuple[tuple[int, int], ...]
 """Along one dimension: the ranges [start, stop) of the whole that a rank holds, in its order."""
 
@@ -21,6 +22,11 @@ Runs = tuple[tuple[int, int], ...]
 def plain(name: str) -> str:
     """A name as the model had it before anything was wrapped."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def adapter(name: str) -> bool:
+    """Whether a tensor is a part of an adapter."""
+    return not _HALVES.isdisjoint(name.split("."))
 
 
 Order = tuple[int, list[tuple[int, int]]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+import importlib
+from typing import Any, assert_never
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -57,6 +58,10 @@ def build(style: ir.Style) -> ParallelStyle:
             return SummedGradient()  # one that only says so is not lowered
         case ir.MlaKv():
             return RotaryGradient(style.rope)
+        case ir.Custom():
+            given = {name: _list(value) for name, value in style.arguments}
+            made: ParallelStyle = imported(style.path)(**given)
+            return made
         case ir.Parameters():
             held, packed = _held(style)
             return BareParallel(held, parts=packed)
@@ -72,6 +77,24 @@ def build(style: ir.Style) -> ParallelStyle:
             )
         case _:
             assert_never(style)
+
+
+def _list(value: ir.Literal) -> Any:
+    return [_list(v) for v in value] if isinstance(value, tuple) else value
+
+
+def imported(path: str) -> Any:
+    """The class of `package.module:Class`, which runs the code of its module.
+
+    Raises:
+        TypeError: it is no `ParallelStyle`.
+        Exception: whatever importing raises.
+    """
+    module, _, name = path.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not (isinstance(found, type) and issubclass(found, ParallelStyle)):
+        raise TypeError(f"{name} is no torch.distributed.tensor.parallel.ParallelStyle")
+    return found
 
 
 def _weighted(style: ir.Colwise | ir.Rowwise) -> ParallelStyle:

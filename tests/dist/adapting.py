@@ -133,3 +133,144 @@ def restyled(ops, end, style):
         else:
             yield op
     assert met, f"nothing is named {end}"
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def stepped(run, model):
+    """One step of training, so that no adapter is as it began."""
+    tokens, labels = numerics.data(model.config.vocab_size)
+    rows = numerics.BATCH // run.data_size
+    mine = slice(run.data_rank * rows, (run.data_rank + 1) * rows)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    model(input_ids=tokens[mine], labels=labels[mine]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def logits(model, rows=slice(None)):
+    tokens, _ = numerics.data(model.config.vocab_size)
+    with torch.no_grad():
+        return numerics.whole(model(input_ids=tokens[rows], use_cache=False).logits)
+
+
+def applied(overrides, family="llama", body=LLAMA, meta=False):
+    plan = lowered(family, body, overrides)
+    model = numerics.build(family)
+    if meta:
+        with torch.device("meta"):
+            model = type(model)(model.config)
+    return planc.apply(model, plan, device_type="cpu")
+
+
+def saved(folder, overrides, others, family="llama", body=LLAMA):
+    """Adapters out of one plan: peft reads them, and so does another plan; bit for bit."""
+    from peft import PeftModel
+
+    run = applied(overrides, family, body)
+    stepped(run, run.model)
+    run.save_adapters(folder)
+    mine = run.full_state_dict(every_rank=True)
+    trained = {n: t for n, t in mine.items() if ".lora_" in n}
+    assert trained and not any("base_layer" in n for n in mine)
+    read = PeftModel.from_pretrained(numerics.build(family), folder, autocast_adapter_dtype=False)
+    theirs = {
+        n.removeprefix("base_model.model."): p for n, p in read.named_parameters() if ".lora_" in n
+    }
+    assert theirs.keys() == trained.keys()
+    assert all(torch.equal(theirs[n], trained[n]) for n in trained)
+    other = applied(others, family, body)
+    other.load_adapters(folder)
+    again = other.full_state_dict(every_rank=True)
+    assert all(torch.equal(again[n], trained[n]) for n in trained)
+    rows = numerics.BATCH // other.data_size
+    part = slice(other.data_rank * rows, (other.data_rank + 1) * rows)
+    read.eval(), other.model.eval()
+    return {
+        "logits": numerics.error(logits(other.model, part), logits(read)[part]),
+        "files": sorted(p.name for p in Path(folder).iterdir()),
+        "config": (Path(folder) / "adapter_config.json").read_text(),
+    }
+
+
+def merged(folder, overrides):
+    """An export with adapters merged is what peft's merge gives, bit for bit."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = applied(overrides)
+    stepped(run, run.model)
+    run.save_adapters(f"{folder}/adapters")
+    try:
+        run.export(f"{folder}/not")
+        raise AssertionError("an export said nothing of adapters")
+    except planc.PlanError as error:
+        assert [d.code for d in error.diagnostics] == ["PL189"]
+    run.export(f"{folder}/merged", adapters="merged")
+    run.export(f"{folder}/base", adapters="left_out")
+    peft = PeftModel.from_pretrained(numerics.build("llama"), f"{folder}/adapters")
+    right = peft.merge_and_unload().state_dict()
+    read = AutoModelForCausalLM.from_pretrained(f"{folder}/merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(f"{folder}/base").state_dict()
+    plain = numerics.build("llama").state_dict()
+    assert read.keys() == right.keys() == base.keys()
+    different = [n for n in right if not torch.equal(right[n], plain[n])]
+    assert len(different) == 15
+    assert all(torch.equal(read[n], right[n]) for n in right)
+    assert all(torch.equal(base[n], plain[n]) for n in plain)
+
+
+def from_meta(folder, overrides, weights):
+    """A model on meta takes the base weights from files; its adapters begin as on the CPU."""
+    body = LLAMA.replace("init = random", "init = gaussian", 1)
+    run = applied(overrides, body=body)
+    if distributed.get_rank() == 0 and not Path(folder).exists():
+        numerics.build("llama").save_pretrained(folder)
+    distributed.barrier()
+    other = applied(overrides, body=body, meta=True)
+    other.load(folder, weights=weights)
+    one, two = (r.full_state_dict(every_rank=True) for r in (run, other))
+    assert one.keys() == two.keys()
+    return all(torch.equal(one[n], two[n]) for n in one)
+
+
+def resumed(folder, overrides, others):
+    """A checkpoint under one plan goes on under another, optimizer and adapters included."""
+    run = applied(overrides)
+    optimizer = stepped(run, run.model)
+    run.save(folder, optimizer=optimizer, step=1)
+    mine = run.full_state_dict(every_rank=True)
+    other = applied(others)
+    second = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.05)
+    assert other.load(folder, optimizer=second) == 1
+    again = other.full_state_dict(every_rank=True)
+    assert all(torch.equal(mine[n], again[n]) for n in mine)
+    return len(second.state)
+
+
+def refused(folder, overrides):
+    """What does not fit is said on every rank, and nothing is loaded."""
+    run = applied(overrides)
+    run.save_adapters(folder)
+    codes = []
+    bodies = (
+        LLAMA.replace("alpha = 8", "alpha = 9"),
+        LLAMA.replace("rank = 6", "rank = 5"),
+        LLAMA.replace("{q,k,v,o}", "{q,k,v}"),
+    )
+    for body in bodies:
+        other = applied(overrides, body=body)
+        before = other.full_state_dict(every_rank=True)
+        try:
+            other.load_adapters(folder)
+        except planc.PlanError as error:
+            after = other.full_state_dict(every_rank=True)
+            assert all(torch.equal(before[n], after[n]) for n in before)
+            codes.append(sorted({d.code for d in error.diagnostics}))
+    try:
+        planc.apply(numerics.build("llama"), "llama", device_type="cpu").save_adapters(folder)
+    except planc.PlanError as error:
+        codes.append([d.code for d in error.diagnostics])
+    return codes

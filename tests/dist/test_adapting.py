@@ -62,3 +62,38 @@ def test_a_wrong_style_of_an_adapter_is_seen(four, end, style, sequence_parallel
     except RankError:
         return
     assert max(max(r["logits"], r["gradient"]) for r in results) > 1e-4
+
+
+# Files -------------------------------------------------------------------------------------------
+
+TP = settings(tp=2, sequence_parallel=True, param_dtype="fp32")
+WHOLE = settings(tp=1, param_dtype="fp32")
+
+
+@pytest.mark.parametrize(("overrides", "others"), [(TP, WHOLE), (WHOLE, TP)])
+def test_adapters_as_peft_reads_them(four, tmp_path, overrides, others):
+    folder = str(tmp_path / "adapters")
+    for found in four.run("adapting.saved", folder=folder, overrides=overrides, others=others):
+        assert found["logits"] < LIMIT
+        assert found["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+        assert '"base_model_name_or_path"' in found["config"]
+
+
+def test_an_export_with_adapters_merged(four, tmp_path):
+    four.run("adapting.merged", folder=str(tmp_path), overrides=TP)
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+def test_a_model_on_meta(four, tmp_path, weights):
+    arguments = {"folder": str(tmp_path / "base"), "overrides": TP, "weights": weights}
+    assert four.run("adapting.from_meta", **arguments) == [True] * 4
+
+
+def test_a_checkpoint_goes_on_under_another_plan(four, tmp_path):
+    arguments = {"folder": str(tmp_path / "run"), "overrides": TP, "others": WHOLE}
+    assert four.run("adapting.resumed", **arguments) == [2 * (7 * 2 + 1)] * 4
+
+
+def test_adapters_that_do_not_fit_are_refused(four, tmp_path):
+    codes = four.run("adapting.refused", folder=str(tmp_path / "a"), overrides=TP)
+    assert codes == [[["PL496"], ["PL496"], ["PL496"], ["PL189"]]] * 4
