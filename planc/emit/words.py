@@ -137,7 +137,7 @@ def arrival(op: Load) -> str:
     parts = [ways[op.weights]] if op.weights else []
     parts += [f"kept in {dtype(op.dtype)}"] if op.dtype else []
     parts += ["built on meta"] if op.meta else []
-    return ", ".join(parts)
+    return ", ".join(parts) or "as each call says"
 
 
 def saves(op: Checkpoint) -> tuple[str, ...]:
