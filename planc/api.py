@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Diagnostic, PlanError, Sink
-from planc.driver import compile_plan
+from planc.driver import Compiled, compile_plan
 from planc.lowering.document import digest
 from planc.lowering.ops import Lowered
 
@@ -50,10 +50,8 @@ def check(
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
-    sink, settings = Sink(), tuple(overrides)
-    compiled = compile_plan(
-        _facts(model), plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
-    )
+    settings = tuple(overrides)
+    compiled, sink = _compiled(model, plan, world_size, settings, allow_code)
     if level == "flow" and compiled.lowered is not None:
         flow(compiled, plan, settings, sink, allow_code=allow_code)
     return tuple(sink)
@@ -72,10 +70,7 @@ def lower(
     Raises:
         PlanError: the plan has errors.
     """
-    sink = Sink()
-    compiled = compile_plan(
-        _facts(model), plan, sink, world_size=world_size, settings=overrides, allow_code=allow_code
-    )
+    compiled, sink = _compiled(model, plan, world_size, overrides, allow_code)
     if compiled.lowered is None:
         raise PlanError(sink)
     return compiled.lowered
@@ -140,6 +135,21 @@ def _ranks() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _compiled(
+    model: str | nn.Module,
+    plan: str,
+    world_size: int | None,
+    settings: Iterable[str],
+    allow_code: bool,
+) -> tuple[Compiled, Sink]:
+    sink = Sink()
+    facts = _facts(model)
+    compiled = compile_plan(
+        facts, plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
+    )
+    return compiled, sink
 
 
 def _facts(model: Any) -> str | Facts:

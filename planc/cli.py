@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from planc import whole
 from planc.arguments import parser
-from planc.diagnostic import Sink
+from planc.diagnostic import Diagnostic, Sink
 from planc.driver import UNREADABLE, Compiled, compile_plan
 from planc.lowering.document import dumps
 from planc.proof.flow import flow
@@ -106,10 +106,10 @@ def _lower(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     from planc.emit import delta, diff
 
-    sink = Sink()
     sides = []
+    told: list[Diagnostic] = []
     for side, plan in (("old", options.old), ("new", options.new or options.old)):
-        own = vars(options)
+        own, sink = vars(options), Sink()  # an error of one side hides nothing of the other
         compiled = compile_plan(
             own[f"{side}_model"] or options.model,
             plan,
@@ -119,7 +119,8 @@ def _diff(options: argparse.Namespace) -> int:
             allow_code=options.allow_code,
         )
         sides.append(compiled.lowered)
-    _show(sink, "full", sys.stderr, quiet=True)
+        told += sink
+    _show(told, "full", sys.stderr, quiet=True)
     old, new = sides
     if old is None or new is None:
         return FAILED
@@ -226,7 +227,7 @@ def _compile(options: argparse.Namespace, sink: Sink) -> Compiled:
 
 
 def _show(
-    sink: Sink,
+    sink: Iterable[Diagnostic],
     format: str,
     stream: object,
     *,

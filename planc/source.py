@@ -32,10 +32,6 @@ class Source:
             position = self.text.find("\n", position + 1)
         return starts
 
-    @property
-    def line_count(self) -> int:
-        return len(self._starts)
-
     def position(self, offset: int) -> tuple[int, int]:
         """The 1-based line and column of an offset; past the end means the end."""
         offset = max(0, min(offset, len(self.text)))
@@ -86,7 +82,3 @@ class Span:
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of the other."""
         return Span(source=self.source, start=self.start, end=other.end)
-
-
-NOWHERE = Span(source=Source("", ""), start=0, end=0)
-"""For nodes that no one wrote: a default, or a plan that was read back from JSON."""

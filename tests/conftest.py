@@ -27,6 +27,15 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A cache of the test's own, and no hub."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def golden(request):
     """`golden("name", text)` compares a text with tests/goldens/name, or writes it."""
 

@@ -8,46 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from modelfolder import CONFIG, found, written
 
-from planc.diagnostic import Sink
 from planc.model import cache
-from planc.model.load import load
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-}
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    """A cache of the test's own, and no hub."""
-    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def written(folder, **fields):
-    """A model's folder; a field that is `...` is left out."""
-    values = {k: v for k, v in {**CONFIG, **fields}.items() if v is not ...}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
-def found(model, **keywords):
-    """The facts and what was said, as `CODE message` lines."""
-    sink = Sink()
-    facts = load(str(model), sink, **keywords)
-    assert facts is not None
-    return facts, [f"{d.code} {d.message}" for d in sink]
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_check_says_what_it_did_not_check(planc):
     assert "not checked: real processes" in planc("check", *GOOD)[1]
 
 
-@pytest.mark.parametrize("format", ["full", "concise", "json", "github"])
+@pytest.mark.parametrize("format", ["full", "concise", "json", "github", "sarif"])
 def test_formats(planc, format):
     code, out, err = planc(
         "check", "llama-3.1-8b", "llama", "--world-size", "3", "--set", "tp=2", "--format", format
@@ -59,6 +59,8 @@ def test_formats(planc, format):
         assert json.loads(out)["diagnostics"][0]["code"] == "PL303"
     if format == "github":
         assert out.startswith("::error ")
+    if format == "sarif":
+        assert json.loads(out)["runs"][0]["results"][0]["ruleId"] == "PL303"
 
 
 def test_lower_is_text_json_and_python(planc, golden):
@@ -144,6 +146,23 @@ def test_diff(planc, tmp_path):
     assert code == 1 and json.loads(out)["same"] is False
 
 
+def test_an_error_of_one_side_hides_nothing_of_the_other(planc, tmp_path):
+    old, new = tmp_path / "old.plan", tmp_path / "new.plan"
+    for plan, slip in ((old, "model.nrm"), (new, "model.layerz.*")):
+        plan.write_text(
+            f"plan p for llama\nmesh {{\n    dp_shard = auto\n}}\n"
+            f"fsdp on dp_shard {{\n    {slip} : unit\n    root : unit\n}}\n"
+        )
+    code, out, err = planc("diff", "llama-3.1-8b", old, new, "--world-size", "8")
+    assert (code, out) == (2, "")
+    assert "`model.nrm` matches nothing" in err and "`model.layerz.*` matches nothing" in err
+    old.write_text("plan p fro llama\n")  # not even a plan
+    err = planc("diff", "llama-3.1-8b", old, new, "--world-size", "8")[2]
+    assert "PL001" in err and "`model.layerz.*` matches nothing" in err
+    err = planc("diff", "llama-3.1-8b", new, "--world-size", "8")[2]
+    assert err.count("`model.layerz.*` matches nothing") == 1, "told once of one plan"
+
+
 def test_diff_of_git_revisions(planc, tmp_path, monkeypatch):
     def git(*words):
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
@@ -163,6 +182,30 @@ def test_diff_of_git_revisions(planc, tmp_path, monkeypatch):
     plan.write_text('plan p for llama\nextend "base.plan"\noverride option checkpointing = false\n')
     code, out, _ = planc("diff", "llama-3.1-8b", "HEAD:p.plan", "p.plan")
     assert code == 1 and "checkpoint" in out and "1 to remove" in out
+
+
+def test_a_shipped_plan_is_extended_at_a_revision_too(planc, tmp_path, monkeypatch):
+    """What git has at the revision is taken; where it has nothing, the plan that ships."""
+
+    def git(*words):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+        subprocess.run(["git", *identity, *words], check=True, capture_output=True, cwd=tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    Path("p.plan").write_text('plan p for llama\nextend "llama.plan"\n')
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    run = ["--world-size", "8", "--level", "structure"]
+    assert planc("check", "llama-3.1-8b", "HEAD:p.plan", *run)[0] == 0
+    Path("llama.plan").write_text("plan mine for llama\nmesh {\n    slip = auto\n}\n")
+    assert planc("check", "llama-3.1-8b", "HEAD:p.plan", *run)[0] == 0, "not at that revision"
+    git("add", ".")
+    git("commit", "-qm", "two")
+    code, out, _ = planc("check", "llama-3.1-8b", "HEAD:p.plan", *run)
+    assert code == 1 and "HEAD:llama.plan:3" in out
+    assert planc("lower", "llama-3.1-8b", "HEAD~1:p.plan", "--world-size", "8")[0] == 0
+    assert planc("check", "llama-3.1-8b", "HEAD~9:p.plan", *run)[0] == 2
 
 
 @pytest.mark.parametrize("code", ["PL101", "pl203"])

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from planc.diagnostic import Diagnostic, Label, Severity, Sink
 from planc.report import FORMATS, render, summary, wants_colour
 from planc.report.cells import cells, width, wrap
-from planc.source import NOWHERE, Source
+from planc.source import Source
 
 SCHEMA = json.loads(
     (Path(__file__).parent.parent / "grammars" / "diagnostics.schema.json").read_text()
 )
+NOWHERE = Source("", "").span(0, 0)  # of a node that no one wrote
 PLAN = Source(
     "plans/llama.plan",
     """\
@@ -401,6 +402,60 @@ def test_github():
         "::warning file=a%2Cb%3Ac%25.plan,line=1,endLine=2,title=PL203::100%25 a:b,␍%0Ac\n"
         "::notice title=PL203::x%0A--set tp=16: this%0Ahelp: do\n"
     )
+
+
+SARIF = json.loads((Path(__file__).parent / "sarif.schema.json").read_text())
+
+
+def sarif(*found):
+    document = json.loads(render(found, "sarif"))
+    jsonschema.validate(document, SARIF)
+    [run] = document["runs"]
+    for result in run["results"]:
+        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
+        for place in (*result.get("locations", ()), *result.get("relatedLocations", ())):
+            region = place["physicalLocation"]["region"]
+            start, end = (
+                (region[f"{side}Line"], region[f"{side}Column"]) for side in ("start", "end")
+            )
+            assert start < end, "GitHub refuses an empty region"
+    return run
+
+
+def test_sarif():
+    odd = Source("a b:ü%.plan", "x\ny\n")
+    run = sarif(
+        HEADS,
+        error("100%", at(odd, "x", to="y"), severity=Severity.WARNING),
+        error("x", at(SETTING, "16", "this"), severity=Severity.INFO, help="do"),
+        error("end", Label(span=odd.span(4, 4))),
+        error("nowhere", Label(span=Source("/a/b.plan", "é z").span(2, 3)), Label(span=NOWHERE)),
+    )
+    by_text = {r["message"]["text"].partition("\n")[0]: r for r in run["results"]}
+    heads = by_text["8 key/value heads cannot be split over tp = 16"]
+    assert (heads["ruleId"], heads["level"]) == ("PL203", "error")
+    assert "help: tp can be 1, 2, 4 or 8 for this model" in heads["message"]["text"]
+    [place] = heads["locations"]
+    assert place == {
+        "physicalLocation": {
+            "artifactLocation": {"uri": "plans/llama.plan"},
+            "region": {"startLine": 12, "startColumn": 9, "endLine": 12, "endColumn": 31},
+        },
+        "message": {"text": "k_proj is split by head"},
+    }
+    assert heads["relatedLocations"][0]["physicalLocation"]["region"]["startLine"] == 5
+    uri = by_text["100%"]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert uri == "a%20b%3A%C3%BC%25.plan" and by_text["100%"]["level"] == "warning"
+    note = by_text["x"]
+    assert note["level"] == "note" and "locations" not in note
+    assert note["message"]["text"] == "x\n--set tp=16: this\nhelp: do"
+    nowhere = by_text["nowhere"]["locations"][0]["physicalLocation"]
+    assert nowhere["artifactLocation"]["uri"] == "file:///a/b.plan"
+    assert nowhere["region"]["startColumn"] == 3, "code points, as columnKind says"
+    assert run["columnKind"] == "unicodeCodePoints"
+    [rule] = run["tool"]["driver"]["rules"]
+    assert rule["shortDescription"]["text"] and "## " in rule["help"]["markdown"]
+    assert sarif()["results"] == [] == sarif()["tool"]["driver"]["rules"]
 
 
 def test_colours():

@@ -35,6 +35,13 @@ def test_a_line_has_no_more_than_a_hundred_columns():
     assert wide == []
 
 
+def test_a_reason_without_words():
+    plan = dataclasses.replace(
+        llama(), ops=(Configure(name="use_cache", value=False, reason="\r"),)
+    )
+    assert "configure   use_cache = false\n" in render(plan, digest="0" * 64)
+
+
 @given(plans())
 def test_any_plan(plan):
     """Same plan, same bytes; whole lines, and none with a space at its end."""

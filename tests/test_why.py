@@ -16,6 +16,7 @@ from planc.diagnostic import Sink
 from planc.driver import compile_plan
 from planc.emit import reasons, words
 from planc.emit.why import why
+from planc.ir.derive import adapted
 from planc.lowering.ops import Checkpoint, FullyShard, Parallelize
 from planc.share import GRAMMARS
 
@@ -229,6 +230,55 @@ def test_settings_of_the_fsdp_section(tmp_path):
     assert ignored.held[0].shard == ignored.held[0].shape and ignored.unit_bytes is None
     for answer in (linear, frozen, ignored, ask(compiled, "root")):
         valid(answer, compiled.lowered)
+
+
+ADAPTERS = """plan tuned for llama
+extend "llama.plan"
+adapters {
+    model.layers.*.self_attn.{q,o}_proj           : lora(rank = 16, alpha = 32, dtype = fp32)
+    override model.layers[0:8].self_attn.{q,o}_proj : none
+}
+"""
+
+
+def test_what_weights_are_kept_in(tmp_path):
+    plan = tmp_path / "p.plan"
+    plan.write_text(PLAN.format(rest="load {\n    dtype = fp32\n}\n" + FSDP))
+    compiled = compiled_of("llama-3.1-8b", plan)
+    answer = ask(compiled, "model.norm")
+    assert answer.held[0].dtype == "float32" and answer.held[0].at_rest == 4096 // 8 * 4
+    assert answer.load[0].what == "kept in fp32"
+    names = [n for m in compiled.facts.model.below() for n in m.names()]
+    rest = sum(h.at_rest for n in names for h in ask(compiled, n).held)
+    assert rest == compiled.lowered.parameters
+    valid(answer, compiled.lowered)
+
+
+def test_adapters(tmp_path):
+    plan = tmp_path / "p.plan"
+    plan.write_text(ADAPTERS)
+    compiled = compiled_of("llama-3.1-8b", plan, ["tp=2"])
+    layer = "model.layers.9.self_attn.q_proj"
+    answer = ask(compiled, f"{layer}.base_layer.weight")
+    assert answer.name == f"{layer}.weight" and answer.adapter[0].what.startswith("lora, rank 16")
+    [held] = answer.held
+    assert (held.local, held.trainable) == ((2048, 4096), False)
+    assert answer.tensor[0].what == "colwise, on tp = 2"
+    assert ask(compiled, "model.layers.2.self_attn.q_proj").adapter == ()
+    half = ask(compiled, f"{layer}.lora_B.default.weight")
+    assert half.held[0].local == (2048, 16) and half.held[0].trainable
+    assert half.adapter == ask(compiled, layer).adapter
+    valid(half, compiled.lowered)
+    told, rest = set(), 0
+    _, facts = adapted(compiled.plan, compiled.facts)
+    for modules in facts.model.below():
+        for name in modules.names():
+            answer = ask(compiled, name)
+            told |= {r.op for s in reasons.SECTIONS for r in getattr(answer, s)}
+            rest += sum(h.at_rest for h in answer.held)
+    assert rest == compiled.lowered.parameters
+    left = set(range(len(compiled.lowered.ops))) - told
+    assert [type(compiled.lowered.ops[i]).__name__ for i in left] == ["Configure"]
 
 
 # Names -------------------------------------------------------------------------------------------

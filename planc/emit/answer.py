@@ -70,6 +70,8 @@ class Answer:
         like: the set of like modules that it is one of.
         held: its own parameters, or the one.
         count: elements of all its parameters, with those of the modules inside it.
+        load: how weights arrive, and what they are kept in.
+        adapter: the adapter on the layer, or that the module is a part of.
         tensor: styles on the module itself.
         around: styles on modules around it: what comes in there and goes out.
         inside: styles on modules inside it.
@@ -87,6 +89,8 @@ class Answer:
     like: Modules
     held: tuple[Held, ...]
     count: int
+    load: tuple[Reason, ...] = ()
+    adapter: tuple[Reason, ...] = ()
     tensor: tuple[Reason, ...] = ()
     around: tuple[Reason, ...] = ()
     inside: tuple[Reason, ...] = ()

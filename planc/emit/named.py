@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from planc.diagnostic import Sink, nearest, one_of
@@ -21,14 +22,16 @@ def found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | Non
     """
     plain = re.sub(r"\[(\d+)\]", r".\1", _WRAPPERS.sub("", name)).removeprefix(".")
     plain = "" if plain == "root" else plain
-    try:
-        return facts.at(plain), None
-    except KeyError as error:
-        missing = str(error.args[0])
-    try:
-        return facts.find(plain)
-    except KeyError:
-        _unknown(name, missing, facts, sink)
+    bare = re.sub(r"(\.|^)base_layer(?=\.|$)", "", plain)  # peft's name for a layer inside its own
+    missing = plain
+    for own in dict.fromkeys((plain, bare)):
+        try:
+            return facts.at(own), None
+        except KeyError as error:
+            missing = str(error.args[0])
+        with contextlib.suppress(KeyError):
+            return facts.find(own)
+    _unknown(name, missing, facts, sink)
     return None
 
 

@@ -17,13 +17,28 @@ Segment = tuple[str, str]
 """A piece of text and the name of its style for a terminal; `""` is plain."""
 
 _HEAD = 12
-SECTIONS = ("tensor", "around", "inside", "ties", "training", "checkpoint", "compile", "unit")
+SECTIONS = (
+    "load",
+    "adapter",
+    "tensor",
+    "around",
+    "inside",
+    "ties",
+    "training",
+    "checkpoint",
+    "compile",
+    "unit",
+)
 
 
 def lines(answer: Answer) -> Iterator[list[Segment]]:
     """The answer as a person reads it: what is decided, and under it the line that does."""
     yield from _title(answer)
     yield []
+    for reason in answer.load:
+        yield from _reason("load", reason.what, reason)
+    for reason in answer.adapter:
+        yield from _reason("adapter", f"{reason.target}: {reason.what}", reason)
     yield from _reasons("tensor", answer.tensor, answer)
     for reason in answer.around:
         yield from _reason("", f"in {reason.target}: {reason.what}", reason)

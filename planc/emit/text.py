@@ -48,7 +48,8 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     yield _head("data", _data(lowered))
     for op in lowered.ops:
         if isinstance(op, Configure):
-            reason = f": {' '.join(op.reason.split())}" if op.reason else ""
+            said = " ".join(op.reason.split())
+            reason = f": {said}" if said else ""
             yield _head("configure", f"{op.name} = {str(op.value).lower()}{reason}")
     for op in lowered.ops:
         if isinstance(op, Load):

@@ -7,6 +7,7 @@ adds what lowering leaves out because it has no effect, and the words of each li
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 
@@ -14,22 +15,27 @@ from planc.diagnostic import Sink
 from planc.emit import words
 from planc.emit.answer import Answer, Held, Reason
 from planc.emit.named import found
-from planc.ir.plan import Meaning, Plan
+from planc.ir import plan as ir
+from planc.ir.derive import adapted
+from planc.ir.plan import AdapterRule, Adapters, Meaning, Mesh, Plan
 from planc.ir.style import Split, part_sizes, style_name, weight_split
 from planc.lowering.memory import split_dim
 from planc.lowering.ops import (
+    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
     Divide,
     Freeze,
     FullyShard,
+    Load,
     Lowered,
     Parallelize,
     Prefetch,
     Tie,
 )
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
+from planc.source import Source
 
 _LONGEST = 100
 
@@ -45,8 +51,9 @@ def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink
         plan: the plan's meaning, None for one that was read back from JSON.
         sink: receives PL130 for a name that is not there.
     """
+    kept, facts = _as_applied(facts, lowered)
     named = found(name, facts, sink)
-    return None if named is None else _Question(facts, lowered, plan, *named).answer()
+    return None if named is None else _Question(facts, lowered, plan, kept, named).answer()
 
 
 class _Question:
@@ -57,11 +64,12 @@ class _Question:
         facts: Facts,
         lowered: Lowered,
         plan: Plan | None,
-        at: Modules,
-        parameter: Parameter | None,
+        kept: Plan,
+        named: tuple[Modules, Parameter | None],
     ) -> None:
         self.facts, self.lowered, self.plan = facts, lowered, plan
-        self.at, self.parameter = at, parameter
+        self.kept = kept
+        self.at, self.parameter = at, parameter = named
         self.styles = [op for op in lowered.ops if isinstance(op, Parallelize)]
         self.texts = _texts(plan) if plan else {}
         self.name = next(at.names())
@@ -88,6 +96,8 @@ class _Question:
             like=_alike(self.facts, self.at),
             held=tuple(self._held(p) for p in held),
             count=self.parameter.numel if self.parameter else module.count,
+            load=tuple(self._loaded()),
+            adapter=tuple(self._adapted()),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
@@ -100,13 +110,13 @@ class _Question:
         )
 
     def _is(self, op: Parallelize) -> bool:
-        return op.modules.has(self.name)
+        return words.layer(op.modules).has(self.name)
 
     def _around(self, op: Parallelize) -> bool:
         return not self._is(op) and self.at.inside(op.modules) is not None
 
-    def _reason(self, what: str, target: str, op: AnyOp, place: str = "") -> Reason:
-        place = place or op.place
+    def _reason(self, what: str, target: str, op: AnyOp, place: str | None = None) -> Reason:
+        place = op.place if place is None else place
         return Reason(
             what=what,
             target=target or "root",
@@ -128,10 +138,22 @@ class _Question:
     def _inside(self) -> Iterator[Reason]:
         for op in self.styles:
             both = op.modules.inside(self.at)
-            if both is not None and len(both.path) > len(self.at.path):
+            if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
                 said = f"{style_name(op.style)} {words.flow(op.style)}".strip()
                 shapes = words.shapes(op.shapes)
                 yield self._reason(f"{said}  {shapes}".strip(), _after(both, self.at), op)
+
+    def _loaded(self) -> Iterator[Reason]:
+        for op in self.lowered.ops if self.at.module.parameters else ():
+            if isinstance(op, Load):
+                yield self._reason(words.arrival(op), "root", op)
+
+    def _adapted(self) -> Iterator[Reason]:
+        for op in (o for o in self.lowered.ops if isinstance(o, Adapt)):
+            for members in op.members:
+                if self.at.inside(members) is not None:
+                    target = self._part(len(members.path))
+                    yield self._reason(f"lora, {words.lora(op)}", target, op)
 
     def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
         for op in self.lowered.ops:
@@ -255,22 +277,49 @@ class _Question:
                     spread = _spread(split, shape.shape, ranks) if split else ()
         unit = None if self.ignored else self.shard
         shard = _at_rest(local, unit, self.lowered)
-        computed = (unit.param if unit else None) or parameter.dtype
+        dtype = self.kept.dtype(parameter)
+        computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self._freezing()]
         group = next((g for g in self.facts.ties if full in g), ())
         return Held(
             name=parameter.name,
             shape=parameter.shape,
-            dtype=parameter.dtype,
+            dtype=dtype,
             trainable=trains[-1] if trains else parameter.trainable,
             local=local,
             spread=spread,
             shard=shard,
-            at_rest=prod(shard) * DTYPE_BYTES.get(parameter.dtype, 4),
+            at_rest=prod(shard) * DTYPE_BYTES.get(dtype, 4),
             gathered=prod(local) * DTYPE_BYTES.get(computed, 4),
             computed=computed,
             ties=tuple(n for n in group if n != full),
         )
+
+
+def _as_applied(facts: Facts, lowered: Lowered) -> tuple[Plan, Facts]:
+    """The model with the adapters that a plan puts in, and what knows the dtypes that it keeps."""
+    nowhere = Source("", "").span(0, 0)
+    rules = tuple(
+        AdapterRule(
+            modules=Modules(members.path, facts.at(next(members.names())).module),
+            rank=op.rank,
+            alpha=op.alpha,
+            dropout=op.dropout,
+            dtype=op.dtype,
+            init=op.init,
+            origin=nowhere,
+        )
+        for op in lowered.ops
+        if isinstance(op, Adapt)
+        for members in op.members
+    )
+    mesh = Mesh(axes=(), origin=nowhere)
+    adapters = Adapters(rules=rules, origin=nowhere)
+    plan = Plan(name="", families=(), options={}, mesh=mesh, adapters=adapters, origin=nowhere)
+    for op in lowered.ops:
+        if isinstance(op, Load):
+            plan = replace(plan, load=ir.Load(dtype=op.dtype, origin=nowhere))
+    return adapted(plan, facts)
 
 
 def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) -> tuple[int, ...]:
@@ -285,6 +334,8 @@ def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) 
 def _texts(plan: Plan) -> dict[str, str]:
     """The words of each line that decides something, by its place."""
     rules: list[Meaning] = [*plan.tensor, *plan.checkpoint, *plan.compile, *plan.train]
+    rules += plan.adapters.rules if plan.adapters else ()
+    rules += [plan.load] if plan.load else []
     if plan.fsdp:
         settings = (plan.fsdp.precision, plan.fsdp.prefetch, plan.fsdp.divide)
         rules += [*plan.fsdp.units, *plan.fsdp.ignored, *(s for s in settings if s is not None)]

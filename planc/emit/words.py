@@ -137,7 +137,7 @@ def arrival(op: Load) -> str:
     parts = [ways[op.weights]] if op.weights else []
     parts += [f"kept in {dtype(op.dtype)}"] if op.dtype else []
     parts += ["built on meta"] if op.meta else []
-    return ", ".join(parts) or "as each call says"
+    return ", ".join(parts) or "as the call says"
 
 
 def saves(op: Checkpoint) -> tuple[str, ...]:
@@ -195,11 +195,6 @@ def block(modules: Modules) -> str:
     if not at or at[-1] == len(modules.path) - 1:
         return ""
     return str(Modules(modules.path[: at[-1] + 1], modules.module))
-
-
-def is_block(modules: Modules) -> bool:
-    """Whether the modules are entries of a list themselves."""
-    return bool(modules.path) and isinstance(modules.path[-1], Indices)
 
 
 def inside(modules: Modules) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from planc.diagnostic import nearest, one_of
 from planc.ir.evaluate import describe, evaluate
-from planc.ir.scope import FAILED, Failed, Scope, Value
+from planc.ir.scope import Failed, Scope, Value
 from planc.syntax import tree
 
 
@@ -114,4 +114,4 @@ def unknown(call: tree.Call, known: tuple[str, ...], what: str, scope: Scope) ->
     scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=told)
 
 
-__all__ = ["FAILED", "Arguments", "unknown", "word"]
+__all__ = ["Arguments", "unknown", "word"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planc.diagnostic import Label, Sink, nearest, one_of
-from planc.ir.evaluate import describe, evaluate, truth
+from planc.ir.evaluate import describe, truth
 from planc.ir.plan import Mesh
 from planc.ir.scope import Definition, Failed, Scope, mentioned
 from planc.ir.styles import STYLES
@@ -344,4 +344,4 @@ def origin_of(program: Program) -> Span:
     return program.sections[0].origin if program.sections else Source("", "").span(0, 0)
 
 
-__all__ = ["Program", "evaluate", "gather", "origin_of", "require"]
+__all__ = ["Program", "gather", "origin_of", "require"]

@@ -1,7 +1,8 @@
 """Floor 5: diagnostics -> text for people, for editors, for programs and for GitHub.
 
-`full` is for a person, `concise` has one line a finding, `json` is a document with a schema, and
-`github` annotates a pull request. All of them show the findings in one order (`order.arranged`).
+`full` is for a person, `concise` has one line a finding, `json` is a document with a schema,
+`github` annotates a pull request, and `sarif` is for code scanners. All of them
+show the findings in one order (`order.arranged`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from planc.report.order import summary
 
 __all__ = ["FORMATS", "render", "summary", "wants_colour"]
 
-FORMATS = ("full", "concise", "json", "github")
+FORMATS = ("full", "concise", "json", "github", "sarif")
 
 
 def render(
@@ -56,4 +57,8 @@ def render(
             from planc.report import github
 
             return github.render(found)
+        case "sarif":
+            from planc.report import sarif
+
+            return sarif.render(found)
     raise ValueError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")

@@ -126,12 +126,14 @@ def _base(place: Place, name: str) -> Place:
     """What `extend "name"` in a plan means."""
     folder = place.path.parent if place.path else Path()
     path = folder / name
+    known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
+    ships = "/" not in name and known.is_file()
     if place.revision is not None:
-        return Place(name=f"{place.revision}:{path}", path=path, revision=place.revision)
-    if not path.exists():
-        known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
-        if "/" not in name and known.is_file():
-            return Place(name=f"plans/{known.name}", path=known)
+        if not ships or _is_at_revision(place.revision, path):
+            return Place(name=f"{place.revision}:{path}", path=path, revision=place.revision)
+        return Place(name=f"plans/{known.name}", path=known)
+    if ships and not path.exists():
+        return Place(name=f"plans/{known.name}", path=known)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
     return Place(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
 
@@ -175,6 +177,15 @@ def _bytes(place: Place) -> bytes:
         raise ValueError("it is not a regular file")
     with place.path.open("rb") as stream:
         return stream.read(limit)
+
+
+def _is_at_revision(revision: str, path: Path) -> bool:
+    """Whether git has a file at a revision that another file was read at."""
+    try:
+        _at_revision(revision, path)
+        return True
+    except ValueError:
+        return False
 
 
 def _at_revision(revision: str, path: Path) -> bytes:

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.lowering.ops import Parallelize
+from planc.runtime.shards import ordered, orders
 
-PLAN = """plan tuned for {family}
+PLAN = """plan tuned for {family}, qwen2
 
 extend "{family}.plan"
 
@@ -32,10 +33,10 @@ TARGETS = (  # by hand: what the rules above say, in peft's words, one call each
 )
 
 
-def single(family, targets=TARGETS, init=False):
+def single(family, targets=TARGETS, init=False, first=0):
     """The model with peft's adapters, in this process alone."""
     model = numerics.build(family)
-    for seed, (pattern, rank, alpha) in enumerate(targets):
+    for seed, (pattern, rank, alpha) in enumerate(targets, first):
         config = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=pattern, init_lora_weights=init
         )
@@ -48,7 +49,7 @@ def single(family, targets=TARGETS, init=False):
 def written(family, body):
     """A plan of these adapters over the family's, as a file of this rank's own."""
     path = Path(f"/tmp/planc-adapters-{distributed.get_rank()}.plan")
-    path.write_text(PLAN.format(family=family, body=body))
+    path.write_text(PLAN.format(family=PLANS.get(family, family), body=body))
     return str(path)
 
 
@@ -60,14 +61,14 @@ def lowered(family, body, overrides):
         Path(path).unlink()
 
 
-def compare(overrides, family="llama", body=LLAMA, targets=TARGETS, script=False, restyle=None):
+def compare(overrides, family="llama", body=LLAMA, targets=TARGETS, script=False, restyle=None, seed=0):
     """How far a plan with adapters is from peft in one process, on this rank.
 
     Args:
         restyle: (the end of a path, a style of planc's, or None for none at all), to break one
             derived style on purpose.
     """
-    right_model = single(family, targets)
+    right_model = single(family, targets, first=seed)
     tokens, labels = numerics.data(right_model.config.vocab_size)
     right = right_model(input_ids=tokens, labels=labels, use_cache=False)
     right.loss.backward()
@@ -101,7 +102,7 @@ def compare(overrides, family="llama", body=LLAMA, targets=TARGETS, script=False
 
 def gradients(model):
     """Whole gradients of what is trained; nothing else has one."""
-    found = {}
+    found, order = {}, orders(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None, f"{name} is frozen and has a gradient"
@@ -111,7 +112,8 @@ def gradients(model):
         partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
         assert not partial, f"the gradient of {name} is a part of a sum"
         same(grad, name)
-        found[numerics.plain(name)] = numerics.whole(grad)
+        name = numerics.plain(name)
+        found[name] = ordered(numerics.whole(grad), order.get(name))
     return found
 
 
@@ -165,10 +167,11 @@ def applied(overrides, family="llama", body=LLAMA, meta=False):
     return planc.apply(model, plan, device_type="cpu")
 
 
-def saved(folder, overrides, others, family="llama", body=LLAMA):
+def saved(folder, overrides, others, named="qwen2"):
     """Adapters out of one plan: peft reads them, and so does another plan; bit for bit."""
     from peft import PeftModel
 
+    family, body, _ = CASES[named]
     run = applied(overrides, family, body)
     stepped(run, run.model)
     run.save_adapters(folder)
@@ -274,3 +277,77 @@ def refused(folder, overrides):
     except planc.PlanError as error:
         codes.append([d.code for d in error.diagnostics])
     return codes
+
+
+CASES = {
+    "own units": ("llama", LLAMA + "    units = own\n", TARGETS),
+    "some layers": (
+        "llama",
+        """
+    $block.**<Linear>                          : lora(rank = 5, alpha = 3, init = random)
+    override model.layers[0].mlp.{gate,up}_proj : none
+    seed = 11
+""",
+        ((r"model\.layers\.(0\.(self_attn\.._proj|mlp\.down_proj)|1\.(self_attn|mlp)\.\w+_proj)", 5, 3),),
+    ),
+    "qwen2": ("qwen2", LLAMA, TARGETS),
+    "tied head": ("llama-tied", LLAMA, TARGETS),
+    "packed": (
+        "phi3",
+        """
+    $block.self_attn.{qkv,o}_proj   : lora(rank = 4, alpha = 8, init = random)
+    $block.mlp.{gate_up,down}_proj  : lora(rank = 6, init = random)
+    lm_head                         : lora(rank = 3, init = random)
+""",
+        (
+            (r"model\.layers\.\d\.self_attn\.(qkv|o)_proj", 4, 8),
+            (r"model\.layers\.\d\.mlp\.(gate_up|down)_proj", 6, 6),
+            ("lm_head", 3, 3),
+        ),
+    ),
+    "conv1d": (
+        "gpt2",
+        "    transformer.h.*.{attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj} : lora(rank = 4, init = random)",
+        ((r"transformer\.h\.\d\.(attn|mlp)\.c_\w+", 4, 4),),
+    ),
+    "embedding": (
+        "llama",
+        "    model.embed_tokens : lora(rank = 4, init = random)",
+        ((r"model\.embed_tokens", 4, 4),),
+    ),
+}
+"""(model, rules, what they say in peft's words) by name."""
+PLANS = {"qwen2": "llama", "llama-tied": "llama"}
+
+
+def case(name, overrides, script=False):
+    family, body, targets = CASES[name]
+    seed = 11 if "seed = 11" in body else 0
+    return compare(overrides, family, body, targets, script=script, seed=seed)
+
+
+def two_dtypes(overrides):
+    """Adapters in fp32 beside frozen weights in bf16, in one unit: torch gathers both."""
+    body = LLAMA.replace("init = random", "init = random, dtype = fp32")
+    plan = lowered("llama", body, overrides)
+    model = numerics.build("llama").to(torch.bfloat16)
+    run = planc.apply(model, plan, device_type="cpu")
+    before = run.full_state_dict(every_rank=True)
+    stepped(run, run.model)
+    after = run.full_state_dict(every_rank=True)
+    dtypes = {n: (t.dtype, torch.equal(t, before[n])) for n, t in after.items()}
+    assert all(v == ((torch.float32, False) if ".lora_" in n else (torch.bfloat16, True))
+               for n, v in dtypes.items()), dtypes
+    alone = numerics.build("llama").to(torch.bfloat16)
+    for seed, (pattern, rank, alpha) in enumerate(TARGETS):
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=pattern, init_lora_weights=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, alone)
+    for name, parameter in alone.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    again = planc.apply(numerics.build("llama").to(torch.bfloat16), plan, device_type="cpu")
+    rows = numerics.BATCH // again.data_size
+    part = slice(again.data_rank * rows, (again.data_rank + 1) * rows)
+    return numerics.error(logits(again.model, part), logits(alone).float()[part])

@@ -36,6 +36,34 @@ def test_adapters_train_as_in_one_process(four, sequence_parallel, checkpointing
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        ("own units", 30),
+        ("some layers", 24),
+        ("qwen2", 30),
+        ("tied head", 30),
+        ("packed", 18),
+    ],
+)
+def test_other_adapters(four, case, count, sequence_parallel):
+    overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="fp32")
+    right(four.run("adapting.case", name=case, overrides=overrides), count=count)
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "overrides"),
+    [
+        ("conv1d", 16, settings(param_dtype="fp32")),
+        ("embedding", 2, settings(tp=2, sequence_parallel=False, param_dtype="fp32")),
+        ("own units", 30, settings(tp=1, dp_replicate=2, param_dtype="fp32")),
+    ],
+)
+def test_adapters_elsewhere(four, case, count, overrides):
+    right(four.run("adapting.case", name=case, overrides=overrides), count=count)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_the_emitted_script_is_the_same(four, sequence_parallel):
     overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="fp32")
     applied = four.run("adapting.compare", overrides=overrides)
@@ -77,6 +105,19 @@ def test_adapters_as_peft_reads_them(four, tmp_path, overrides, others):
         assert found["logits"] < LIMIT
         assert found["files"] == ["adapter_config.json", "adapter_model.safetensors"]
         assert '"base_model_name_or_path"' in found["config"]
+
+
+def test_adapters_of_packed_weights_as_peft_reads_them(four, tmp_path):
+    arguments = {"folder": str(tmp_path / "a"), "overrides": TP, "others": WHOLE, "named": "packed"}
+    for found in four.run("adapting.saved", **arguments):
+        assert found["logits"] < LIMIT
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_adapters_in_another_dtype_than_their_layers(four, sequence_parallel):
+    overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="bf16")
+    for error in four.run("adapting.two_dtypes", overrides=overrides):
+        assert error < 0.05  # of bfloat16, whose sums have another order
 
 
 def test_an_export_with_adapters_merged(four, tmp_path):

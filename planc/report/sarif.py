@@ -1,0 +1,104 @@
+"""Findings as SARIF 2.1.0, which code scanners and editors read.
+
+Source: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html; the numbers in this file
+are its sections.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import quote
+
+from planc.diagnostic import Diagnostic, Label, Severity
+from planc.report.cells import visible
+from planc.report.explain import explain
+from planc.report.order import arranged, placed
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+
+
+def render(diagnostics: Iterable[Diagnostic]) -> str:
+    """One run with a result for each finding, and a rule for each code among them, in ASCII."""
+    found = arranged(diagnostics)
+    codes = sorted({d.code for d in found})
+    run = {
+        "tool": {"driver": {"name": "planc", "version": _version(), "rules": _rules(codes)}},
+        "columnKind": "unicodeCodePoints",  # 3.14.17
+        "results": [_result(d, codes.index(d.code)) for d in found],
+    }
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _version() -> str:
+    import planc
+
+    return planc.__version__
+
+
+def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
+    """3.49: what each code means, from its page."""
+    rules = []
+    for code in codes:
+        head, _, body = (explain(code) or f"# {code}").partition("\n")
+        title = head.removeprefix("# ").removeprefix(f"{code}: ")
+        help = {"text": body.strip() or title, "markdown": body.strip() or title}
+        rules.append({"id": code, "shortDescription": {"text": title}, "help": help})
+    return rules
+
+
+def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
+    """3.27: the first place is the result's, the others are related to it."""
+    labels = placed(diagnostic)
+    files = [label for label in labels if _is_file(label)]
+    lines = [diagnostic.message]
+    for label in labels:
+        if not _is_file(label):  # an argument or standard input is no artifact
+            lines.append(f"{label.span.place}: {label.text}" if label.text else label.span.place)
+    lines += [f"fact: {fact}" for fact in diagnostic.facts]
+    lines += [f"help: {diagnostic.help}"] if diagnostic.help else []
+    result: dict[str, Any] = {
+        "ruleId": diagnostic.code,
+        "ruleIndex": rule,
+        "level": _LEVELS[diagnostic.severity],
+        "message": {"text": _shown("\n".join(lines))},
+    }
+    if files:
+        result["locations"] = [_location(files[0])]
+    if files[1:]:
+        result["relatedLocations"] = [_location(label) for label in files[1:]]
+    return result
+
+
+def _is_file(label: Label) -> bool:
+    source = label.span.source
+    return not source.argument and not source.name.startswith("<")
+
+
+def _location(label: Label) -> dict[str, Any]:
+    """3.28: the region's end is behind its last character, and it is never empty here."""
+    source = label.span.source
+    line, column = source.position(label.span.start)
+    end_line, end = source.position(label.span.end)
+    region = {"startLine": line, "startColumn": column, "endLine": end_line, "endColumn": end}
+    if (line, column) == (end_line, end):
+        region["endColumn"] = end + 1
+    location: dict[str, Any] = {
+        "physicalLocation": {"artifactLocation": {"uri": _uri(source.name)}, "region": region}
+    }
+    if label.text:
+        location["message"] = {"text": _shown(label.text)}
+    return location
+
+
+def _uri(name: str) -> str:
+    """3.10: a colon in a relative reference, as in `HEAD:a.plan`, would make it a scheme."""
+    path = quote(PurePath(name).as_posix(), errors="surrogatepass")
+    return f"file://{path}" if path.startswith("/") else path
+
+
+def _shown(text: str) -> str:
+    return "\n".join(visible(line) for line in text.split("\n"))

@@ -1,0 +1,37 @@
+"""A model's folder on the disk, and what planc reads of it."""
+
+import json
+
+from planc.diagnostic import Sink
+from planc.model.load import load
+from planc.share import PAGES
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+def written(folder, **fields):
+    """A model's folder; a field that is `...` is left out."""
+    values = {k: v for k, v in {**CONFIG, **fields}.items() if v is not ...}
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def found(model, **keywords):
+    """The facts and what was said, as `CODE message` lines."""
+    sink = Sink()
+    facts = load(str(model), sink, **keywords)
+    assert (facts is None) == sink.failed
+    for d in sink:
+        assert (PAGES / f"{d.code}.md").is_file()
+        assert "\n" not in d.message
+    return facts, [f"{d.code} {d.message}" for d in sink]
