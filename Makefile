@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint bench mutants pages clean
+.PHONY: help demo test lint bench mutants coverage pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -32,6 +32,10 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour)
 	mkdir -p build
 	$(BIN)/python -W ignore tests/mutants/run.py --table build/mutants.md
+
+coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes (a quarter of an hour, goes on where it was)
+	$(BIN)/python -W ignore tests/coverage/run.py
+	$(BIN)/python -W ignore tests/coverage/page.py > docs/coverage.md
 
 pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, indexes, outputs in docs
 	$(BIN)/python -m planc.syntax.grammar > grammars/plan.table.new

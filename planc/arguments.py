@@ -98,12 +98,22 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 
-def _target(parser: argparse.ArgumentParser) -> None:
+def _init(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    _trust(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a folder with config.json, a .json file, a cached hub name, or package.module:name",
     )
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
     parser.add_argument(
         "plan",
         metavar="PLAN",
@@ -121,12 +131,17 @@ def _common(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a mesh axis or an option; may be repeated",
     )
+    _trust(parser)
+
+
+def _trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-code", action="store_true", help="may run Python code that MODEL names"
     )
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "init": ("write a first plan for a model, and prove it", _init),
     "check": ("say what is wrong with a plan for a model", _check),
     "lower": ("print the torch calls that a plan stands for", _lower),
     "diff": ("compare two lowered plans", _diff),

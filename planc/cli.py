@@ -1,4 +1,4 @@
-"""Floor 8: the commands and their exit codes; no logic."""
+"""Floor 9: the commands and their exit codes; no logic."""
 
 from __future__ import annotations
 
@@ -160,6 +160,20 @@ def _verify(options: argparse.Namespace) -> int:
     return {"verified": CLEAN, "refuted": FINDINGS}.get(found.verdict, FAILED)
 
 
+def _init(options: argparse.Namespace) -> int:
+    from planc.draft.init import draft
+    from planc.model.load import load
+
+    sink = Sink()
+    facts = load(options.model, sink, allow_code=options.allow_code)
+    drafted = draft(facts, sink) if facts else None
+    if sink.diagnostics:
+        _show(sink, "full", sys.stderr)
+    if drafted is None:
+        return FAILED
+    return _write(drafted.text, options.output)
+
+
 def _why(options: argparse.Namespace) -> int:
     from planc.emit import reasons
     from planc.emit.why import why
@@ -273,6 +287,7 @@ def _write(text: str, output: str | None) -> int:
 
 
 _COMMANDS = {
+    "init": _init,
     "check": _check,
     "lower": _lower,
     "diff": _diff,

@@ -24,9 +24,10 @@ FLOORS = {
     "driver": 6,
     "arguments": 6,
     "proof": 7,
-    "api": 8,
-    "cli": 8,
-    "__init__": 9,
+    "draft": 8,
+    "api": 9,
+    "cli": 9,
+    "__init__": 10,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -59,7 +59,7 @@ def findings(example, folder):
     if command:
         if lines[0].startswith("# "):  # a file that the command names
             file = folder / lines[0][2:]
-            file.parent.mkdir(parents=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("\n".join(lines[1 : lines.index("")]) + "\n")
         words = shlex.split(command)[1:]
     elif example.startswith("{"):

@@ -241,6 +241,14 @@ adapters {
 """
 
 
+def test_a_style_that_is_code(tmp_path):
+    plan = tmp_path / "p.plan"
+    text = PLAN.format(rest=FSDP).replace("= 1", "= 2").replace("colwise(-> replicate)", "vocab")
+    plan.write_text(text.replace("mesh", 'style vocab = python "a.b:C"\nmesh', 1))
+    [reason] = ask(compiled_of("llama-3.1-8b", plan), "lm_head").tensor
+    assert "vocab" in reason.what and "shapes and bytes are those without it" in reason.what
+
+
 def test_what_weights_are_kept_in(tmp_path):
     plan = tmp_path / "p.plan"
     plan.write_text(PLAN.format(rest="load {\n    dtype = fp32\n}\n" + FSDP))

@@ -37,7 +37,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
         lowered: the plan.
         digest: of it, in hex; its beginning is shown.
     """
-    return "".join(f"{line}\n" for line in _lines(lowered, digest))
+    return "".join(f"{line.rstrip()}\n" for line in _lines(lowered, digest))
 
 
 def _lines(lowered: Lowered, digest: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from planc.emit.named import found
 from planc.ir import plan as ir
 from planc.ir.derive import adapted
 from planc.ir.plan import AdapterRule, Adapters, Meaning, Mesh, Plan
-from planc.ir.style import Split, part_sizes, style_name, weight_split
+from planc.ir.style import Custom, Split, part_sizes, style_name, weight_split
 from planc.lowering.memory import split_dim
 from planc.lowering.ops import (
     Adapt,
@@ -129,7 +129,10 @@ class _Question:
         layouts = words.flow(op.style)
         style = f"{style_name(op.style)} {layouts}".strip()
         target = self._part(len(op.modules.path))
-        return self._reason(f"{style}, on {words.axes([op.axis], self.lowered)}", target, op)
+        said = f"{style}, on {words.axes([op.axis], self.lowered)}"
+        if isinstance(op.style, Custom):
+            said += "; code of the plan's own, so shapes and bytes are those without it"
+        return self._reason(said, target, op)
 
     def _part(self, length: int) -> str:
         """The name of the module around this one whose path is that long."""

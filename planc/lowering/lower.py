@@ -234,7 +234,11 @@ def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
 
 
 def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
-    """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again."""
+    """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again.
+
+    What is new is what all of them become: a head's bias that its parent names too is split as the
+    head's.
+    """
 
     def now(parameter: str) -> str:
         owner, _, name = parameter.rpartition(".")
@@ -242,10 +246,11 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
         inside = any(r.modules.has(owner) for r in rules)
         return f"{owner}.{BASE_LAYER}.{name}" if inside else parameter
 
-    for source, *others in facts.ties:
-        for other in others:
-            if any(_makes(rule, name) for rule in tensor for name in (source, other)):
-                yield Tie(parameter=now(other), source=now(source))
+    for group in facts.ties:
+        made = [name for name in group if any(_makes(rule, name) for rule in tensor)]
+        for other in group if made else ():
+            if other != made[0]:
+                yield Tie(parameter=now(other), source=now(made[0]))
 
 
 def _makes(rule: TensorRule, parameter: str) -> bool:

@@ -12,6 +12,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
         made = _on_meta(getattr(importlib.import_module(module), factory))
         if not isinstance(made, torch.nn.Module):
             raise TypeError(f"it gave a {type(made).__name__}, not an nn.Module")
-        return facts_of(made, config=getattr(made, "config", None), config_name=name)
+        found = facts_of(made, config=getattr(made, "config", None), config_name=name)
+        return replace(found, code=name)
     except (Exception, SystemExit) as error:
         told = "it is called without arguments, on the meta device, and returns an nn.Module"
         sink.error("PL608", f"{name} failed: {reason(error)}", help=told)
@@ -214,7 +216,7 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             continue
         takes = getattr(cls, "config_class", None)
-        for part in (resolved, resolved.get_text_config()):
+        for part in (resolved, resolved.get_text_config(decoder=True)):
             if takes is not None and isinstance(part, takes):
                 return cls, part
     return None

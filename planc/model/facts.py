@@ -247,6 +247,7 @@ class Facts:
         root: the module table.
         ties: groups of parameters that are one tensor, as torch names them.
         given: the names of the fields that the user's file states itself.
+        code: `package.module:factory`, where the user allowed it to be run to build the model.
     """
 
     name: str
@@ -256,6 +257,7 @@ class Facts:
     root: Module
     ties: tuple[tuple[str, ...], ...] = ()
     given: frozenset[str] = frozenset()
+    code: str = ""
 
     @property
     def model(self) -> Modules:

@@ -34,6 +34,11 @@ class Maker:
         self._cls, self._part = prepared
 
     @property
+    def configuration(self) -> Any:
+        """transformers' configuration object."""
+        return self._part
+
+    @property
     def vocabulary(self) -> int:
         """The number of tokens, where the configuration says it."""
         return int(getattr(self._part, "vocab_size", 0) or 64)
@@ -54,6 +59,11 @@ class Maker:
             for parameter in made.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
         model: nn.Module = made.float().train()
+        for part in {
+            id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+        }.values():
+            if getattr(part, "use_cache", None) is True:  # training keeps none
+                part.use_cache = False
         return model
 
     def sample(self, seed: int = 3) -> dict[str, Any]:

@@ -53,6 +53,13 @@ def shrink(config: Config, *, ranks: Mapping[str, int] | int, layers: int = 2) -
     return _Shrinker(axes.get("tp", 1), axes.get("ep", 1), layers).config(config)
 
 
+def _joined(config: Config) -> list[int]:
+    """The widths of heads that are two halves, one rotated and one not, in any layer."""
+    layers = (config, *({**config, **v} for v in (config.get("per_layer_config") or {}).values()))
+    halves = ([layer.get(name) for name in QK] for layer in layers)
+    return [sum(b for b in both if _number(b)) for both in halves if all(map(_number, both))]
+
+
 class _Shrinker:
     """Args:
     tp, ep: what heads and experts must divide by.
@@ -108,6 +115,8 @@ class _Shrinker:
         """The first layer of each kind, then the next ones until there are enough."""
         first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
         kept = set(first.values())
+        shared = [i for i, kind in enumerate(kinds) if "hybrid" in kind]
+        kept.update(shared[:2])  # blocks of one set of weights: one alone is tied to nothing
         for i in range(len(kinds)):
             if len(kept) >= self.layers:
                 break
@@ -132,8 +141,12 @@ class _Shrinker:
         for name in HEAD_DIM:
             if _number(config.get(name)):
                 small[name] = HEAD
+        if config.get("head_dim") in _joined(config):
+            small["head_dim"] = HEAD * len(QK)
         if _number(config.get("qk_head_dim")):
             small["qk_head_dim"] = sum(HEAD for n in QK if _number(config.get(n)))
+            if _number(config.get("swa_head_dim")):
+                small["swa_head_dim"] = small["qk_head_dim"]
         if _number(config.get("attention_head_dim")):
             inner = small.get("attention_hidden_size", size)
             small["attention_head_dim"] = inner // max(heads, 1)

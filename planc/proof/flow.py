@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planc.diagnostic import PlanError, Severity, Sink
+from planc.diagnostic import Severity, Sink
 from planc.driver import Compiled, compile_plan
 from planc.ir.plan import Plan
 from planc.lowering.document import digest
@@ -148,8 +148,8 @@ def flow(
         small = Outcome(verdict="unknown", reason=told)
     else:
         small = _small(facts, ir, plan, list(settings), axes)
-    outcome = small if isinstance(small, Outcome) else _judged(*small)
-    layers = () if isinstance(small, Outcome) else kinds(facts, _facts(small[1]), outcome)
+    outcome = small if isinstance(small, Outcome) else judge(*small)
+    layers = () if isinstance(small, Outcome) else kinds(facts, small[1], outcome)
     sections = tuple(_sections(lowered, ir, outcome))
     verdict = Verdict(outcome=outcome, kinds=layers, sections=sections)
     if verdict.verdict == "proved":
@@ -168,15 +168,12 @@ def flow(
     return verdict
 
 
-def _facts(compiled: Compiled) -> Facts:
-    assert compiled.facts is not None
-    return compiled.facts
-
-
 def _small(
     facts: Facts, ir: Plan, plan: str, settings: list[str], axes: set[str]
 ) -> Outcome | tuple[dict[str, Any], Compiled]:
     """The plan compiled for a small model, or why that can't be."""
+    if facts.code:
+        return _own(facts, ir, plan, settings, axes)
     if "model_type" not in facts.config:
         return Outcome(verdict="unknown", reason="the model has no configuration to shrink")
     if plan == "-":
@@ -187,7 +184,7 @@ def _small(
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the model cannot be shrunk: {error}")
     values = json.loads(json.dumps(values, default=str))
-    values.setdefault("architectures", [facts.name])
+    values["architectures"] = [facts.name]
     known = of_values(values, "the small model", quiet)
     if known is None:
         return Outcome(verdict="unknown", reason=_first(quiet, "the model cannot be shrunk"))
@@ -199,31 +196,43 @@ def _small(
     return values, compiled
 
 
+def _own(
+    facts: Facts, ir: Plan, plan: str, settings: list[str], axes: set[str]
+) -> Outcome | tuple[dict[str, Any], Compiled]:
+    """The plan for a model of the user's own, which is run as it is."""
+    quiet = Sink()
+    sizes = {a.name: _RANKS if a.name in axes else 1 for a in ir.mesh.axes}
+    own = smaller.settings(settings, sizes)
+    compiled = compile_plan(facts, plan, quiet, world_size=_RANKS ** len(axes), settings=own)
+    if compiled.lowered is None:
+        return Outcome(verdict="unknown", reason=_first(quiet, "the plan does not fit it"))
+    return {}, compiled
+
+
 def _first(sink: Sink, otherwise: str) -> str:
     errors = [d.message for d in sink if d.severity is Severity.ERROR]
     return f"{otherwise}: {errors[0]}" if errors else otherwise
 
 
-def _judged(values: dict[str, Any], compiled: Compiled) -> Outcome:
+def judge(values: dict[str, Any], compiled: Compiled) -> Outcome:
     """What a small lowered plan does, from the cache or by simulation."""
-    assert compiled.lowered is not None
+    assert compiled.lowered is not None and compiled.facts is not None
+    code = compiled.facts.code
     config = json.dumps(values, sort_keys=True)
     key = cache.named(f"flow {_FORMAT}", digest(compiled.lowered), config)
-    own = bool(compiled.lowered.code)  # which may change, and the plan does not
+    own = bool(code or compiled.lowered.code)  # which may change, and the plan does not
     kept = None if own else outcome_of(cache.recall(key))
     if kept is not None:
         return kept
-    from planc.model.real import Maker
+    from planc.model.own import maker_of
     from planc.runtime.flow import simulate
 
     try:
-        maker = Maker(values)
-    except PlanError as error:
+        maker = maker_of(values, code)
+    except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
     outcome = simulate(lambda: maker.build(0), maker.sample(), compiled.lowered)
-    if (
-        outcome.verdict != "unknown" and not own
-    ):  # what is unknown here and now may be known elsewhere
+    if outcome.verdict != "unknown" and not own:  # what is unknown now may be known elsewhere
         cache.keep(key, outcome.document())
     return outcome
 

@@ -7,10 +7,13 @@ seen there holds for all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planc.driver import Compiled
+from planc.ir.plan import Plan
 from planc.model.facts import Facts, Module, Modules
 from planc.model.indices import Indices
 from planc.runtime.outcome import LIMIT, Outcome
@@ -40,6 +43,9 @@ class Kind:
         return f"{self.modules} ({self.label})" if self.label else self.modules
 
 
+_TOWER = re.compile(r"vision|audio|speech")
+"""A tower's configuration says nothing of the language model's layers, as many as there may be."""
+
 _Key = tuple[Any, ...]
 
 
@@ -49,24 +55,40 @@ class _Group:
     label: str
 
 
-def kinds(facts: Facts, small: Facts, outcome: Outcome) -> tuple[Kind, ...]:
+def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
     """The verdict on each kind of layer of a model, from a run of a small one.
 
     Args:
         facts: of the model.
-        small: of the small model that was run.
+        small: the plan for the small model that was run.
         outcome: of the run.
     """
-    if outcome.verdict not in ("proved", "refuted"):
+    if outcome.verdict not in ("proved", "refuted") or small.facts is None or small.plan is None:
         return ()
-    seen = {key: list(group.modules.names()) for key, group in _groups(small, facts)}
-    found = [
-        _judged(str(group.modules), group.label, seen.get(key, []), outcome)
-        for key, group in _groups(facts, facts)
-    ]
+    groups = {key: group.modules for key, group in _groups(small.facts, facts)}
+    seen = {key: list(modules.names()) for key, modules in groups.items()}
+    ran = {name for name, _ in outcome.modules}
+    found: list[Kind] = []
+    for key, group in _groups(facts, facts):
+        names = seen.get(key, [])
+        if names and not ran & set(names):
+            found.append(_not_run(group, groups[key], small.plan))
+        else:
+            found.append(_judged(str(group.modules), group.label, names, outcome))
     blocks = [name for names in seen.values() for name in names]
     rest = [n for n, _ in outcome.modules if not any(_in(n, b) or _in(b, n) for b in blocks)]
     return (*found, _judged("root", "", rest, outcome)) if rest else tuple(found)
+
+
+def _not_run(group: _Group, modules: Modules, plan: Plan) -> Kind:
+    """Blocks that the run has no input for, such as a tower that waits for images."""
+    split = any(rule.modules.within(modules) for rule in plan.tensor)
+    return Kind(
+        modules=str(group.modules),
+        label=group.label,
+        verdict="unknown" if split else "proved",
+        reason="the small model's run, on text, does not come there" if split else "",
+    )
 
 
 def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Kind:
@@ -102,7 +124,8 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
     """
     for at in _lists(facts.model):
         wide = next((o for o in _lists(named.model) if o.path == at.path), None)
-        columns = list(_columns(facts.config, named.config, _length(wide) if wide else 0))
+        length = _length(wide) if wide else 0
+        columns = list(_columns(facts.config, named.config, length, str(at)))
         merged: dict[_Key, _Group] = {}
         for child in at.module.children:
             assert child.indices is not None
@@ -135,12 +158,13 @@ def _length(modules: Modules) -> int:
 
 
 def _columns(
-    config: Mapping[str, Any], named: Mapping[str, Any], length: int
+    config: Mapping[str, Any], named: Mapping[str, Any], length: int, path: str
 ) -> Iterator[tuple[str, list[Any]]]:
-    """The lists of a configuration that say something of each layer."""
+    """The lists of a configuration that say something of each layer of the list at `path`."""
     for name, value in named.items():
         if isinstance(value, Mapping) and isinstance(config.get(name), Mapping):
-            yield from _columns(config[name], value, length)
+            if _TOWER.findall(name) == _TOWER.findall(path):
+                yield from _columns(config[name], value, length, path)
         elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
             own = config.get(name)
             if isinstance(own, list):

@@ -16,6 +16,7 @@ class Job:
     ranks: the number of processes.
     seeds: of weights and data, one comparison each.
     limits: the largest errors that are let pass: `logits`, `loss`, `gradients`, `parameters`.
+    code: the factory of a model of the user's own, in whose stead there is no configuration.
     folder: where the ranks leave what they found, `<rank>.json` each.
     seconds: how long a collective may wait.
     """
@@ -28,6 +29,7 @@ class Job:
     limits: dict[str, float]
     folder: str
     seconds: float
+    code: str = ""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

@@ -17,6 +17,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.lowering.ops import Divide, Lowered
+from planc.model.own import Own
 from planc.model.real import Maker
 from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
@@ -56,7 +57,9 @@ class Sample:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def prove(maker: Maker, lowered: Lowered, digest: str, seed: int, report: Report) -> dict[str, Any]:
+def prove(
+    maker: Maker | Own, lowered: Lowered, digest: str, seed: int, report: Report
+) -> dict[str, Any]:
     """Compares one seed's model under the plan with the same model alone.
 
     Args:
@@ -94,7 +97,7 @@ def prove(maker: Maker, lowered: Lowered, digest: str, seed: int, report: Report
     }
 
 
-def batch(maker: Maker, lowered: Lowered, seed: int, step: int) -> tuple[torch.Tensor, ...]:
+def batch(maker: Maker | Own, lowered: Lowered, seed: int, step: int) -> tuple[torch.Tensor, ...]:
     """Tokens and labels; the ends of the vocabulary, where special tokens are, stay out."""
     generator = torch.Generator().manual_seed(1000 * (step + 1) + seed)
     ways = lowered.axis_size(*lowered.data)

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic
 from planc.runtime.agree import problem
 from planc.runtime.loading import keys
-from planc.runtime.shards import Order, aliases, held, irregular, orders, runs, take
+from planc.runtime.ranges import Pieces
+from planc.runtime.shards import Order, aliases, held, irregular, orders
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -97,14 +98,12 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
     names = {name: p for name, p, _ in _parameters(model, optimizer)}
     state: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
-    own = orders(model)
     for key, value in loaded.items():
         name, last = _owner(key), key.rpartition(".")[2]
         if key.startswith(GROUPS):
             values.setdefault(name, {})[last] = value
         else:
-            order = own.get(name)
-            placed = shard(value, names[name], order) if isinstance(value, Tensor) else value
+            placed = shard(value, names[name]) if isinstance(value, Tensor) else value
             state.setdefault(numbers[id(names[name])], {})[last] = placed
     by_id = {id(p): name for name, p in names.items()}
     groups = []
@@ -118,16 +117,16 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
 def room(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:
     """Memory for a tensor of a checkpoint that is laid out as another one."""
     if irregular(like, order):
-        return torch.empty(tuple(like.shape), dtype=dtype, device=like.device)
+        return Pieces.of(like, order, dtype)
     return torch.empty_like(like, dtype=dtype)
 
 
-def shard(value: Tensor, like: Tensor, order: Order | None = None) -> Tensor:
-    """What `room` gave, laid out as the other one where it was whole."""
-    if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
+def shard(value: Tensor, like: Tensor) -> Tensor:
+    """What `room` gave, as a DTensor laid out as the other one where it was in pieces."""
+    if not isinstance(like, DTensor) or not isinstance(value, Pieces):
         return value
     return DTensor.from_local(
-        take(value, runs(like, order)).contiguous(),
+        value.part,
         like.device_mesh,
         like.placements,
         run_check=False,

@@ -17,6 +17,7 @@ from planc import whole
 from planc.diagnostic import Sink
 from planc.lowering.document import loads
 from planc.lowering.ops import Lowered
+from planc.model.own import Own, maker_of
 from planc.model.real import Maker
 from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
@@ -24,14 +25,14 @@ from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
 from planc.runtime.numerics import SingleError, batch, prove, rows_of
 
-_MAKERS: dict[str, Maker] = {}
+_MAKERS: dict[str, Maker | Own] = {}
 
 
 def prepare(job: Job) -> None:
     """What all ranks have in common, done once before they part."""
     torch.set_num_threads(1)
     try:
-        _MAKERS[job.digest] = Maker(job.config)
+        _MAKERS[job.digest] = maker_of(job.config, job.code)
     except Exception:  # each rank tries again, and says so
         _MAKERS.clear()
 
@@ -62,7 +63,7 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
         found["phase"] = phase
 
     report("build")
-    maker = _MAKERS.get(job.digest) or Maker(job.config)
+    maker = _MAKERS.get(job.digest) or maker_of(job.config, job.code)
     sink = Sink()
     lowered = loads(job.lowered, "the lowered plan", sink)
     if lowered is None:
@@ -94,7 +95,7 @@ def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
 
 
 def _locate(
-    maker: Maker, lowered: Lowered, job: Job, seed: int, wrong: dict[str, float]
+    maker: Maker | Own, lowered: Lowered, job: Job, seed: int, wrong: dict[str, float]
 ) -> dict[str, Any] | None:
     """Where the models part, as this rank sees it.
 

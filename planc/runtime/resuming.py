@@ -18,10 +18,10 @@ from planc.runtime.agree import problem
 from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry
 from planc.runtime.loading import Weights, load_files, lost, match, materialise, together, unlike
-from planc.runtime.optimizers import room
 from planc.runtime.pieces import Stored, one
+from planc.runtime.ranges import Pieces
 from planc.runtime.saving import METADATA, reason, saved
-from planc.runtime.shards import held, irregular, local, orders, reshard, runs, take
+from planc.runtime.shards import held, irregular, orders, reshard
 
 _MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
 
@@ -113,19 +113,14 @@ def load_checkpoint(
     tensors, moved = held(model), orders(model)
     for name, entry in matched.items():
         own, order = tensors[name].detach(), moved.get(name)
-        held_whole = irregular(own, order)
-        target[start + entry.name] = room(own, own.dtype, order) if held_whole else own
+        apart = irregular(own, order)
+        target[start + entry.name] = Pieces.of(own, order) if apart else own
     if optimizer is not None:
         own_state = optimizers.expected(model, optimizer, flat)
         target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
     if _STEP in stored:
         target[_STEP] = None
     _read(target, folder)
-    for name, entry in matched.items():
-        order = moved.get(name)
-        if irregular(tensors[name], order):
-            ranges = runs(tensors[name], order)
-            local(tensors[name]).copy_(take(target[start + entry.name], ranges))
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
         optimizers.incoming(model, optimizer, loaded)

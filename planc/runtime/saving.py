@@ -21,6 +21,7 @@ from planc.runtime.agree import problem
 from planc.runtime.files import INDEX, SINGLE
 from planc.runtime.loading import together
 from planc.runtime.optimizers import moved, outgoing
+from planc.runtime.ranges import Pieces
 from planc.runtime.shards import Order, adapter, aliases, held, irregular, orders, reshard, whole
 from planc.runtime.tuned import Tuned, change, unmerged
 
@@ -74,9 +75,9 @@ def saved(folder: Path) -> Path:
 
 
 def _storable(value: Any, order: Order | None) -> Any:
-    """A value as torch's checkpoint places it right: whole, where torch errs on a shard's place."""
+    """A value as torch's checkpoint places it right: in pieces, where torch errs on their place."""
     if isinstance(value, Tensor) and irregular(value, order):
-        return whole(value, order)
+        return Pieces.of(value, order)
     return value
 
 

@@ -92,7 +92,7 @@ class Nursery:
             )
 
     def compare(
-        self, config: dict[str, Any], lowered: Lowered, *, timeout: float
+        self, config: dict[str, Any], lowered: Lowered, *, timeout: float, code: str = ""
     ) -> Comparison | Trouble:
         """Trains the small model with and without the plan, and compares.
 
@@ -100,6 +100,7 @@ class Nursery:
             config: of the small model.
             lowered: the plan for it, from `single_precision`.
             timeout: seconds that all of it may take.
+            code: the factory of a model of the user's own, which is run as it is.
         """
         began = time.monotonic()
         job = Job(
@@ -111,6 +112,7 @@ class Nursery:
             limits=LIMITS,
             folder=str(self.folder),
             seconds=timeout,
+            code=code,
         )
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it died already: its exit says so

@@ -45,7 +45,10 @@ class Builder(Transformer[Token, tree.File]):
 
     def header(self, meta: Meta, children: list[Any]) -> tree.Header:
         name, *families = children
-        words = tuple(self.word(f) for f in families)
+        words = tuple(
+            tree.Name(origin=self.at(f), path=_unquote(f) if f.type == "STRING" else str(f))
+            for f in families
+        )
         return tree.Header(origin=self.span(meta), name=str(name), families=words)
 
     def extend(self, meta: Meta, children: list[Any]) -> tree.Extend:

@@ -1,8 +1,10 @@
 """The styles that torch does not have train what one process trains, and keep their weights."""
 
 import pytest
+import torch
 import toy
 from test_script import well_made
+from torch.distributed.checkpoint import FileSystemReader
 
 import planc
 from planc.emit.script import render
@@ -65,6 +67,10 @@ def test_another_plan_goes_on(four, plan, tmp_path, old, new):
         new=[f"tp={new}"],
         folder=str(tmp_path),
     )
+    stored = FileSystemReader(tmp_path / "run").read_metadata().state_dict_metadata
+    fused = stored["model.blocks.0.two.weight"]
+    assert fused.size == torch.Size([48, 16])
+    assert len(fused.chunks) > 1, "a rank held the whole tensor to save it"
     for result in results:
         assert result["equal"], "the weights changed on the way"
         assert result["losses"] == pytest.approx(result["right"], rel=1e-5)

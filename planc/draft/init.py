@@ -1,0 +1,182 @@
+"""`planc init`: model facts -> the text of a plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from planc.diagnostic import Sink
+from planc.draft.roles import Ran, Roles, roles
+from planc.draft.run import run
+from planc.draft.search import Search
+from planc.draft.text import Draft, render
+from planc.model import cache
+from planc.model.facts import Facts
+from planc.model.load import of_values
+from planc.model.shrink import shrink
+from planc.runtime.outcome import Outcome
+from planc.syntax.format import laid_out
+
+_RANKS = 2
+_Small = tuple[Facts | None, dict[str, Any], Any, str]
+_NOTHING: _Small = (None, {}, None, "the model has no configuration to shrink")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """Args:
+    text: of the plan.
+    outcome: of layout flow, for what was settled.
+    sequence: whether the plan offers sequence parallelism.
+    runs: how many runs of the small model it took.
+    """
+
+    text: str
+    outcome: Outcome
+    sequence: bool
+    runs: int
+
+
+def draft(facts: Facts, sink: Sink) -> Drafted:
+    """A first plan for a model.
+
+    Args:
+        facts: of the model.
+        sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
+            transformers' own plan that matches nothing).
+    """
+    quiet = Sink()
+    small, values, maker, why = _NOTHING
+    if facts.code or "model_type" in facts.config:
+        small, values, maker, why = _small(facts, quiet)
+    known = small or facts
+    made = run(maker) if maker is not None else None
+    found = roles(known, made)
+    page = _page(facts, known, found, made)
+    search = Search(known, values, found, made, page)
+    if maker is None or made is None:
+        why = why or "the small model does not run"
+        outcome = Outcome(verdict="unknown", reason=why)
+        sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
+        search.cautious()
+        page.comment.append(f"Not proved: {why}. Only embeddings and heads are split.")
+    else:
+        outcome = search.plain()
+        if outcome.verdict == "proved":
+            search.with_sequence()
+        _comments(page, search, outcome, sink)
+    _dead(facts, maker, page, sink)
+    return Drafted(
+        text=laid_out(render(page)),
+        outcome=outcome,
+        sequence=page.sequence is not None,
+        runs=search.runs,
+    )
+
+
+def _small(facts: Facts, sink: Sink) -> _Small:
+    """The small model's facts, its configuration, what builds it, or why there is none."""
+    from planc.model.own import maker_of
+
+    try:
+        if facts.code:
+            return facts, {}, maker_of({}, facts.code), ""
+        values = shrink(facts.config, ranks={"tp": _RANKS})
+        values = json.loads(json.dumps(values, default=str))
+        values["architectures"] = [facts.name]
+        small = of_values(values, "the small model", sink)
+        if small is None:
+            errors = [d.message for d in sink]
+            return None, {}, None, errors[0] if errors else "it can't be built small"
+        return small, values, maker_of(values, ""), ""
+    except Exception as error:
+        return None, {}, None, f"it can't be built small: {error}"
+
+
+def _page(facts: Facts, known: Facts, found: Roles, ran: Ran | None) -> Draft:
+    """What is decided before any split: the names, the units."""
+    head = found.heads[-1] if found.heads else None
+    names = {name.rpartition(".")[0] for group in known.ties for name in group}
+    page = Draft(
+        name=re.sub(r"\W", "_", facts.family),
+        family=facts.family,
+        blocks=[b.path for b in found.blocks],
+    )
+    page.tied = {found.embedding, head} <= names
+    if names - {found.embedding, head}:  # other ties: what shares a tensor stays in the root
+        return page
+    page.embedding, page.head = found.embedding, head
+    page.may_tie = "tie_word_embeddings" in facts.config and head is not None
+    page.tail = _tail(found, ran) if head else []
+    return page
+
+
+def _tail(found: Roles, ran: Ran | None) -> list[str]:
+    """The norms that run after the last block."""
+    if ran is None or not found.blocks:
+        return []
+    paths = tuple(f"{b.path}." for b in found.blocks)
+    last = max((i for i, n in enumerate(ran.order) if n.startswith(paths)), default=0)
+    return [n for n in found.norms if n in ran.order and ran.order.index(n) > last]
+
+
+def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
+    """What a reader should know: what stays whole and why, what could not be decided."""
+    if outcome.verdict == "proved":
+        of = f"transformers {cache.version('transformers')}" if search.values else "this code"
+        on = "a small model" if search.values else "the model"
+        page.comment.append(
+            f"Written by planc init for {of}; layout flow proved it on {on} (largest error "
+            f"{outcome.worst:.0e})."
+        )
+    else:
+        why = outcome.reason or "; ".join(p.detail for p in outcome.parts[:1]) or "it is refuted"
+        page.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
+        sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
+    reached = [c for p, some in search.parts.items() if p not in search.unreached for c in some]
+    whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
+    if search.unreached:
+        page.comment.append(
+            "Whole on every rank, because a run on text does not come there and nothing of it can "
+            f"be proved: {', '.join(search.unreached)}."
+        )
+    if whole:
+        page.comment.append(
+            f"Whole on every rank, because no split of them was right: {', '.join(whole)}."
+        )
+    if page.sequence is None and outcome.verdict == "proved":
+        page.comment.append("No sequence parallelism: no way to it was proved.")
+
+
+def _dead(facts: Facts, maker: Any, page: Draft, sink: Sink) -> None:
+    """The rules of transformers' own plan that match nothing of the model."""
+    rules = getattr(getattr(maker, "configuration", None), "base_model_tp_plan", None) or {}
+    names = {_star(n) for n in _names(facts)}
+    names |= {n.partition(".")[2] for n in names}
+    dead = [r for r in rules if r not in names and not any(n.endswith(f".{r}") for n in names)]
+    if dead:
+        told = ", ".join(f"`{r}`" for r in dead)
+        page.comment.append(f"transformers' own plan also names {told}, which match nothing here.")
+        sink.info("PL661", f"rules of transformers' own plan match nothing: {told}")
+
+
+def _names(facts: Facts) -> list[str]:
+    found: list[str] = []
+
+    def walk(prefix: str, module: Any) -> None:
+        for parameter in module.parameters:
+            found.append(f"{prefix}.{parameter.name}" if prefix else parameter.name)
+        for child in module.children:
+            last = child.name if child.indices is None else "*"
+            name = f"{prefix}.{last}" if prefix else last
+            found.append(name)
+            walk(name, child.module)
+
+    walk("", facts.root)
+    return found
+
+
+def _star(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -1,0 +1,336 @@
+"""Finds the best recipe for each part of a model that layout flow proves.
+
+It starts with the best everywhere, runs the small model, and takes back what the run refutes: a
+gradient that is a part of a sum gets a rule that sums it; a part that computes something else falls
+to its next recipe. Each step takes something back, so it ends.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planc.diagnostic import Severity, Sink
+from planc.draft.recipes import Choice, Recipe, choices
+from planc.draft.roles import Ran, Roles
+from planc.draft.text import Draft, render
+from planc.driver import compile_plan
+from planc.model.facts import Facts, Module, Modules
+from planc.proof.flow import judge
+from planc.runtime.outcome import Outcome, Part
+
+_MOST = 60
+"""Runs; a model has far fewer parts than that."""
+
+
+@dataclass(slots=True)
+class Search:
+    """Args:
+    facts: of the small model.
+    values: its configuration.
+    roles: of its modules.
+    ran: what a run of it showed.
+    draft: what is filled in.
+    """
+
+    facts: Facts
+    values: dict[str, Any]
+    roles: Roles
+    ran: Ran | None
+    draft: Draft
+    parts: dict[str, list[Choice]] = field(default_factory=dict)
+    outside: list[Choice] = field(default_factory=list)
+    summed: dict[str, dict[str, str]] = field(default_factory=dict)
+    unreached: list[str] = field(default_factory=list)
+    runs: int = 0
+
+    def __post_init__(self) -> None:
+        for blocks in self.roles.blocks:
+            holders = _holders(self.facts, blocks.path)
+            self.parts[blocks.path] = choices(blocks, self.facts.config, holders)
+            if self.ran is not None and not any(
+                name.startswith(f"{blocks.path}.") for name in self.ran.order
+            ):
+                self.unreached.append(blocks.path)
+                for choice in self.parts[blocks.path]:
+                    choice.at = len(choice.recipes) - 1
+            self.summed[blocks.path] = {}
+        for name, styles in self._ends():
+            self.outside.append(
+                Choice(
+                    name=name,
+                    members=(name,),
+                    top=name,
+                    recipes=[
+                        Recipe(name="split", plain={name: styles[0]}, sequence={name: styles[1]}),
+                        Recipe(name="whole", plain={}),
+                    ],
+                )
+            )
+
+    def _ends(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        if self.roles.embedding:
+            yield self.roles.embedding, ("rowwise", "rowwise(-> shard(1), local = false)")
+        for head in self.roles.heads:
+            yield head, ("colwise(-> replicate)", "colwise(shard(1) -> replicate)")
+
+    @property
+    def all(self) -> list[Choice]:
+        return [*(c for some in self.parts.values() for c in some), *self.outside]
+
+    def plain(self) -> Outcome:
+        """Settles the recipes without sequence parallelism; gives what the last run said."""
+        outcome = self._tried(sequence=False)
+        while outcome.verdict != "proved" and self.runs < _MOST:
+            if outcome.verdict == "nothing" or not self._taken_back(outcome):
+                break
+            outcome = self._tried(sequence=False)
+        return outcome
+
+    def with_sequence(self) -> Outcome | None:
+        """Whether the settled recipes hold with sequence parallelism; the draft then offers it."""
+        rules = self._sequence_rules()
+        if rules is None:
+            return None
+        self.draft.sequence = rules
+        outcome = self._tried(sequence=True)
+        for _ in range(3):
+            if outcome.verdict != "refuted" or not self._summed(outcome, rules):
+                break
+            outcome = self._tried(sequence=True)
+        if outcome.verdict != "proved":
+            self.draft.sequence = None
+        return outcome
+
+    def cautious(self) -> None:
+        """For a model that can't be run: only what does not depend on its code is split."""
+        for some in self.parts.values():
+            for choice in some:
+                choice.at = len(choice.recipes) - 1
+        self._fill()
+
+    # Running -------------------------------------------------------------------------------------
+
+    def _tried(self, *, sequence: bool) -> Outcome:
+        """What layout flow says of the draft as it stands."""
+        self.runs += 1
+        self._fill()
+        if not any(self.draft.plain.values()):
+            return Outcome(verdict="nothing", reason="no split of its parts was right")
+        settings = ["tp=2", "dp_shard=1"]
+        if self.draft.sequence is not None:
+            settings.append(f"sequence_parallel={str(sequence).lower()}")
+        sink = Sink()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "draft.plan"
+            path.write_text(render(self.draft), encoding="utf-8")
+            compiled = compile_plan(self.facts, str(path), sink, world_size=2, settings=settings)
+        if compiled.lowered is None:
+            return Outcome(verdict="refuted", parts=tuple(self._refused(sink)))
+        if not any(type(op).__name__ == "Parallelize" for op in compiled.lowered.ops):
+            return Outcome(verdict="nothing", reason="nothing of it can be split")
+        return judge(self.values, compiled)
+
+    def _refused(self, sink: Sink) -> Iterator[Part]:
+        """What the compiler refuses, as if a run had died there: the selectors say where."""
+        for found in sink:
+            if found.severity is Severity.ERROR:
+                texts = [label.span.text.partition(" :")[0].strip() for label in found.labels]
+                subject = next(filter(None, texts), "")
+                yield Part(kind="refused", subject=subject, detail=found.message)
+
+    def _fill(self) -> None:
+        """The rules of the recipes that are chosen now."""
+        self.draft.plain = {}
+        self.draft.notes = {}
+        for path, some in self.parts.items():
+            rules = self.draft.plain.setdefault(path, {})
+            for choice in some:
+                rules |= choice.recipe.plain
+                if choice.recipe.note:
+                    self.draft.notes |= dict.fromkeys(choice.recipe.plain, choice.recipe.note)
+            rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
+            self.draft.plain[path] = self._ordered(path, rules)
+        self.draft.plain[""] = {n: s for c in self.outside for n, s in c.recipe.plain.items()}
+
+    def _ordered(self, path: str, rules: dict[str, str]) -> dict[str, str]:
+        """The rules in the order in which the modules stand in a block."""
+        order = [n for n in _holders(self.facts, path) if n and "." not in n]
+        return dict(sorted(rules.items(), key=lambda r: order.index(r[0].partition(".")[0])))
+
+    # Taking back ---------------------------------------------------------------------------------
+
+    def _taken_back(self, outcome: Outcome) -> bool:
+        """Mends or lowers what an outcome blames; False where nothing is left to take back."""
+        if outcome.verdict == "refuted" and self._summed(outcome, None):
+            return True
+        blamed = self._blamed(outcome)
+        open_ones = [c for c in blamed if not c.last]
+        if not open_ones:  # no one is to blame by name: what is least sure goes first
+            order = [c for some in self.parts.values() for c in some] + self.outside
+            open_ones = [c for c in order if not c.last][:1]
+        for choice in open_ones[:1]:
+            together = self.outside if choice in self.outside and self.draft.tied else [choice]
+            for one in together:  # a tie is split in both places or in none
+                one.at = min(one.at + 1, len(one.recipes) - 1)
+        return bool(open_ones)
+
+    def _summed(self, outcome: Outcome, rules: dict[str, dict[str, str]] | None) -> bool:
+        """Rules for gradients that nothing sums, or for MLA's way around a projection."""
+        outputs = [p for p in outcome.parts if p.kind in ("output", "crash", "refused", "size")]
+        added = False
+        for part in outcome.parts if not outputs else ():
+            module = part.subject.rpartition(".")[0]
+            path, inner = self._inside(module)
+            if path is None:
+                continue
+            there = self.summed[path] if rules is None else rules[path]
+            taken = inner in there or inner in self.draft.plain.get(path, {})
+            if part.kind == "gradient" and "kv_a_proj" in inner and not taken:
+                there[inner] = "mla_kv(rope = config.qk_rope_head_dim)"
+                added = True
+            elif part.kind == "partial" and not taken and self._leaf(module):
+                there[inner] = "replicate(gradient = sum)"
+                added = True
+        return added
+
+    def _leaf(self, name: str) -> bool:
+        found = _find(self.facts.model, name.split("."))
+        return found is not None and not found.children
+
+    def _inside(self, name: str) -> tuple[str | None, str]:
+        """The list of blocks that a module is in, and its name in the block."""
+        for path in self.parts:
+            if name.startswith(f"{path}."):
+                rest = name[len(path) + 1 :].split(".")[1:]
+                return path, ".".join("*" if p.isdecimal() else p for p in rest)
+        return None, name
+
+    def _blamed(self, outcome: Outcome) -> list[Choice]:
+        """The choices whose modules an outcome names, the first one first."""
+        found: list[Choice] = []
+        subjects = [p.subject for p in outcome.parts if p.kind not in ("boundary", "unstated")]
+        subjects += [p.before for p in outcome.parts if p.before]
+        boundaries = [p.subject for p in outcome.parts if p.kind == "boundary"]
+        for subject in (*boundaries[:1], *subjects):
+            path, inner = self._inside(subject)
+            inner = inner.removeprefix("$block.").removeprefix("$block2.")
+            some = self.parts.get(path, []) if path else [*self.all]
+            for choice in some:
+                if choice not in found and _concerns(choice, inner):
+                    found.append(choice)
+        return found
+
+    # Sequence parallelism ------------------------------------------------------------------------
+
+    def _sequence_rules(self) -> dict[str, dict[str, str]] | None:
+        """The rules with norms and residuals split along the sequence, or None without a way."""
+        if self.ran is None or len(self.parts) != 1 or not self.roles.embedding:
+            return None
+        if any(c.recipe.name == "whole" for c in self.outside):
+            return None
+        [(path, some)] = self.parts.items()
+        [blocks] = self.roles.blocks
+        rules = {norm: "sequence" for norm in blocks.norms if "." not in norm}
+        tops = dict.fromkeys(c.top for c in some)
+        tops |= dict.fromkeys(self._children(path))
+        for top in tops:
+            own = self._of_top(path, top, [c for c in some if c.top == top])
+            if own is None:
+                return None
+            rules |= own
+        rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
+        ends = {n: s for c in self.outside for n, s in (c.recipe.sequence or {}).items()}
+        rules = self._ordered(path, rules)
+        ends |= dict.fromkeys(self.roles.norms, "sequence")
+        for table in self.roles.tables:  # what is added to the tokens is split as they are
+            if self.ran.dims.get(table, 0) >= 2:
+                dim = self.ran.dims[table] - 2
+                ends[table] = f"output(replicate -> shard({dim}), local = false)"
+        return {path: rules, "": ends}
+
+    def _children(self, path: str) -> Iterator[str]:
+        """The children of the blocks that take hidden states and have weights, without norms."""
+        assert self.ran is not None
+        for name, module in _holders(self.facts, path).items():
+            if name and "." not in name and module.kind != "norm" and module.count:
+                yield name
+
+    def _of_top(self, path: str, top: str, own: list[Choice]) -> dict[str, str] | None:
+        """The rules for one child of a block: fine ones, else it works on the whole sequence."""
+        assert self.ran is not None
+        if not top or (len(own) == 1 and own[0].recipe.sequence is not None):
+            rules: dict[str, str] = {}
+            for choice in own:
+                if choice.recipe.sequence is None:
+                    return None
+                rules |= choice.recipe.sequence
+            return rules
+        names = [n for n in self.ran.order if self._inside(n) == (path, top)]
+        takes = next((self.ran.hidden[n] for n in names if n in self.ran.hidden), None)
+        gives = next((self.ran.gives[n] for n in names if n in self.ran.gives), 0)
+        if takes is None:
+            return None
+        many = ", null" * max(0, gives - 1)
+        around = f"input({takes}, local = true)"
+        around += f" & output(replicate -> shard(1){many}, local = false)"
+        inner = {n: s for c in own for n, s in c.recipe.plain.items()}
+        return {**inner, top: " & ".join(filter(None, [inner.get(top), around]))}
+
+
+def _concerns(choice: Choice, inner: str) -> bool:
+    """Whether a name is one of the choice's modules, or inside or right around them."""
+    if not inner:
+        return False
+    return any(
+        inner == m or inner.startswith(f"{m}.") or m.startswith(f"{inner}.") or _braces(inner, m)
+        for m in choice.members
+    )
+
+
+def _braces(selector: str, name: str) -> bool:
+    """Whether a selector with braces, as a finding shows it, names a module."""
+    import re
+
+    pattern = "".join(
+        f"({part[1:-1].replace(',', '|')})" if part.startswith("{") else re.escape(part)
+        for part in re.split(r"(\{[^}]*\})", selector)
+        if part
+    )
+    return re.fullmatch(pattern.replace(r"\*", r"[^.]*"), name) is not None
+
+
+def _holders(facts: Facts, path: str) -> dict[str, Module]:
+    """The modules of all kinds of block by their names inside it."""
+    found: dict[str, Module] = {}
+    at = _find(facts.model, path.split("."))
+    for child in at.children if at else ():
+        for name, module in _below("", child.module):
+            found.setdefault(name, module)
+    return found
+
+
+def _below(name: str, module: Module) -> Iterator[tuple[str, Module]]:
+    yield name, module
+    for child in module.children:
+        last = child.name if child.indices is None else "*"
+        yield from _below(f"{name}.{last}" if name else last, child.module)
+
+
+def _find(at: Modules, parts: Iterable[str]) -> Module | None:
+    module = at.module
+    for part in parts:
+        for child in module.children:
+            if (
+                (child.name == part)
+                if child.indices is None
+                else (part.isdecimal() and int(part) in child.indices)
+            ):
+                module = child.module
+                break
+        else:
+            return None
+    return module

@@ -1,0 +1,189 @@
+"""A draft -> the text of a plan, as a person would write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """What a plan is made of, before it is text.
+
+    Args:
+        name: of the plan.
+        family: that it is for.
+        comment: paragraphs at the top.
+        blocks: lists of blocks, the main one first.
+        both: rules that hold with and without sequence parallelism, by list of blocks (`""` is
+            outside), then by module.
+        plain, sequence: rules that hold in one of the two; no `sequence`, no such option.
+        tied: whether the configuration may tie the embedding and the head.
+        embedding, head, tail: modules for units: the table of tokens, the head, the norms before
+            the head.
+        notes: a comment beside a module's rules.
+    """
+
+    name: str
+    family: str
+    comment: list[str] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)
+    plain: dict[str, dict[str, str]] = field(default_factory=dict)
+    sequence: dict[str, dict[str, str]] | None = None
+    may_tie: bool = False
+    tied: bool = False
+    embedding: str | None = None
+    head: str | None = None
+    tail: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def render(draft: Draft) -> str:
+    """The plan."""
+    family = draft.family if re.fullmatch(r"[A-Za-z_][\w.]*", draft.family) else f'"{draft.family}"'
+    lines = [f"plan {draft.name} for {family}", ""]
+    for paragraph in draft.comment:
+        lines += [f"# {line}" for line in _wrapped(paragraph)]
+        lines.append("#")
+    if draft.comment:
+        lines[-1] = ""
+    options = []
+    if draft.sequence is not None:
+        why = "norms and residuals hold a part of the sequence between blocks"
+        options.append(("sequence_parallel = true", why))
+    options += [
+        ("checkpointing = true", "compute each block's activations again in backward"),
+        ('param_dtype = "bf16"', "what FSDP gathers and computes in"),
+        ('reduce_dtype = "fp32"', "what gradients are summed in"),
+    ]
+    lines += [f"option {text}  # {why}" for text, why in options]
+    for i, path in enumerate(draft.blocks):
+        lines.append(f"let {_let(i)} = {path}.*")
+    tensor = list(_tensor(draft))
+    axes = ["    dp_replicate = 1", "    dp_shard = auto", *(["    tp = 1"] if tensor else [])]
+    lines += ["", "mesh {", *axes, "}", ""]
+    if tensor:
+        lines += ["tensor on tp {", *(f"    {line}" for line in tensor), "}", ""]
+    if draft.blocks:
+        lines += ["when checkpointing {", "    checkpoint {"]
+        lines += [f"        ${_let(i)} : full" for i in range(len(draft.blocks))]
+        lines += ["    }", "}", ""]
+    lines += list(_fsdp(draft))
+    return "\n".join(lines) + "\n"
+
+
+def _let(index: int) -> str:
+    return "block" if index == 0 else f"block{index + 1}"
+
+
+def _wrapped(text: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, 98)
+
+
+def _tensor(draft: Draft) -> Iterable[str]:
+    """The rules: what both ways share first, then what differs."""
+    sequence = draft.sequence
+    for i, path in enumerate(draft.blocks):
+        plain = draft.plain.get(path, {})
+        other = None if sequence is None else sequence.get(path, {})
+        inner = list(_ways(plain, other, draft.notes))
+        if inner:
+            yield from [f"${_let(i)} {{", *(f"    {line}" for line in inner), "}"]
+    plain = draft.plain.get("", {})
+    yield from _ways(plain, None if sequence is None else sequence.get("", {}), draft.notes)
+
+
+def _ways(
+    plain: dict[str, str], sequence: dict[str, str] | None, notes: dict[str, str]
+) -> Iterable[str]:
+    if sequence is None:
+        yield from _rules(plain, notes)
+        return
+    both = {n: s for n, s in plain.items() if sequence.get(n) == s}
+    one = {n: s for n, s in plain.items() if n not in both}
+    two = {n: s for n, s in sequence.items() if n not in both}
+    yield from _rules(both, notes)
+    if two:
+        yield from ["when sequence_parallel {", *(f"    {r}" for r in _rules(two, {}))]
+        yield from ["} else {", *(f"    {r}" for r in _rules(one, {}))] if one else []
+        yield "}"
+    elif one:
+        yield from ["when not sequence_parallel {", *(f"    {r}" for r in _rules(one, {})), "}"]
+
+
+def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
+    """Rules of one style together, their names in braces where they are alike."""
+    by_style: dict[tuple[str, str], list[str]] = {}
+    for key, style in rules.items():
+        for one in style.split(" & "):
+            by_style.setdefault((one, notes.get(key, "")), []).append(key)
+    told: set[str] = set()
+    for (style, note), names in by_style.items():
+        if note and note not in told:
+            told.add(note)
+            yield from (f"# {line}" for line in _wrapped(note))
+        yield from (f"{target} : {style}" for target in braced(names))
+
+
+def braced(names: list[str]) -> list[str]:
+    """Names that differ in one place as one selector: `mlp.gate_proj`, `mlp.up_proj` ->
+    `mlp.{gate,up}_proj`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        holder, _, last = name.rpartition(".")
+        groups.setdefault(holder, []).append(last)
+    found = []
+    for holder, lasts in groups.items():
+        start = f"{holder}." if holder else ""
+        found += [f"{start}{joined}" for joined in _joined(lasts)]
+    return found
+
+
+def _joined(words: list[str]) -> list[str]:
+    if len(words) < 2:
+        return words
+    tails: dict[str, list[str]] = {}
+    for word in words:
+        match = re.fullmatch(r"([A-Za-z0-9_]+?)(_[A-Za-z]+|\d*)", word)
+        head, tail = (match[1], match[2]) if match else (word, "")
+        tails.setdefault(tail, []).append(head)
+    if any(len(heads) < 2 for heads in tails.values()):
+        tails = {"": words}
+    return [
+        f"{{{','.join(heads)}}}{tail}" if len(heads) > 1 else f"{heads[0]}{tail}"
+        for tail, heads in tails.items()
+    ]
+
+
+def _fsdp(draft: Draft) -> Iterable[str]:
+    yield "fsdp on dp_shard, replicate on dp_replicate {"
+    yield "    precision(param = param_dtype, reduce = reduce_dtype)"
+    for i in range(len(draft.blocks)):
+        yield f"    ${_let(i)} : unit(reshard = except_last)"
+    ends = [*draft.tail, *([draft.head] if draft.head else [])]
+    apart = list(_apart(draft.embedding, ends))
+    together = [*([draft.embedding] if draft.embedding else []), *ends]
+    if draft.may_tie and draft.embedding and draft.head:
+        yield "    when config.tie_word_embeddings {"
+        yield f"        group({', '.join(together)}) : unit(reshard = never)"
+        yield "    } else {"
+        yield from (f"        {line}" for line in apart)
+        yield "    }"
+    elif draft.tied and len(together) > 1:
+        yield f"    group({', '.join(together)}) : unit(reshard = never)"
+    else:
+        yield from (f"    {line}" for line in apart)
+    yield "    root : unit(reshard = never)"
+    yield "}"
+
+
+def _apart(embedding: str | None, ends: list[str]) -> Iterable[str]:
+    if embedding:
+        yield f"{embedding} : unit"
+    if len(ends) > 1:
+        yield f"group({', '.join(ends)}) : unit(reshard = never)"
+    elif ends:
+        yield f"{ends[0]} : unit(reshard = never)"

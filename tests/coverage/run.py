@@ -1,0 +1,262 @@
+"""`make coverage`: every causal-LM family of transformers: init -> check -> four real processes.
+
+For each model type: a plan (the one that planc ships, else what `planc init` writes), what layout
+flow says of it, and the errors of logits, loss, gradients and parameters after two steps on four
+gloo processes (tp 2, dp_shard 2, checkpointing), with sequence parallelism too where the plan
+offers it.
+Rows are kept in build/coverage as they come, so a run that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "dist"))
+
+from pool import Pool, RankError
+from rich.progress import track
+
+from planc.diagnostic import Sink
+from planc.draft.init import draft
+from planc.driver import compile_plan
+from planc.lowering.document import dumps
+from planc.lowering.ops import Parallelize
+from planc.model.facts import Facts
+from planc.model.load import of_values
+from planc.model.shrink import shrink
+from planc.proof.flow import flow
+from planc.share import PLANS
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT = 1e-4
+WORLD = 4
+SECONDS = 300
+
+
+def types():
+    """Every causal-LM model type of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    return sorted(names)
+
+
+def shipped():
+    """The shipped plan of each model type that has one."""
+    found = {}
+    for path in sorted(PLANS.glob("*.plan")):
+        header = next(x for x in path.read_text().splitlines() if x.startswith("plan "))
+        for name in header.partition(" for ")[2].split(","):
+            found[name.strip()] = path.stem
+    return found
+
+
+DEFAULTS = {
+    "head_dim": lambda c: c["hidden_size"] // c["num_attention_heads"],
+    "num_key_value_heads": lambda c: c["num_attention_heads"],
+    "n_routed_experts": lambda c: 8,
+    "n_shared_experts": lambda c: 1,
+    "num_experts_per_tok": lambda c: 2,
+    "moe_topk": lambda c: 2,
+    "topk_group": lambda c: 1,
+    "n_group": lambda c: 1,
+    "norm_topk_prob": lambda c: True,
+}
+"""What some families leave open in their default configuration, and a real one always has."""
+
+OWN = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
+"""More of it, for one family."""
+
+
+def configuration(name):
+    """The family's default configuration, with what it leaves open filled in."""
+    from transformers import AutoConfig
+
+    values = AutoConfig.for_model(name).to_dict()
+    for field, default in DEFAULTS.items():
+        if field in values and values[field] is None:
+            values[field] = default(values)
+    return json.loads(json.dumps({**values, **OWN.get(name, {})}, default=str))
+
+
+class Late(Exception):
+    """A family took too long."""
+
+
+@dataclass
+class Case:
+    """A family's default model, its small sibling, and the plan for both."""
+
+    facts: Facts
+    small: Facts
+    values: dict
+    plan: str
+
+
+def row(name, pool, folder, plans):
+    """What is found of one model type.
+
+    Args:
+        name: the model type.
+        pool: four processes.
+        folder: where a plan is written.
+        plans: shipped plans by model type.
+    """
+    found = {"type": name, "source": "init", "verdict": "", "reason": ""}
+    sink = Sink()
+    facts = of_values(configuration(name), name, sink)
+    if facts is None:
+        return {**found, "reason": f"can't be built: {first(sink)}"}
+    values = json.loads(json.dumps(shrink(facts.config, ranks={"tp": 2}), default=str))
+    values["architectures"] = [facts.name]
+    small = of_values(values, "the small model", sink)
+    if small is None:
+        return {**found, "reason": f"can't be built small: {first(sink)}"}
+    path = folder / f"{name}.plan"
+    if name in plans:
+        found["source"] = "shipped"
+        path = PLANS / f"{plans[name]}.plan"
+    else:
+        made = draft(facts, sink)
+        found["runs"] = made.runs
+        path.write_text(made.text)
+    case = Case(facts, small, values, str(path))
+    text = path.read_text() + (PLANS / "llama.plan").read_text() * ("extend " in path.read_text())
+    tp = ["tp=2"] if re.search(r"^ +(override )?tp +=", text, re.M) else []
+    sequence = "option sequence_parallel" in text
+    plain = ["sequence_parallel=false"] if sequence else []
+    reason = judged(found, case, [*tp, *plain], pool)
+    if not reason and sequence:
+        reason = judged(found, case, [*tp, "sequence_parallel=true"], pool, "sp")
+    return {**found, "reason": reason, **({"verdict": ""} if reason else {})}
+
+
+def judged(found, case, settings, pool, mark=""):
+    """Fills the row for one way; gives what is wrong, or nothing.
+
+    `planc check` judges the plan for the family's own sizes; the processes run the small model.
+    """
+    sink = Sink()
+    settings = [*settings, "param_dtype=fp32"]
+    compiled = compile_plan(case.facts, case.plan, sink, world_size=WORLD, settings=settings)
+    if compiled.lowered is None:
+        return f"planc check: {first(sink)}"
+    found[f"flow{mark}"] = flow(compiled, case.plan, settings, sink).verdict
+    if not mark:
+        found["share"] = share(compiled)
+    small = compile_plan(case.small, case.plan, sink, world_size=WORLD, settings=settings)
+    if small.lowered is None:
+        return f"the small model: {first(sink)}"
+    try:
+        results = pool.run(
+            "coveringjobs.prove", values=case.values, document=dumps(small.lowered), timeout=120
+        )
+    except RankError as error:
+        return f"processes: {str(error).strip().splitlines()[-1][:200]}"
+    worst = {k: max(r[k] for r in results) for k in ("logits", "loss", "gradient", "parameters")}
+    found[f"errors{mark}"] = worst
+    found[f"worst{mark}"] = results[0]["worst"]
+    if not max(worst["logits"], worst["loss"], worst["gradient"]) < LIMIT:
+        return f"wrong{' with sequence parallelism' if mark else ''}: {worst}"
+    found["verdict"] = "proved"
+    return ""
+
+
+def share(compiled):
+    """The part of the blocks' parameters that tensor parallelism splits."""
+    from planc.draft.roles import _lists
+
+    lists = list(_lists(compiled.facts.model))
+    total = sum(m.module.count for m in lists)
+    split = 0
+    for op in compiled.lowered.ops:
+        if isinstance(op, Parallelize) and any(op.modules.within(m) for m in lists):
+            for shape in op.shapes:
+                if shape.shape != shape.local:
+                    size = 1
+                    for n in shape.shape:
+                        size *= n
+                    split += size * len(op.modules)
+    return split / total if total else 0.0
+
+
+def first(sink):
+    errors = [d.message for d in sink if d.severity == "error"]
+    return errors[0] if errors else "no reason"
+
+
+def guarded(name, pool, folder, plans):
+    def late(*_):
+        raise Late(f"took more than {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return row(name, pool, folder, plans)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        text = (str(error).strip().splitlines() or [""])[0][:200]
+        return {
+            "type": name,
+            "source": "init",
+            "verdict": "",
+            "reason": f"{type(error).__name__}: {text} ({where})",
+        }
+    finally:
+        signal.alarm(0)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--again", action="store_true", help="also what was done before")
+    parser.add_argument("--failed", action="store_true", help="again what was not proved")
+    parser.add_argument("--init", action="store_true", help="planc init even where a plan ships")
+    parser.add_argument("--part", default="0/1", help="of several runs side by side: 0/2, 1/2")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "coverage")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    warnings.simplefilter("ignore")
+    plans = {} if options.init else shipped()
+    own, _, many = options.part.partition("/")
+    pool = Pool()
+    wanted = (options.types or types())[int(own) :: int(many)]
+    for name in track(wanted, "families"):
+        kept = options.folder / f"{name}.json"
+        known = json.loads(kept.read_text())["verdict"] if kept.exists() else ""
+        if kept.exists() and not options.again and (not options.failed or known == "proved"):
+            continue
+        if not pool.alive:
+            pool = Pool()
+        found = guarded(name, pool, options.folder, plans)
+        kept.write_text(json.dumps(found, indent=1))
+        print(json.dumps(found), flush=True)
+    pool.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""`planc init`: plans as one would write them, proved as they are written.
+
+What transformers' families come to, on real processes, is in `make coverage`; ten of them are in
+tests/dist/test_coverage.py.
+"""
+
+import json
+import textwrap
+
+import pytest
+
+from planc.cli import main
+from planc.diagnostic import Sink
+from planc.draft.init import draft
+from planc.draft.text import braced
+from planc.driver import compile_plan
+from planc.model.load import load, of_values
+from planc.proof.flow import flow
+from planc.source import Source
+from planc.syntax.format import formatted
+
+NANO = textwrap.dedent(
+    """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+
+    class Attention(nn.Module):
+        def __init__(self, width, heads):
+            super().__init__()
+            self.c_attn = nn.Linear(width, 3 * width)
+            self.c_proj = nn.Linear(width, width)
+            self.heads, self.width = heads, width
+
+        def forward(self, x):
+            b, t, c = x.size()
+            parts = self.c_attn(x).split(self.width, dim=2)
+            q, k, v = (p.view(b, t, self.heads, c // self.heads).transpose(1, 2) for p in parts)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
+
+
+    class Mlp(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.c_fc = nn.Linear(width, 4 * width)
+            self.c_proj = nn.Linear(4 * width, width)
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, x):
+            return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+
+
+    class Block(nn.Module):
+        def __init__(self, width, heads):
+            super().__init__()
+            self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.attn, self.mlp = Attention(width, heads), Mlp(width)
+
+        def forward(self, x):
+            x = x + self.attn(self.ln_1(x))
+            return x + self.mlp(self.ln_2(x))
+
+
+    class GPT(nn.Module):
+        def __init__(self, vocabulary=256, length=64, layers=2, heads=4, width=64):
+            super().__init__()
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(vocabulary, width),
+                    wpe=nn.Embedding(length, width),
+                    h=nn.ModuleList([Block(width, heads) for _ in range(layers)]),
+                    ln_f=nn.LayerNorm(width),
+                )
+            )
+            self.lm_head = nn.Linear(width, vocabulary, bias=False)
+            self.transformer.wte.weight = self.lm_head.weight
+
+        def forward(self, idx, targets=None):
+            t = self.transformer
+            x = t.wte(idx) + t.wpe(torch.arange(idx.size(1), device=idx.device))
+            for block in t.h:
+                x = block(x)
+            logits = self.lm_head(t.ln_f(x))
+            if targets is None:
+                return logits, None
+            return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+    def no_loss():
+        return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
+    """
+)
+
+
+def drafted(model):
+    sink = Sink()
+    facts = model if not isinstance(model, str) else load(model, sink)
+    assert facts is not None, [d.message for d in sink]
+    return facts, draft(facts, sink), sink
+
+
+def rules(text):
+    """The rules of the tensor section, without blanks."""
+    section = text.partition("tensor on tp {")[2].partition("\n}\n")[0]
+    return ["".join(line.split()) for line in section.splitlines() if ":" in line]
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-8b", "mixtral-8x7b", "phi-4"])
+def test_a_drafted_plan_is_laid_out_checked_and_proved(model, tmp_path):
+    facts, made, found = drafted(model)
+    assert list(found) == []
+    assert made.outcome.verdict == "proved" and made.sequence
+    assert formatted(Source("draft.plan", made.text), Sink()) == made.text
+    path = tmp_path / "draft.plan"
+    path.write_text(made.text)
+    for way in ("true", "false"):
+        sink, settings = Sink(), ["tp=2", f"sequence_parallel={way}"]
+        compiled = compile_plan(facts, str(path), sink, world_size=16, settings=settings)
+        assert compiled.lowered is not None, [d.message for d in sink]
+        assert flow(compiled, str(path), settings, sink).verdict == "proved"
+        assert {d.code for d in sink} <= {"PL204"}, [d.message for d in sink]
+
+
+def test_what_it_writes_is_what_one_would_write():
+    _, made, _ = drafted("llama-3.1-8b")
+    found = rules(made.text)
+    assert "self_attn.{q,k,v}_proj:colwise" in found
+    assert "mlp.{gate,up}_proj:colwise" in found
+    assert "self_attn:input(hidden_states=shard(1)->replicate)" in found
+    assert "{input,post_attention}_layernorm:sequence" in found
+    assert "model.embed_tokens:rowwise" in found
+    assert "when config.tie_word_embeddings {" in made.text
+    assert made.runs == 2  # the first guess holds, with and without sequence parallelism
+
+
+def test_a_gradient_that_nothing_sums_gets_a_rule():
+    _, made, _ = drafted("qwen3-8b")
+    assert "self_attn.{q,k}_norm:replicate(gradient=sum)" in rules(made.text)
+
+
+def test_experts_and_fused_weights_are_split_in_their_parts():
+    _, mixtral, _ = drafted("mixtral-8x7b")
+    wanted = "mlp.experts:experts(gate_up_proj=shard(1,parts=2),down_proj=shard(2))"
+    assert wanted in rules(mixtral.text)
+    _, phi, _ = drafted("phi-4")
+    assert "mlp.gate_up_proj:colwise(parts=2)" in rules(phi.text)
+
+
+def test_what_its_code_does_not_bear_is_taken_back():
+    """opt's attention counts on all heads; a plain colwise is refuted, a gathered one is proved."""
+    _, made, _ = drafted("opt-1.3b")
+    assert "self_attn.{q,k,v}_proj:colwise(->replicate)" in rules(made.text)
+    assert "# its code counts on whole outputs" in made.text
+    assert made.runs > 1 and made.outcome.verdict == "proved"
+
+
+def test_dead_rules_of_transformers_are_named():
+    values = {
+        "model_type": "qwen2_moe",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    _, made, found = drafted(of_values(values, "config.json", Sink()))
+    [finding] = [d for d in found if d.code == "PL661"]
+    assert "`layers.*.mlp.gate_proj`" in finding.message
+    assert "transformers' own plan also names" in " ".join(made.text.split())
+    assert made.outcome.verdict == "proved"
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_nano.py").write_text(NANO)
+    assert main(["init", "own_nano:GPT", "-o", "my.plan"]) == 2
+    assert "--allow-code" in capsys.readouterr().err and not (tmp_path / "my.plan").exists()
+    assert main(["init", "own_nano:GPT", "--allow-code", "-o", "my.plan"]) == 0
+    text = (tmp_path / "my.plan").read_text()
+    assert "mlp.c_fc:colwise" in rules(text)
+    assert "attn.c_attn:colwise(->replicate)" in rules(text)  # it splits at the whole width
+    assert "option sequence_parallel" in text
+    words = ["--allow-code", "--world-size", "4", "--set", "tp=2", "--format", "json"]
+    capsys.readouterr()
+    assert main(["check", "own_nano:GPT", "my.plan", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
+    split = text.replace("colwise(shard(1) -> replicate)", "colwise(shard(1) -> shard(-1))")
+    (tmp_path / "my.plan").write_text(split)
+    assert main(["check", "own_nano:GPT", "my.plan", *words]) == 1
+    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "refuted"
+
+
+def test_what_can_not_be_run_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_lossless.py").write_text(NANO)
+    assert main(["init", "own_lossless:no_loss", "--allow-code"]) == 0
+    said = capsys.readouterr()
+    assert "PL660" in said.err and "gives no loss" in " ".join(said.err.split())
+    assert "# Not proved:" in said.out
+
+
+def test_a_model_that_is_not_there(capsys):
+    assert main(["init", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["mlp.gate_proj", "mlp.up_proj"], ["mlp.{gate,up}_proj"]),
+        (["input_layernorm", "post_attention_layernorm"], ["{input,post_attention}_layernorm"]),
+        (["mlp.fc1"], ["mlp.fc1"]),
+        (["attn.q", "attn.k", "mlp.up"], ["attn.{q,k}", "mlp.up"]),
+        (["ln_1", "ln_2"], ["{ln_1,ln_2}"]),
+    ],
+)
+def test_names_that_are_alike_stand_in_braces(names, wanted):
+    assert braced(names) == wanted
