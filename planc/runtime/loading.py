@@ -203,12 +203,11 @@ def lost(names: Iterable[str]) -> list[Diagnostic]:
 
 def unlike(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
     """PL496 over buffers that not every rank computed alike; a collective."""
-    own = {
-        plain(name): sha256(values[id(buffer)].contiguous().view(torch.uint8).numpy().tobytes())
-        for name, buffer in model.named_buffers()
-        if id(buffer) in values and buffer.numel()
-    }
-    mine = {name: digest.hexdigest() for name, digest in own.items()}
+    mine: dict[str, str] = {}
+    for name, buffer in model.named_buffers():
+        if id(buffer) in values and buffer.numel():
+            data = values[id(buffer)].cpu().flatten().view(torch.uint8).numpy()
+            mine[plain(name)] = sha256(data.tobytes()).hexdigest()
     everyone: list[Any] = [mine]
     if distributed.get_world_size() > 1:
         everyone = [None] * distributed.get_world_size()
