@@ -309,7 +309,7 @@ def test_why_names_the_layer_and_its_adapter():
     done, sink = lower(plan, facts), Sink()
     base = why("model.layers.3.self_attn.q_proj", facts, done, plan, sink)
     assert base.tensor[0].what == "colwise, on tp = 2" and not base.held[0].trainable
-    assert [(r.what, r.place) for r in base.adapters] == [("lora, rank 4, alpha 4", "t.plan:12")]
+    assert [(r.what, r.place) for r in base.adapter] == [("lora, rank 4, alpha 4", "t.plan:12")]
     half = why("model.layers.3.self_attn.q_proj.lora_B.default", facts, done, plan, sink)
     assert half.held[0].local == (2048, 4) and half.held[0].trainable
     assert half.tensor[0].place == "t.plan:12" and not list(sink)
