@@ -237,6 +237,7 @@ def _certificate(
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
         "left_out": list(_left_out(case.lowered)),
         "versions": store.versions(),
+        "device": found.device if found else None,
         "seconds": round(found.seconds if found else 0.0, 3),
     }
 

@@ -57,8 +57,19 @@ class Sample:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def device_for(ranks: int) -> str:
+    """`cuda` where there is a device for every rank, else `cpu`; torch is asked, not started."""
+    return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+
+
 def prove(
-    maker: Maker | Own, lowered: Lowered, digest: str, seed: int, report: Report
+    maker: Maker | Own,
+    lowered: Lowered,
+    digest: str,
+    seed: int,
+    report: Report,
+    *,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Compares one seed's model under the plan with the same model alone.
 
@@ -68,6 +79,7 @@ def prove(
         digest: of `lowered`.
         seed: of weights and data.
         report: told what is being done (`single`, `apply`, `parallel`), for whoever waits.
+        device: where both run: `cpu` or `cuda`, the process's own device of those.
 
     Returns:
         The errors of this rank: `logits`, `loss`, `gradients` and `parameters`, the last two by
@@ -77,14 +89,16 @@ def prove(
         SingleError: the model gives no loss, no gradient, or no finite number by itself.
     """
     report("single")
-    batches = [batch(maker, lowered, seed, step) for step in range(STEPS)]
+    batches = [
+        tuple(t.to(device) for t in batch(maker, lowered, seed, step)) for step in range(STEPS)
+    ]
     scale = scaled(lowered)
-    single = alone(maker.build(seed), lowered)
+    single = alone(maker.build(seed).to(device), lowered)
     right = _train(single, batches, mean=lambda loss: loss, scale=scale)
     _sound(right)
     report("apply")
-    model = maker.build(seed)
-    run = apply_lowered(model, lowered, digest=digest, device_type="cpu", allow_code=True)
+    model = maker.build(seed).to(device)
+    run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
     rows = rows_of(run, len(batches[0][0]))
     mine = _train(model, [(t[rows], k[rows]) for t, k in batches], mean=_mean)

@@ -23,7 +23,7 @@ from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
-from planc.runtime.numerics import SingleError, batch, prove, rows_of
+from planc.runtime.numerics import SingleError, batch, device_for, prove, rows_of
 
 _MAKERS: dict[str, Maker | Own] = {}
 
@@ -41,8 +41,12 @@ def main(job: Job, number: int) -> int:
     """Returns 0 when there is a comparison, whatever it says; leaves `<number>.json`."""
     found: dict[str, Any] = {"rank": number, "phase": "start"}
     try:
+        found["device"] = device = device_for(job.ranks)
+        if device == "cuda":
+            torch.cuda.set_device(number)
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         distributed.init_process_group(
-            "gloo",
+            "nccl" if device == "cuda" else "gloo",
             rank=number,
             world_size=job.ranks,
             store=distributed.FileStore(str(Path(job.folder) / "store"), job.ranks),
@@ -70,14 +74,14 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
         raise ValueError("; ".join(d.message for d in sink))
     found["seeds"] = []
     for seed in job.seeds:
-        errors = prove(maker, lowered, job.digest, seed, report)
+        errors = prove(maker, lowered, job.digest, seed, report, device=found["device"])
         found["seeds"].append({"seed": seed, **_worst(errors)})
         everyone: list[Any] = [None] * job.ranks
         distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], job.limits))
         if any(everyone):
             report("locate")
             wrong = {n: e for n, e in errors["gradients"].items() if e > job.limits["gradients"]}
-            found["first"] = _locate(maker, lowered, job, seed, wrong)
+            found["first"] = _locate(maker, lowered, job, seed, wrong, device=found["device"])
             return
 
 
@@ -95,19 +99,25 @@ def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
 
 
 def _locate(
-    maker: Maker | Own, lowered: Lowered, job: Job, seed: int, wrong: dict[str, float]
+    maker: Maker | Own,
+    lowered: Lowered,
+    job: Job,
+    seed: int,
+    wrong: dict[str, float],
+    *,
+    device: str,
 ) -> dict[str, Any] | None:
     """Where the models part, as this rank sees it.
 
     The first module whose output differs; where all outputs are right, the wrong gradient that
     backward comes to first, which is that of the module that forward came to last.
     """
-    tokens, labels = batch(maker, lowered, seed, 0)
-    model = maker.build(seed)
-    run = apply_lowered(model, lowered, digest=job.digest, device_type="cpu", allow_code=True)
+    tokens, labels = (t.to(device) for t in batch(maker, lowered, seed, 0))
+    model = maker.build(seed).to(device)
+    run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
     rows = rows_of(run, len(tokens))
     inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
-    single = alone(maker.build(seed), lowered)
+    single = alone(maker.build(seed).to(device), lowered)
     right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
     mine = outputs_of(model, taker(run, lowered), **inputs)
     order = {name: i for i, name in enumerate(right)}

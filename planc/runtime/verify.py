@@ -63,12 +63,14 @@ class Comparison:
         first: where the models part: `what` (output or gradient), `name`, `error`; None when
             they are the same.
         seconds: from start to end.
+        device: on which the processes ran, `cpu` or `cuda`.
     """
 
     errors: dict[str, float]
     worst: dict[str, str]
     first: dict[str, Any] | None
     seconds: float
+    device: str = "cpu"
 
     @property
     def same(self) -> bool:
@@ -243,7 +245,9 @@ def _comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
     }
     firsts = [f["first"] for f in found if f.get("first")]
     first = min(firsts, key=lambda f: int(f["order"])) if firsts else None
-    return Comparison(errors=errors, worst=worst, first=first, seconds=seconds)
+    return Comparison(
+        errors=errors, worst=worst, first=first, seconds=seconds, device=found[0]["device"]
+    )
 
 
 def _tail(log: Path, lines: int = 12) -> str:

@@ -76,6 +76,7 @@ OWN = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
+    "deepseek_v2": {"moe_intermediate_size": 1408},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "qwen4_exp_text": {

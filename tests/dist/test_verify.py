@@ -327,3 +327,10 @@ def test_reading_a_certificate_imports_no_torch():
     code = "import sys, planc.runtime.certificate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_cuda_is_taken_where_there_is_a_device_for_every_rank(monkeypatch):
+    from planc.runtime import numerics
+
+    monkeypatch.setattr(numerics.torch.cuda, "device_count", lambda: 4)
+    assert (numerics.device_for(4), numerics.device_for(8)) == ("cuda", "cpu")
