@@ -192,10 +192,10 @@ def main():
     table = Table(title=f"planc bench, medians of {repeat}")
     for heading in ("what", "seconds", "reference", "ratio", "limit", ""):
         table.add_column(heading, justify="left" if heading == "what" else "right")
-    figures = [(w, median[a], median[b], limit) for w, a, b, limit in rows]
-    figures.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
+    numbers = [(w, median[a], median[b], limit) for w, a, b, limit in rows]
+    numbers.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
     stepped, peak = steps("time", 3 * repeat), memory(min(repeat, 3))
-    figures += [
+    numbers += [
         (
             "the fastest step, 4 processes, against torch by hand",
             stepped["planc"],
@@ -206,7 +206,7 @@ def main():
         ("its peak memory a rank, MiB", peak["planc"], peak["hand"], 1.02),
     ]
     late = 0
-    for what, mine, reference, limit in figures:
+    for what, mine, reference, limit in numbers:
         ratio = mine / reference
         late += ratio > limit
         word = "ok" if ratio <= limit else "over"
