@@ -107,6 +107,11 @@ CASES = [
     ("gpt-oss-20b", "gpt_oss", ["tp=2"]),
     ("olmoe-1b-7b", "olmoe", ["tp=2"]),
     ("qwen3-30b-a3b", "qwen3_moe", ["tp=2"]),
+    ("nemotron-h-8b", "nemotron_h", ["tp=2"]),
+    ("mamba-codestral-7b", "mamba2", ["tp=2"]),
+    ("jamba-v0.1", "jamba", ["tp=2"]),
+    ("qwen3-next-80b-a3b", "qwen3_next", ["tp=2"]),
+    ("bert-base", "bert", ["tp=2"]),
 ]
 
 

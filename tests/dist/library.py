@@ -21,11 +21,13 @@ def lowered(model, plan, overrides):
 
 
 def attention(plan):
-    """What a lowered plan does with attention."""
+    """What a lowered plan does with attention, or with what a family has in its place."""
     from planc.ir.style import Colwise, Replicate, Rowwise
     from planc.lowering.ops import Parallelize
 
-    ops = [op for op in plan.ops if isinstance(op, Parallelize) and "att" in str(op.modules)]
+    styles = [op for op in plan.ops if isinstance(op, Parallelize)]
+    ops = [op for op in styles if "att" in str(op.modules)]
+    ops = ops or [op for op in styles if "mixer" in str(op.modules)]
     if not any(isinstance(op.style, Colwise | Rowwise) for op in ops):
         return "whole"
     split = [op for op in ops if isinstance(op.style, Colwise)]
@@ -39,14 +41,14 @@ def share(model, plan):
 
     from planc.lowering.ops import Checkpoint, Parallelize
 
-    blocks = next(op.modules for op in plan.ops if isinstance(op, Checkpoint))
-    names = tuple(f"{name}." for name in blocks.names())
+    blocks = [op.modules for op in plan.ops if isinstance(op, Checkpoint)]
+    names = tuple(f"{name}." for modules in blocks for name in modules.names())
     total = sum(
         p.numel() for n, p in numerics.build(model).named_parameters() if n.startswith(names)
     )
     split = 0
     for op in plan.ops:
-        if isinstance(op, Parallelize) and op.modules.within(blocks):
+        if isinstance(op, Parallelize) and any(map(op.modules.within, blocks)):
             for shape in op.shapes:
                 if shape.shape != shape.local:
                     size = 1
@@ -79,7 +81,7 @@ def row(pool, model, plan, always):
         for result in pool.run("numerics.compare", model=model, plan=plan, overrides=overrides):
             worst = max(worst, result["logits"], result["loss"], result["gradient"])
     low = lowered(model, plan, runs[0])
-    sequence = "option" if not always else ("none" if plan in ("opt", "llama4") else "always")
+    sequence = "option" if not always else ("none" if plan in ("opt", "llama4", "gemma4", "bert") else "always")
     family = numerics.MODELS[model]["model_type"]
     kind = model.partition("-")[2]
     name = f"{family} ({kind})" if kind else family

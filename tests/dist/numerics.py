@@ -58,12 +58,19 @@ def build(model, **changes):
     values = {**MODELS[model], **changes}
     config = transformers.AutoConfig.for_model(**values)
     torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    made = class_of(config)._from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return made.float().train()
+
+
+def class_of(config):
+    """The class that `architectures` names, else the family's causal language model."""
+    if config.architectures:
+        return getattr(transformers, config.architectures[0])
+    return transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def data(vocabulary, seed=3):

@@ -45,6 +45,11 @@ CASES = [
     ("deepseek_v3", "deepseek_v3"),
     ("granitemoe", "granitemoe"),
     ("minimax", "minimax"),
+    ("nemotron_h", "nemotron_h"),
+    ("falcon_h1", "falcon_h1"),
+    ("jamba", "jamba"),
+    ("mamba2", "mamba2"),
+    ("qwen3_next", "qwen3_next"),
 ]
 ALWAYS = [  # plans that leave no choice about the sequence
     ("opt", "opt"),
@@ -53,6 +58,8 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("falcon-new", "falcon"),
     ("falcon-alibi", "falcon"),
     ("llama4", "llama4"),
+    ("gemma4", "gemma4"),
+    ("bert", "bert"),
 ]
 ALSO = [  # families that share a plan, and settings of a family that a plan decides by: two ways
     ("gemma", "llama"),
@@ -75,6 +82,7 @@ ALSO = [  # families that share a plan, and settings of a family that a plan dec
     ("glm4_moe", "qwen3_moe"),
     ("deepseek_v2", "deepseek_v3"),
     ("deepseek_v2-queries", "deepseek_v3"),
+    ("bamba", "falcon_h1"),
 ]
 WAYS = list(itertools.product((True, False), (True, False)))
 LIMIT = 1e-4
