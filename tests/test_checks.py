@@ -207,6 +207,14 @@ def test_pairs_are_within_one_parent():
     assert judged(facts(), tensor(" lm_head : colwise(-> replicate)")) == []
 
 
+def test_pairs_may_be_next_door():
+    table, family = facts("bert-base"), "bert"
+    alone = " bert.encoder.layer.*.intermediate.dense : colwise"
+    both = f"{alone}\n bert.encoder.layer.*.output.dense : rowwise"
+    assert judged(table, tensor(both, family=family)) == []
+    assert codes(judged(table, tensor(alone, family=family))) == ["PL160"]
+
+
 def test_norms_inside_split_attention():
     rules = " model.layers.*.self_attn {\n  {q,k,v}_proj : colwise\n  o_proj : rowwise\n"
     found = judged(facts("qwen3-8b"), tensor(rules + " }", family="qwen3"))

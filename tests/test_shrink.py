@@ -200,6 +200,6 @@ def configuration(name):
 @pytest.mark.parametrize("name", (*MODELS, *OTHERS))
 def test_it_builds_and_trains(name, tp):
     model, seconds = trained(shrink(configuration(name), ranks=tp))
-    assert sum(p.numel() for p in model.parameters()) < 8_000_000
+    assert sum(p.numel() for p in model.parameters()) < 16_000_000
     assert seconds < 20  # less than one where nothing else runs
     assert all(p.grad is not None for n, p in model.named_parameters() if "embed_tokens" in n)

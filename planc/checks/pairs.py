@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planc.checks.table import active, around, splits_output, takes_split
 from planc.diagnostic import Sink
-from planc.ir.plan import Plan
-from planc.model.facts import Facts
+from planc.ir.plan import Plan, TensorRule
+from planc.model.facts import Facts, Modules
 
 
 def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -15,10 +15,11 @@ def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if "tensor" in plan.broken:
         return
-    for parent, own in around(facts, active(plan)):
-        given = [r for r in own if splits_output(r) and r.modules.module.kind == "linear"]
-        taken = [r for r in own if takes_split(r) and r.modules.module.kind == "linear"]
-        if given and not taken:
+    sets = [(parent, *_sides(own)) for parent, own in around(facts, active(plan))]
+    for parent, given, taken in sets:
+        if bool(given) == bool(taken) or _next_door(parent, given, taken, sets):
+            continue
+        if given:
             sink.warning(
                 "PL160",
                 f"no rowwise layer of `{parent}` takes the split output of "
@@ -28,7 +29,7 @@ def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
                 help="put `rowwise` on the projection that follows, or gather: "
                 "`colwise(-> replicate)`",
             )
-        if taken and not given:
+        else:
             sink.warning(
                 "PL160",
                 f"no colwise layer of `{parent}` gives `{taken[0].modules.path[-1]}` the split "
@@ -38,3 +39,28 @@ def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
                 help="put `colwise` on the projections before it, or state a whole input: "
                 "`rowwise(replicate -> replicate)`",
             )
+
+
+def _sides(own: tuple[TensorRule, ...]) -> tuple[list[TensorRule], list[TensorRule]]:
+    """The linears that give a split output, and those that take a split input."""
+    linears = [r for r in own if r.modules.module.kind == "linear"]
+    return [r for r in linears if splits_output(r)], [r for r in linears if takes_split(r)]
+
+
+def _next_door(
+    parent: Modules,
+    given: list[TensorRule],
+    taken: list[TensorRule],
+    sets: list[tuple[Modules, list[TensorRule], list[TensorRule]]],
+) -> bool:
+    """Whether the other side is right beside the parent, as in BERT's `attention.{self,output}`.
+
+    Only where the parent has no other linear, which might be the one that was forgotten.
+    """
+    linears = sum(c.times for c in parent.module.children if c.module.kind == "linear")
+    if len({r.modules.path[-1] for r in given or taken}) < linears:
+        return False
+    beside = [s for s in sets if s[0].path[:-1] == parent.path[:-1]]
+    if given:
+        return any(others and not mine for _, mine, others in beside)
+    return any(others and not mine for _, others, mine in beside)
