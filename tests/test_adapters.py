@@ -9,6 +9,7 @@ from planc.checks import check
 from planc.diagnostic import PlanError, Sink
 from planc.emit.script import render as script
 from planc.emit.text import render
+from planc.emit.why import why
 from planc.ir import elaborate
 from planc.ir.derive import adapted, of_layer
 from planc.ir.style import Colwise, Input, Output, Partial, Replicate, Rowwise, Sequence, Shard
@@ -301,3 +302,14 @@ def test_without_peft_apply_says_so_before_it_touches_the_model(monkeypatch):
         require(lowered(f"{Q} : lora(rank = 4)"))
     assert [d.code for d in caught.value.diagnostics] == ["PL187"]
     require(lower(*plan_of(f"{Q} : none")[:2]))  # nothing to adapt, nothing to import
+
+
+def test_why_names_the_layer_and_its_adapter():
+    plan, facts, _ = plan_of(f"{Q} : lora(rank = 4)")
+    done, sink = lower(plan, facts), Sink()
+    base = why("model.layers.3.self_attn.q_proj", facts, done, plan, sink)
+    assert base.tensor[0].what == "colwise, on tp = 2" and not base.held[0].trainable
+    assert [(r.what, r.place) for r in base.adapter] == [("lora, rank 4, alpha 4", "t.plan:12")]
+    half = why("model.layers.3.self_attn.q_proj.lora_B.default", facts, done, plan, sink)
+    assert half.held[0].local == (2048, 4) and half.held[0].trainable
+    assert half.tensor[0].place == "t.plan:12" and not list(sink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from planc.diagnostic import Label, Sink
+from planc.ir.derive import NAME, styles
 from planc.ir.plan import Plan, TensorRule
 from planc.model.facts import Modules
 from planc.runtime.outcome import Outcome, Part
@@ -69,9 +70,15 @@ def _seen(group: list[Part]) -> list[str]:
 
 def _labels(module: str, small: Plan) -> list[Label]:
     return [
-        Label(span=r.origin, text=f"decides `{r.modules.path[-1]}`" if r.modules.path else "")
+        Label(span=r.origin, text=f"decides `{_last(r.modules)}`" if r.modules.path else "")
         for r in _rules(module, small)
     ]
+
+
+def _last(modules: Modules) -> str:
+    """The name of a module; of an adapter's half, not of the adapter, which is `default`."""
+    path = [s for s in modules.path if s != NAME]
+    return str(path[-1])
 
 
 def _with_before(labels: list[Label], part: Part, small: Plan) -> list[Label]:
@@ -164,7 +171,7 @@ def _rules(module: str, small: Plan) -> Iterable[TensorRule]:
     parts = module.split(".") if module else []
     for length in range(len(parts), 0, -1):
         around = parts[:length]
-        on = [r for r in small.tensor if _names(r.modules, around)]
+        on = [r for r in (*small.tensor, *styles(small)) if _names(r.modules, around)]
         if on:
             return on
         beside = [

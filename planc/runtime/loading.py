@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from planc.runtime.shards import (
     local,
     offloaded,
     orders,
+    plain,
     reshard,
     runs,
     take,
@@ -68,6 +70,7 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
     values, unknown = recompute(model)
     findings += lost(unknown)
     together(findings)
+    together(unlike(model, values))
     materialise(model, values, device)
     with torch.no_grad():
         failure = _slices(model, matched) if weights == "slices" else _sent(model, matched, device)
@@ -196,6 +199,21 @@ def lost(names: Iterable[str]) -> list[Diagnostic]:
     text = keys("no file holds, and no module computes again,", own).message
     how = "build the model on the CPU, or give the module a `reset_buffers` method that fills them"
     return [problem("PL496", text, help=how)]
+
+
+def unlike(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
+    """PL496 over buffers that not every rank computed alike; a collective."""
+    mine: dict[str, str] = {}
+    for name, buffer in model.named_buffers():
+        if id(buffer) in values and buffer.numel():
+            data = values[id(buffer)].cpu().flatten().view(torch.uint8).numpy()
+            mine[plain(name)] = sha256(data.tobytes()).hexdigest()
+    everyone: list[Any] = [mine]
+    if distributed.get_world_size() > 1:
+        everyone = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, mine)
+    names = [n for n in mine if any(other.get(n) != mine[n] for other in everyone)]
+    return [keys("the ranks did not compute alike", names)] if names else []
 
 
 def materialise(model: nn.Module, values: Mapping[int, Tensor], device: str) -> None:

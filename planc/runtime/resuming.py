@@ -17,7 +17,7 @@ from planc.runtime import optimizers
 from planc.runtime.agree import problem
 from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry
-from planc.runtime.loading import Weights, load_files, lost, match, materialise, together
+from planc.runtime.loading import Weights, load_files, lost, match, materialise, together, unlike
 from planc.runtime.pieces import Stored, one
 from planc.runtime.ranges import Pieces
 from planc.runtime.saving import METADATA, reason, saved
@@ -108,6 +108,7 @@ def load_checkpoint(
         # its state is as large as the model, so it gets no memory before all is well
         optimizers.check(model, optimizer, flat, findings)
     together(findings)
+    together(unlike(model, values))
     materialise(model, values, device)
     tensors, moved = held(model), orders(model)
     for name, entry in matched.items():

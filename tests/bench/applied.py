@@ -40,10 +40,10 @@ def build():
         return LlamaForCausalLM(config)
 
 
-def by_hand(model):
+def by_hand(model, sizes=(1, 8, 8), param=torch.bfloat16):
     """As torchtitan would write it: the same calls in the same order."""
     model.config.use_cache = False
-    mesh = init_device_mesh("cpu", (1, 8, 8), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     tp = mesh["tp"]
     for block in model.model.layers:
         parallelize_module(
@@ -84,7 +84,7 @@ def by_hand(model):
     layers = model.model.layers
     for i, block in enumerate(layers):
         layers[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=torch.float32)
     data = mesh["dp_shard"]
     for i, block in enumerate(layers):
         last = i == len(layers) - 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from numerics import MODELS, build, data, error, whole
+from numerics import MODELS, build, data, error, gradients_of, whole
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -13,6 +13,7 @@ from trainingjobs import mine
 
 import planc
 from planc.runtime import shards
+from planc.runtime.loading import load_files
 
 
 def written(model, folder, changes=None, shard_size="100KB"):
@@ -66,12 +67,13 @@ def load(
     a, b = mine(run, tokens, labels)
     run.model(input_ids=a, labels=b).loss.backward()
     reference = dict(right.named_parameters())
-    named = {shards.plain(n): p for n, p in run.model.named_parameters()}
-    assert named.keys() == reference.keys(), "a tie was lost"
-    worst = max(error(p.grad, reference[n].grad) for n, p in named.items())
+    gradients = gradients_of(run.model)
+    assert gradients.keys() == reference.keys(), "a tie was lost"
+    worst = max(error(g, reference[n].grad) for n, g in gradients.items())
     torch.optim.SGD(right.parameters(), lr=0.1).step()
     optimizer.step()
-    worst = max(worst, *(error(p, reference[n]) for n, p in named.items()))
+    stepped = run.full_state_dict(every_rank=True)
+    worst = max(worst, *(error(stepped[n], reference[n]) for n in gradients))
     return different, worst, len(list(Path(folder).glob("*.safetensors")))
 
 
@@ -233,3 +235,30 @@ def everywhere():
             assert torch.equal(shards._summed(part), full), (sizes, rows)
             checked += 1
     return checked
+
+
+def own_buffers(folder):
+    """The findings where each rank computes a buffer of its own."""
+    from safetensors.torch import save_file
+    from torch import nn
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.zeros(4), persistent=False)
+
+        def reset_buffers(self):
+            self.scale.fill_(float(distributed.get_rank() == 2))
+
+    if distributed.get_rank() == 0:
+        save_file(dict(nn.Linear(4, 4).named_parameters(prefix="linear")), f"{folder}/a.safetensors")
+    distributed.barrier()
+    with torch.device("meta"):
+        model = Odd()
+    try:
+        load_files(model, Path(folder), weights="slices", device="cpu")
+    except planc.PlanError as caught:
+        assert all(p.is_meta for p in model.parameters())
+        return [(d.code, d.message) for d in caught.diagnostics]
+    return []

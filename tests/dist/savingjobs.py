@@ -49,7 +49,7 @@ def made(run, kind="adamw"):
 
 def resume(model, old, new, folder, *, changes=None, kind="adamw", meta=True):
     """Losses of six steps without a break, and of three and three with another plan between."""
-    plan = {"gemma3": "gemma3", "gpt2": "gpt2"}.get(model, "llama")
+    plan = model if model in ("gemma3", "gpt2", "phi3", "mixtral") else "llama"
     run = applied(model, plan, old, changes)
     right = steps(run, made(run, kind), 0, 6)
     run = applied(model, plan, old, changes)
@@ -154,7 +154,8 @@ def export(model, overrides, folder, *, changes=None, shard_size=100_000):
     """Whether transformers reads bit for bit what was trained for a step; and the logits."""
     import transformers
 
-    plan = {"gemma3": "gemma3", "gpt2": "gpt2", "phi3": "phi3"}.get(model, "llama")
+    own = ("gemma3", "gpt2", "phi3", "mixtral", "qwen3_moe")
+    plan = model if model in own else "llama"
     run = applied(model, plan, overrides, changes)
     steps(run, torch.optim.SGD(run.model.parameters(), lr=0.1), 0, 1)
     run.export(folder, shard_size=shard_size)

@@ -15,6 +15,9 @@ CASES = [
     ("gemma3", "gemma3", ["tp=2"]),
     ("phi3", "phi3", ["tp=1"]),
     ("gpt2", "gpt2", ["dp_replicate=2"]),
+    ("phi3", "phi3", ["tp=2"]),
+    ("mixtral", "mixtral", ["tp=2"]),
+    ("qwen3_moe", "qwen3_moe", ["tp=2"]),
 ]
 
 
@@ -213,6 +216,11 @@ def test_a_buffer_that_nothing_computes_again(four, tmp_path):
         ((code, message),) = result["Lost"]
         assert code == "PL496"
         assert message == "no file holds, and no module computes again, scale"
+
+
+def test_a_buffer_that_the_ranks_compute_each_its_own_way(four, tmp_path):
+    for found in four.run("loadingjobs.own_buffers", folder=str(tmp_path)):
+        assert found == [("PL496", "the ranks did not compute alike scale")]
 
 
 # Memory ------------------------------------------------------------------------------------------

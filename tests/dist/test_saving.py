@@ -19,6 +19,8 @@ CASES = [
     ("llama-tied", ["tp=2"], ["tp=1"], {"kind": "sgd"}),
     ("llama-tied", ["tp=1"], ["tp=2"], {"meta": False}),
     ("gpt2", ["dp_replicate=4"], ["dp_replicate=1"], {}),
+    ("phi3", ["tp=2"], ["tp=1"], {}),
+    ("mixtral", ["tp=1"], ["tp=2"], {}),
 ]
 
 
@@ -91,6 +93,9 @@ EXPORTS = [
     ("gpt2", [], {}),
     ("phi3", ["tp=1"], {}),
     ("gemma3", ["tp=2"], {}),
+    ("phi3", ["tp=2"], {}),  # packed projections, in rank order
+    ("mixtral", ["tp=2"], {}),
+    ("qwen3_moe", ["tp=2"], {}),
 ]
 
 

@@ -29,7 +29,7 @@ def judge(model, path, hand=None, overrides=(), changes=None, steps=2):
 
     Returns:
         `errors` by name, of logits, loss, the worst gradient and the worst weight after the steps;
-        and the digests of all numbers of this rank: `applied`, `script`, `hand`.
+        and `applied`, `script`, `hand`: the layouts, and a digest of all numbers of this rank.
     """
     changes = changes or {}
     single = build(model, **changes)
@@ -49,13 +49,37 @@ def judge(model, path, hand=None, overrides=(), changes=None, steps=2):
             for name, parameter in single.named_parameters():
                 parameter.requires_grad_(name not in frozen)
         seen = train(made, rank, size, steps)
-        bits[way] = numerics.bits(*seen.values())
+        bits[way] = (layout(made), numerics.bits(*seen.values()))
         if way == "applied":
             right = train(single, 0, 1, steps, rows=(rank, size))
             assert seen.keys() == right.keys(), seen.keys() ^ right.keys()
             errors = {n: error(t, right[n], _least(n, right)) for n, t in seen.items()}
     worst = max(errors, key=errors.get)
     return {"worst": worst, "error": errors[worst], "frozen": sorted(frozen), **bits}
+
+
+def layout(model):
+    """Where parameters lie and what FSDP was told: numbers alone don't show a whole parameter."""
+    lies = {}
+    for name, parameter in model.named_parameters():
+        spread = isinstance(parameter, DTensor)
+        part = parameter.to_local() if spread else parameter
+        lies[plain(name)] = (str(parameter.placements) if spread else "", tuple(part.shape))
+    told = {}
+    for name, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            state = unit._get_fsdp_state()
+            ahead = (len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch))
+            told[plain(name)] = [type(unit).__mro__[1].__name__, ahead]
+            for group in state._fsdp_param_groups:
+                after = group.post_forward_mesh_info
+                told[plain(name)] += [
+                    str(group.mp_policy),
+                    str(group.offload_policy),
+                    after and after.mesh.shape,
+                    group.gradient_divide_factor,
+                ]
+    return str((lies, told))
 
 
 def _least(name, right):
@@ -174,7 +198,7 @@ def dark(model):
     fully_shard(model.model.norm, mesh=mesh, mp_policy=own)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return place(mesh, "dp_shard")
 
 
@@ -287,7 +311,7 @@ def freezing(model):
         block.mlp.requires_grad_(True)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return place(mesh, "dp_shard")
 
 
@@ -295,7 +319,8 @@ def sized(model):
     mesh = world()
     for block in model.model.layers:
         fully_shard(block.mlp, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model.model, mesh=mesh)  # it has as many that no block holds
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return place(mesh, "dp_shard")
 
 
@@ -328,7 +353,7 @@ def second_dim(model):
     mesh = world()
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, shard_placement_fn=along(1, 4))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return place(mesh, "dp_shard")
 
 
@@ -341,7 +366,7 @@ def second_dim_tensor(model):
         parallelize_module(block, mesh["tp"], plan)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh["dp_shard"], shard_placement_fn=along(1, 2))
-    fully_shard(model, mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=True)
     return place(mesh, "dp_shard")
 
 
@@ -352,7 +377,7 @@ def own_axes(model):
     for block in model.model.layers:
         fully_shard(block.mlp, mesh=turned)
         fully_shard(block, mesh=both)
-    fully_shard(model, mesh=both)
+    fully_shard(model, mesh=both, reshard_after_forward=True)
     return place(mesh, "a", "b")
 
 
@@ -362,7 +387,7 @@ def fetched(model):
     for block in layers:
         fully_shard(block.mlp, mesh=mesh)
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     for i, block in enumerate(layers):
         ahead = [unit for b in layers[i + 1 : i + 3] for unit in (b, b.mlp)]
         if ahead:
@@ -377,7 +402,7 @@ def divided(model):
     mesh = world()
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(8)
@@ -390,7 +415,7 @@ def hosted(model):
     policy = CPUOffloadPolicy(pin_memory=False)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
     return place(mesh, "dp_shard")
 
 
