@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -288,3 +290,103 @@ def test_a_damaged_verdict_is_judged_anew(tmp_path, monkeypatch):
     for path in tmp_path.glob("*.json"):  # whole, and of another kind
         cache.keep(path.stem, json.loads("[1]"))
     assert judged("qwen2.5-0.5b", "llama", ["tp=2"]) == fresh
+
+
+PAIRS = """
+from types import SimpleNamespace
+from torch import nn
+from torch.nn import functional as F
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 64), nn.Linear(64, 32)
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.pairs = nn.ModuleList([Pair(), Pair()])
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids, labels=None):
+        x = self.table(ids)
+        for pair in self.pairs:
+            x = x + pair.two(F.relu(pair.one(x)))
+        logits = self.head(x)
+        return SimpleNamespace(
+            logits=logits, loss=F.cross_entropy(logits.view(-1, 64), labels.view(-1))
+        )
+"""
+PAIRED = """
+plan pairs for Pairs
+
+mesh {
+    dp_shard = auto
+    tp       = 1
+}
+
+tensor on tp {
+    pairs.*.one : colwise
+    pairs.*.two : rowwise
+}
+
+fsdp on dp_shard {
+    UNITS : unit
+    root  : unit
+}
+"""
+
+
+def test_a_unit_that_is_never_called(tmp_path, monkeypatch, capsys):
+    """FSDP gathers when a module is called; `pair.one(...)` calls the pair's insides alone."""
+    from planc.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_pairs.py").write_text(PAIRS)
+    words = ["check", "own_pairs:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
+    words += ["--set", "tp=2", "--format", "json"]
+    (tmp_path / "a.plan").write_text(PAIRED.replace("UNITS", "pairs.*"))
+    assert main(words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [d["code"] for d in found["diagnostics"] if d["severity"] == "error"] == ["PL508"]
+    assert found["diagnostics"][0]["labels"][0]["start"]["line"] == 15
+    assert found["flow"]["verdict"] == "refuted"
+    sections = {s["name"]: s["verdict"] for s in found["flow"]["sections"]}
+    assert sections == {"tensor on tp": "proved", "fsdp on dp_shard": "refuted"}
+    (tmp_path / "a.plan").write_text(PAIRED.replace("UNITS", "pairs.*.{one,two}"))
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
+
+
+def test_a_model_that_runs_itself_again_in_backward_is_unknown():
+    """Reversible layers: the simulation shards no parameters, and FSDP would let them go."""
+    values = {
+        "model_type": "reformer",
+        "hidden_size": 128,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+        "attention_head_size": 32,
+        "feed_forward_size": 128,
+        "attn_layers": ["local", "local"],
+        "num_hidden_layers": 2,
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "max_position_embeddings": 256,
+    }
+    from planc.draft.init import draft
+    from planc.model.load import of_values
+
+    facts = of_values(values, "config.json", Sink())
+    assert facts is not None
+    text = draft(facts, Sink()).text
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reformer.plan"
+        path.write_text(text)
+        sink = Sink()
+        compiled = compile_plan(facts, str(path), sink, world_size=4, settings=["tp=2"])
+        verdict = flow(compiled, str(path), ["tp=2"], sink)
+    assert verdict.verdict == "unknown" and "again in the backward pass" in verdict.reason
+    assert "PL504" in {d.code for d in sink}

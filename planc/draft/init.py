@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.draft.roles import Ran, Roles, roles
+from planc.draft.roles import Ran, Roles, block_lists, roles
 from planc.draft.run import run
 from planc.draft.search import Search
 from planc.draft.text import Draft, render
@@ -103,14 +104,43 @@ def _page(facts: Facts, known: Facts, found: Roles, ran: Ran | None) -> Draft:
         name=re.sub(r"\W", "_", facts.family),
         family=facts.family,
         blocks=[b.path for b in found.blocks],
+        called={b.path for b in found.blocks if _called(b.path, ran)},
     )
+    page.units = dict(_untied(known, found, names))
     page.tied = {found.embedding, head} <= names
-    if names - {found.embedding, head}:  # other ties: what shares a tensor stays in the root
+    inner = {n for n in names if any(n.startswith(f"{b.path}.") for b in found.blocks)}
+    if (
+        names - inner - {found.embedding, head}
+    ):  # other ties: what shares a tensor stays in the root
         return page
     page.embedding, page.head = found.embedding, head
     page.may_tie = "tie_word_embeddings" in facts.config and head is not None
     page.tail = _tail(found, ran) if head else []
     return page
+
+
+def _called(path: str, ran: Ran | None) -> bool:
+    """Whether the blocks of a list are called as modules: hooks and wrappers need that."""
+    if ran is None:
+        return True
+    inside = [n.removeprefix(f"{path}.") for n in ran.order if n.startswith(f"{path}.")]
+    return not inside or any("." not in name for name in inside)
+
+
+def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Lists of which some blocks share weights, with the classes of those that share none.
+
+    FSDP wants a shared tensor in one unit: blocks that share one are gathered with the root.
+    """
+    for blocks in found.blocks:
+        at = next(m for m in block_lists(facts.model) if str(m) == blocks.path)
+        sharing, classes = set(), dict.fromkeys(c.module.cls for c in at.module.children)
+        for child in at.module.children:
+            for index in child.indices or ():
+                if any(name.startswith(f"{blocks.path}.{index}.") for name in tied):
+                    sharing.add(child.module.cls)
+        if sharing:
+            yield blocks.path, [name for name in classes if name not in sharing]
 
 
 def _tail(found: Roles, ran: Ran | None) -> list[str]:

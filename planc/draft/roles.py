@@ -116,7 +116,7 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
         facts: of the model, best of its small sibling.
         ran: what one run of it showed, None where it could not run: then the order is the table's.
     """
-    lists = [m for m in _lists(facts.model) if m.module.count]
+    lists = [m for m in block_lists(facts.model) if m.module.count]
     blocks = [_blocks(at, ran) for at in lists]
     outside = [
         m
@@ -126,10 +126,13 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
     tables = [m for m in outside if m.module.kind == "embedding"]
     vocabulary = facts.config.get("vocab_size") or _text(facts).get("vocab_size")
     rows = [m.module.parameters[0].shape[0] for m in tables]
-    vocabulary = vocabulary if vocabulary in rows else max(rows, default=None)
+    if vocabulary not in rows:
+        gives = {m.module.parameters[0].shape[0] for m in outside if m.module.kind == "linear"}
+        vocabulary = next((n for n in rows if n in gives), max(rows, default=None))
     named = [m for m in tables if m.module.parameters[0].shape[0] == vocabulary]
-    ran_too = [m for m in named if ran is not None and str(m) in ran.order]
-    embedding = str((ran_too or named or tables)[0]) if tables else None
+    tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
+    named.sort(key=lambda m: (ran is not None and str(m) not in ran.order, str(m) not in tied))
+    embedding = str((named or tables)[0]) if tables else None
     heads = [
         str(m)
         for m in outside
@@ -167,14 +170,14 @@ class Ran:
 # Blocks ------------------------------------------------------------------------------------------
 
 
-def _lists(at: Modules) -> Iterator[Modules]:
+def block_lists(at: Modules) -> Iterator[Modules]:
     """The outermost lists of modules."""
     for child in at.module.children:
         below = Modules((*at.path, child.segment), child.module)
         if child.module.kind == "list" and any(c.module.children for c in child.module.children):
             yield below
         elif child.indices is None:
-            yield from _lists(below)
+            yield from block_lists(below)
 
 
 def _all(at: Modules) -> Iterator[Modules]:

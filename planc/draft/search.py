@@ -83,6 +83,16 @@ class Search:
 
     def plain(self) -> Outcome:
         """Settles the recipes without sequence parallelism; gives what the last run said."""
+        self.draft.checkpoint = False  # what can be split is found out without it
+        outcome = self._settled()
+        self.draft.checkpoint = True
+        again = self._tried(sequence=False)
+        if again.verdict == outcome.verdict:
+            return again
+        self.draft.checkpoint = False
+        return outcome
+
+    def _settled(self) -> Outcome:
         outcome = self._tried(sequence=False)
         while outcome.verdict != "proved" and self.runs < _MOST:
             if outcome.verdict == "nothing" or not self._taken_back(outcome):

@@ -16,6 +16,9 @@ class Draft:
         family: that it is for.
         comment: paragraphs at the top.
         blocks: lists of blocks, the main one first.
+        units: for each list, the classes of blocks that can be FSDP units; None for all.
+        called: the lists whose blocks are called as modules; the others can't be wrapped.
+        checkpoint: whether blocks may be computed again.
         both: rules that hold with and without sequence parallelism, by list of blocks (`""` is
             outside), then by module.
         plain, sequence: rules that hold in one of the two; no `sequence`, no such option.
@@ -29,6 +32,9 @@ class Draft:
     family: str
     comment: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
+    units: dict[str, list[str]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    checkpoint: bool = True
     plain: dict[str, dict[str, str]] = field(default_factory=dict)
     sequence: dict[str, dict[str, str]] | None = None
     may_tie: bool = False
@@ -48,29 +54,38 @@ def render(draft: Draft) -> str:
         lines.append("#")
     if draft.comment:
         lines[-1] = ""
-    options = []
-    if draft.sequence is not None:
-        why = "norms and residuals hold a part of the sequence between blocks"
-        options.append(("sequence_parallel = true", why))
-    options += [
-        ("checkpointing = true", "compute each block's activations again in backward"),
-        ('param_dtype = "bf16"', "what FSDP gathers and computes in"),
-        ('reduce_dtype = "fp32"', "what gradients are summed in"),
-    ]
-    lines += [f"option {text}  # {why}" for text, why in options]
+    tensor, units = list(_tensor(draft)), list(_fsdp(draft))
+    wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
+    again = [f"        ${_let(i)} : full" for i in wrapped] if draft.checkpoint else []
+    lines += [f"option {text}  # {why}" for text, why in _options(draft, bool(again))]
     for i, path in enumerate(draft.blocks):
-        lines.append(f"let {_let(i)} = {path}.*")
-    tensor = list(_tensor(draft))
+        if any(f"${_let(i)} " in line for line in (*tensor, *units, *again)):
+            lines.append(f"let {_let(i)} = {path}.*")
     axes = ["    dp_replicate = 1", "    dp_shard = auto", *(["    tp = 1"] if tensor else [])]
     lines += ["", "mesh {", *axes, "}", ""]
     if tensor:
         lines += ["tensor on tp {", *(f"    {line}" for line in tensor), "}", ""]
-    if draft.blocks:
-        lines += ["when checkpointing {", "    checkpoint {"]
-        lines += [f"        ${_let(i)} : full" for i in range(len(draft.blocks))]
-        lines += ["    }", "}", ""]
-    lines += list(_fsdp(draft))
+    if again:
+        lines += ["when checkpointing {", "    checkpoint {", *again, "    }", "}", ""]
+    lines += units
     return "\n".join(lines) + "\n"
+
+
+def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
+    """The options that something of the plan asks for, with what they mean."""
+    options = []
+    if draft.sequence is not None:
+        why = "norms and residuals hold a part of the sequence between blocks"
+        options.append(("sequence_parallel = true", why))
+    if again:
+        options.append(
+            ("checkpointing = true", "compute each block's activations again in backward")
+        )
+    return [
+        *options,
+        ('param_dtype = "bf16"', "what FSDP gathers and computes in"),
+        ('reduce_dtype = "fp32"', "what gradients are summed in"),
+    ]
 
 
 def _let(index: int) -> str:
@@ -161,8 +176,12 @@ def _joined(words: list[str]) -> list[str]:
 def _fsdp(draft: Draft) -> Iterable[str]:
     yield "fsdp on dp_shard, replicate on dp_replicate {"
     yield "    precision(param = param_dtype, reduce = reduce_dtype)"
-    for i in range(len(draft.blocks)):
-        yield f"    ${_let(i)} : unit(reshard = except_last)"
+    for i, path in enumerate(draft.blocks):
+        classes = draft.units.get(path)
+        if path in draft.called and classes is None:
+            yield f"    ${_let(i)} : unit(reshard = except_last)"
+        elif path in draft.called:
+            yield from (f"    {path}.*<{name}> : unit" for name in classes or ())
     ends = [*draft.tail, *([draft.head] if draft.head else [])]
     apart = list(_apart(draft.embedding, ends))
     together = [*([draft.embedding] if draft.embedding else []), *ends]

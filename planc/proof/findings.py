@@ -135,6 +135,30 @@ def _size(group: list[Part], small: Plan, sink: Sink) -> None:
     )
 
 
+def uncalled(outcome: Outcome, small: Plan, sink: Sink) -> bool:
+    """PL508: units whose module is never called, while what is inside it is.
+
+    FSDP gathers a unit's parameters when its module is called. Says whether there are any.
+    """
+    ran = {name for name, error in outcome.modules if error is not None}
+    found = False
+    for unit in small.fsdp.units if small.fsdp else ():
+        for modules in unit.members:
+            name = next((n for n in modules.names() if n and n not in ran), None)
+            inside = next((n for n in ran if name and n.startswith(f"{name}.")), None)
+            if inside is None:
+                continue
+            found = True
+            sink.error(
+                "PL508",
+                f"`{_generic(name or '')}` is an FSDP unit and is never called as a module",
+                unit.origin,
+                facts=[f"the model's own code calls `{_generic(inside)}` inside it", *_seen([])],
+                help="make what is called the unit, or leave its parameters to the root",
+            )
+    return found
+
+
 _TOLD: dict[str, Callable[[list[Part], Plan, Sink], None]] = {
     "crash": _crash,
     "output": _output,

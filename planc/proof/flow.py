@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planc.diagnostic import Severity, Sink
@@ -23,14 +23,14 @@ from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 from planc.proof import smaller
-from planc.proof.findings import refuted, unstated
+from planc.proof.findings import refuted, uncalled, unstated
 from planc.proof.kinds import Kind, kinds
 from planc.runtime.outcome import Outcome, outcome_of
 
 PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
 """Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
 
-_FORMAT = 3
+_FORMAT = 4
 _RANKS = 2
 """Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
 
@@ -60,11 +60,19 @@ class Verdict:
         outcome: of the simulation.
         kinds: of layer, each with its verdict.
         sections: of the plan, each with its verdict.
+        gathered: whether every FSDP unit is a module that is called, and so gathered in time.
     """
 
     outcome: Outcome
     kinds: tuple[Kind, ...] = ()
     sections: tuple[Section, ...] = ()
+    gathered: bool = True
+
+    def _judged(self, section: Section) -> Section:
+        """A section as it comes out; units that are never called refute theirs."""
+        if self.gathered or not section.name.startswith("fsdp"):
+            return section
+        return replace(section, verdict="refuted", by="simulation")
 
     @property
     def unsettled(self) -> tuple[Kind, ...]:
@@ -73,13 +81,25 @@ class Verdict:
     @property
     def verdict(self) -> str:
         """`proved`, `refuted`, `unknown`, or `nothing` where no axis is tensor parallel."""
+        if not self.gathered:
+            return "refuted"
         right = self.outcome.verdict == "proved"
-        return "unknown" if right and self.unsettled else self.outcome.verdict
+        open_ends = self.unsettled or (self.outcome.again and self._shards)
+        return "unknown" if right and open_ends else self.outcome.verdict
+
+    @property
+    def _shards(self) -> bool:
+        return any(s.name.startswith("fsdp") for s in self.sections)
 
     @property
     def reason(self) -> str:
         """Why it is unknown."""
         apart = "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
+        if not apart and self.outcome.again and self._shards:
+            apart = (
+                f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
+                "when FSDP may have let its parameters go"
+            )
         return self.outcome.reason or (apart if self.verdict == "unknown" else "")
 
     @property
@@ -106,7 +126,9 @@ class Verdict:
             "verdict": self.verdict,
             "reason": self.reason or None,
             "errors": errors,
-            "sections": [{**asdict(s), "reason": s.reason or None} for s in self.sections],
+            "sections": [
+                {**asdict(s), "reason": s.reason or None} for s in map(self._judged, self.sections)
+            ],
             "layers": [{**asdict(k), "reason": k.reason or None} for k in self.kinds],
         }
 
@@ -165,6 +187,8 @@ def flow(
         if outcome.verdict == "refuted":
             refuted(outcome, small[1].plan, sink)
         unstated(outcome, small[1].plan, sink)
+        if outcome.verdict == "proved" and uncalled(outcome, small[1].plan, sink):
+            verdict = replace(verdict, gathered=False)
     return verdict
 
 

@@ -71,7 +71,7 @@ def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
     found: list[Kind] = []
     for key, group in _groups(facts, facts):
         names = seen.get(key, [])
-        if names and not ran & set(names):
+        if names and not any(_in(r, name) for r in ran for name in names):
             found.append(_not_run(group, groups[key], small.plan))
         else:
             found.append(_judged(str(group.modules), group.label, names, outcome))

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,17 +65,20 @@ def simulate(
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     runs = _Runs(alone(make(), lowered), alone(make(), lowered), lowered)
+    again = Trace()
     try:
         with runs.right.of(dict(runs.single.named_modules())):
             runs.output = runs.single(**inputs)
         if getattr(runs.output, "loss", None) is None:
             return Outcome(verdict="unknown", reason="the model's forward gives no loss")
-        runs.output.loss.backward()
+        with again.of(dict(runs.single.named_modules())):
+            runs.output.loss.backward()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
     with warnings.catch_warnings(), _quiet(), _ranks(lowered.world_size):
         warnings.simplefilter("ignore")
-        return _compare(runs, inputs)
+        outcome = _compare(runs, inputs)
+    return replace(outcome, again=next(iter(again.begun), ""))
 
 
 @contextmanager

@@ -44,6 +44,7 @@ class Outcome:
         logits, loss, gradient: the largest relative errors.
         modules: the largest error of each module's output and own gradients, by name; None
             where the run did not get there.
+        again: a module that the model's own code runs once more in the backward pass, if any.
     """
 
     verdict: str
@@ -53,6 +54,7 @@ class Outcome:
     loss: float = 0.0
     gradient: float = 0.0
     modules: tuple[tuple[str, float | None], ...] = ()
+    again: str = ""
 
     @property
     def worst(self) -> float:

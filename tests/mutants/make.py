@@ -59,6 +59,19 @@ def changes(rule, whole):
             inner = bare[len(name) + 1 : -1] if "(" in bare else ""
             arguments = ", ".join(filter(None, [inner, f"local = {local}"]))
             yield f"local {local}", f"{target} : {name}({arguments})"
+            if "parts" in action:
+                plain = re.sub(r",? ?parts = \w+", "", action).replace("(, ", "(")
+                yield "not packed", f"{target} : {plain.replace('()', '')}"
+                yield "other parts", f"{target} : {re.sub('parts = .', 'parts = 4', action)}"
+        case "experts":
+            yield "not packed", f"{target} : {re.sub(', parts = .', '', action)}"
+            swapped_dims = re.sub(r"shard\((\d)", lambda m: f"shard({3 - int(m[1])}", action)
+            yield "other dims", f"{target} : {swapped_dims}"
+            yield "by expert", f"{target} : {re.sub(r'shard.[12]', 'shard(0', action)}"
+            inner = action[:-1].rstrip().rstrip(",")
+            for layout in ("partial", "shard(0)", "shard(-1)"):
+                yield f"output {layout}", f"{target} : {inner}, -> {layout})"
+            yield "whole sums", f"{target} : replicate(gradient = sum)"
         case "sequence":
             for dim in (0, 1, 2):
                 for local in ("true", "false"):

@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen3": "qwen3",
     "gemma3": "gemma3",
     "phi3": "phi3",
+    "mixtral": "mixtral",
 }
 SETTINGS = ["tp=2", "param_dtype=fp32"]
 LIMIT = 1e-4
