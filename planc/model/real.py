@@ -67,7 +67,7 @@ class Maker:
         return model
 
     def sample(self, seed: int = 3) -> dict[str, Any]:
-        """Token ids and labels, [4, 16], that the model can take.
+        """Token ids [4, 16] and labels [4, 16], or [4] for a classifier, that the model can take.
 
         Args:
             seed: of the tokens; 0 is never among them, it often stands for padding.
@@ -75,7 +75,10 @@ class Maker:
         import torch
 
         generator = torch.Generator().manual_seed(seed)
-        return {
+        sample = {
             name: torch.randint(1, self.vocabulary, (4, 16), generator=generator)
             for name in ("input_ids", "labels")
         }
+        if self._cls.__name__.endswith("ForSequenceClassification"):
+            sample["labels"] = torch.randint(self._part.num_labels, (4,), generator=generator)
+        return sample

@@ -81,6 +81,27 @@ def data(vocabulary, seed=3):
     return tokens, labels
 
 
+def sample(config):
+    """What a model is run on, by the names of its arguments."""
+    text = config.get_text_config()
+    tokens, labels = data(text.vocab_size)
+    if "Classification" in class_of(config).__name__:
+        return {"input_ids": tokens, "labels": labels[:, 0] % config.num_labels}
+    if not hasattr(config, "vision_config"):
+        return {"input_ids": tokens, "labels": labels}
+    vision = config.vision_config
+    image = config.image_token_index
+    tokens[tokens == image] = 1
+    tokens[:, 2 : 2 + config.mm_tokens_per_image] = image
+    shape = (BATCH, vision.num_channels, vision.image_size, vision.image_size)
+    return {
+        "input_ids": tokens,
+        "labels": labels,
+        "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(4)),
+        "token_type_ids": (tokens == image).long(),
+    }
+
+
 def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -112,8 +133,8 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
         `bits`, a digest of all of this rank's numbers.
     """
     single = build(model, **(changes or {}))
-    tokens, labels = data(single.config.vocab_size)
-    right = single(input_ids=tokens, labels=labels, use_cache=False)
+    inputs = sample(single.config)
+    right = single(**inputs, use_cache=False)
     right.loss.backward()
     parallel = build(model, **(changes or {}))
     if isinstance(plan, str):
@@ -126,7 +147,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
-    output = parallel(input_ids=tokens[mine], labels=labels[mine])
+    output = parallel(**{name: value[mine] for name, value in inputs.items()})
     output.loss.backward()
     loss = whole(output.loss).clone()
     distributed.all_reduce(loss)  # ranks with the same data have the same loss

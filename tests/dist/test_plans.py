@@ -50,6 +50,7 @@ CASES = [
     ("jamba", "jamba"),
     ("mamba2", "mamba2"),
     ("qwen3_next", "qwen3_next"),
+    ("llama-classes", "classifier"),
 ]
 ALWAYS = [  # plans that leave no choice about the sequence
     ("opt", "opt"),
@@ -60,6 +61,8 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("llama4", "llama4"),
     ("gemma4", "gemma4"),
     ("bert", "bert"),
+    ("bert-classes", "bert"),
+    ("gemma3-vision", "gemma3_vision"),
 ]
 ALSO = [  # families that share a plan, and settings of a family that a plan decides by: two ways
     ("gemma", "llama"),
@@ -83,6 +86,8 @@ ALSO = [  # families that share a plan, and settings of a family that a plan dec
     ("deepseek_v2", "deepseek_v3"),
     ("deepseek_v2-queries", "deepseek_v3"),
     ("bamba", "falcon_h1"),
+    ("mistral-classes", "classifier"),
+    ("qwen2-classes", "classifier"),
 ]
 WAYS = list(itertools.product((True, False), (True, False)))
 LIMIT = 1e-4
