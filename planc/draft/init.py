@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.draft.roles import Ran, Roles, block_lists, roles
+from planc.draft.roles import Ran, Roles, roles
 from planc.draft.run import run
 from planc.draft.search import Search
 from planc.draft.text import Draft, render
 from planc.model import cache
+from planc.model.blocks import block_lists, sorts
 from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
@@ -84,7 +85,7 @@ def _small(facts: Facts, sink: Sink) -> _Small:
     try:
         if facts.code:
             return facts, {}, maker_of({}, facts.code), ""
-        values = shrink(facts.config, ranks={"tp": _RANKS})
+        values = shrink(facts.config, ranks={"tp": _RANKS}, blocks=sorts(facts))
         values = json.loads(json.dumps(values, default=str))
         values["architectures"] = [facts.name]
         small = of_values(values, "the small model", sink)

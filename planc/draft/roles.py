@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from planc.model.blocks import block_lists
 from planc.model.facts import Facts, Module, Modules
 
 CLOSES = re.compile(
@@ -168,16 +169,6 @@ class Ran:
 
 
 # Blocks ------------------------------------------------------------------------------------------
-
-
-def block_lists(at: Modules) -> Iterator[Modules]:
-    """The outermost lists of modules."""
-    for child in at.module.children:
-        below = Modules((*at.path, child.segment), child.module)
-        if child.module.kind == "list" and any(c.module.children for c in child.module.children):
-            yield below
-        elif child.indices is None:
-            yield from block_lists(below)
 
 
 def _all(at: Modules) -> Iterator[Modules]:

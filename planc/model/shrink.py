@@ -36,7 +36,13 @@ HEAD = 16  # of a head: even halves for rotary embeddings, also where only a qua
 MOST = 16  # query heads, as long as two share a kv head; more of them go wrong in no new way
 
 
-def shrink(config: Config, *, ranks: Mapping[str, int] | int, layers: int = 2) -> dict[str, Any]:
+def shrink(
+    config: Config,
+    *,
+    ranks: Mapping[str, int] | int,
+    layers: int = 2,
+    blocks: Mapping[int, list[str]] | None = None,
+) -> dict[str, Any]:
     """A small configuration of the same family.
 
     Args:
@@ -45,12 +51,15 @@ def shrink(config: Config, *, ranks: Mapping[str, int] | int, layers: int = 2) -
         ranks: the sizes of the mesh axes by name, of which `tp` and `ep` matter here; a number
             alone is `tp`. Heads, widths and vocabulary divide by `tp`, experts by `ep`.
         layers: the least number of layers; there are more where the model has more kinds.
+        blocks: what each block is made of, by the length of its list (`planc.model.blocks.sorts`):
+            kinds that the configuration does not tell apart, such as the first, dense layers.
 
     Returns:
         Fields for `AutoConfig.for_model`: those of `config`, smaller. Dropout is off.
     """
     axes = {"tp": ranks} if isinstance(ranks, int) else dict(ranks)
-    return _Shrinker(axes.get("tp", 1), axes.get("ep", 1), layers).config(config)
+    made = _Shrinker(axes.get("tp", 1), axes.get("ep", 1), layers, blocks or {})
+    return made.config(config)
 
 
 def _joined(config: Config) -> list[int]:
@@ -64,12 +73,14 @@ class _Shrinker:
     """Args:
     tp, ep: what heads and experts must divide by.
     layers: the least number of layers.
+    blocks: what each block is made of, by the length of its list.
     """
 
-    def __init__(self, tp: int, ep: int, layers: int) -> None:
+    def __init__(self, tp: int, ep: int, layers: int, blocks: Mapping[int, list[str]]) -> None:
         self.tp = tp
         self.ep = ep
         self.layers = layers
+        self.blocks = blocks
 
     def config(self, config: Config) -> dict[str, Any]:
         """One level; those below (`text_config`) by themselves."""
@@ -99,8 +110,12 @@ class _Shrinker:
             single = {int(i): v for i, v in (config.get("per_layer_config") or {}).items()}
             if single:
                 columns.append([str(single.get(i)) for i in range(depth)])
+            repeats = _period(config, depth)
+            if (columns or repeats == 1) and len(set(self.blocks.get(depth, ()))) > 1:
+                columns.append(list(self.blocks[depth]))
             kept = self._kept(list(zip(*columns, strict=True)))
-            kept = kept or list(range(min(depth, max(self.layers, _period(config, depth)))))
+            repeats = max(repeats, 2 if _dense_first(config, depth) else 1)
+            kept = kept or list(range(min(depth, max(self.layers, repeats))))
             for field in lists:
                 values = [config[field][i] for i in kept]
                 small[field] = list(range(len(kept))) if config[field] == every else values
@@ -109,7 +124,8 @@ class _Shrinker:
                 small["per_layer_config"] = {i: self.config(v) for i, v in own.items()}
             small[name] = len(kept)
             _numbered_layers(small, kept, depth, done=lists)
-        _steps(small)
+            for field in _dense_first(config, depth):
+                small[field] = min(sum(i < config[field] for i in kept), len(kept) - 1)
 
     def _kept(self, kinds: list[tuple[str, ...]]) -> list[int]:
         """The first layer of each kind, then the next ones until there are enough."""
@@ -254,16 +270,16 @@ def _period(config: Config, depth: int) -> int:
             continue
         if re.search(r"(period|interval|pattern|sparse_step|layer_step|every_n_layers)$", name):
             period = lcm(period, value)
-        elif re.search(r"(_dense_replace|_dense_layers|_start_index)$", name):
-            period = max(period, 2)
+    pattern = config.get("block_types")  # a list that is gone through again and again
+    if isinstance(pattern, list) and len(pattern) < depth:
+        period = lcm(period, len(pattern))
     return min(period, depth)
 
 
-def _steps(small: dict[str, Any]) -> None:
-    """Where the first few layers are dense, one of them is enough."""
-    for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
-        if _number(small.get(name)):
-            small[name] = min(small[name], 1)
+def _dense_first(config: Config, depth: int) -> list[str]:
+    """The fields that say how many of the first layers are dense."""
+    names = [n for n in config if re.search(r"(_dense_replace|_dense_layers|_start_index)$", n)]
+    return [n for n in names if _number(config[n]) and 0 < config[n] < depth]
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

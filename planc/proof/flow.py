@@ -19,6 +19,7 @@ from planc.ir.plan import Plan
 from planc.lowering.document import digest
 from planc.lowering.ops import Checkpoint, Compile, FullyShard, Lowered, Parallelize
 from planc.model import cache
+from planc.model.blocks import sorts
 from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
@@ -204,7 +205,9 @@ def _small(
         return Outcome(verdict="unknown", reason="a plan from standard input is read only once")
     quiet = Sink()
     try:
-        values = shrink(facts.config, ranks=dict.fromkeys((*axes, "tp"), _RANKS))
+        values = shrink(
+            facts.config, ranks=dict.fromkeys((*axes, "tp"), _RANKS), blocks=sorts(facts)
+        )
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the model cannot be shrunk: {error}")
     values = json.loads(json.dumps(values, default=str))

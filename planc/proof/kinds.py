@@ -14,7 +14,8 @@ from typing import Any
 
 from planc.driver import Compiled
 from planc.ir.plan import Plan
-from planc.model.facts import Facts, Module, Modules
+from planc.model.blocks import block_lists, signature
+from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.runtime.outcome import LIMIT, Outcome
 
@@ -122,8 +123,8 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
         named: whose configuration decides which of its lists tell blocks apart: the large model's,
             for in a small one many a list is as long as there are layers.
     """
-    for at in _lists(facts.model):
-        wide = next((o for o in _lists(named.model) if o.path == at.path), None)
+    for at in block_lists(facts.model):
+        wide = next((o for o in block_lists(named.model) if o.path == at.path), None)
         length = _length(wide) if wide else 0
         columns = list(_columns(facts.config, named.config, length, str(at)))
         merged: dict[_Key, _Group] = {}
@@ -131,7 +132,7 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
             assert child.indices is not None
             for index in child.indices:
                 values = tuple(str(column[index]) for _, column in columns if index < len(column))
-                key = (at.path, values, _signature(child.module))
+                key = (at.path, values, signature(child.module))
                 one = Modules((*at.path, Indices.of([index])), child.module)
                 if key in merged:
                     joined = merged[key].modules.union(one)
@@ -141,16 +142,6 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
                     labels = [v for v, (_, c) in zip(values, columns, strict=True) if _varies(c)]
                     merged[key] = _Group(one, ", ".join(labels))
         yield from merged.items()
-
-
-def _lists(at: Modules) -> Iterator[Modules]:
-    """The outermost lists of modules with parameters."""
-    for child in at.module.children:
-        below = Modules((*at.path, child.segment), child.module)
-        if child.module.kind == "list" and child.module.count:
-            yield below
-        elif child.indices is None:
-            yield from _lists(below)
 
 
 def _length(modules: Modules) -> int:
@@ -173,9 +164,3 @@ def _columns(
 
 def _varies(column: list[Any]) -> bool:
     return len({str(v) for v in column}) > 1
-
-
-def _signature(module: Module) -> tuple[Any, ...]:
-    """What a block is made of, whatever its sizes."""
-    inner = tuple(dict.fromkeys((c.name, _signature(c.module)) for c in module.children).keys())
-    return (module.cls, tuple(p.name for p in module.parameters), inner)

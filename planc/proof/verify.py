@@ -14,6 +14,7 @@ from planc.ir.plan import Plan
 from planc.lowering import lower
 from planc.lowering.document import digest
 from planc.lowering.ops import Compile, FullyShard, Lowered
+from planc.model.blocks import sorts
 from planc.model.facts import Facts
 from planc.model.load import load, of_values
 from planc.model.shrink import shrink
@@ -150,7 +151,7 @@ def _shrunken(case: _Case) -> str | None:
     elif "model_type" not in case.facts.config:
         return f"{case.facts.name} has no transformers configuration that could be made small"
     else:
-        case.config = shrink(case.facts.config, ranks=axes)
+        case.config = shrink(case.facts.config, ranks=axes, blocks=sorts(case.facts))
         facts = of_values(case.config, "the small model", sink)
     if facts is not None and facts.name != case.facts.name:
         return f"the small model is a {facts.name}, not a {case.facts.name}"

@@ -27,6 +27,7 @@ from planc.draft.init import draft
 from planc.driver import compile_plan
 from planc.lowering.document import dumps
 from planc.lowering.ops import Parallelize
+from planc.model.blocks import block_lists, sorts
 from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
@@ -131,7 +132,9 @@ def row(name, pool, folder, plans):
     facts = of_values(configuration(name), name, sink)
     if facts is None:
         return {**found, "reason": f"can't be built: {first(sink)}"}
-    values = json.loads(json.dumps(shrink(facts.config, ranks={"tp": 2}), default=str))
+    values = json.loads(
+        json.dumps(shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts)), default=str)
+    )
     values["architectures"] = [facts.name]
     small = of_values(values, "the small model", sink)
     if small is None:
@@ -190,8 +193,6 @@ def judged(found, case, settings, pool, mark=""):
 
 def share(compiled):
     """The part of the blocks' parameters that tensor parallelism splits."""
-    from planc.draft.roles import block_lists
-
     lists = list(block_lists(compiled.facts.model))
     total = sum(m.module.count for m in lists)
     split = 0

@@ -31,7 +31,8 @@ def mutants(text):
     for rule in rules(file.statements):
         whole = rule.origin.text
         for name, new in changes(rule, whole):
-            mutant = text[: rule.origin.start] + new + text[rule.origin.end :]
+            kept = "optional " if whole.startswith("optional ") and new else ""
+            mutant = text[: rule.origin.start] + kept + new + text[rule.origin.end :]
             if mutant not in seen:
                 seen.add(mutant)
                 yield f"line {rule.origin.line}: {name}", mutant
