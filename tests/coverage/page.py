@@ -56,9 +56,7 @@ leaves incomplete by default are filled in (`DEFAULTS` and `OWN` in `tests/cover
 
 Of {rows} types, {built} can be built; **{proved} are proved**, {half} of them with more than half
 of their blocks' parameters split over the tensor axis, {sequence} with sequence parallelism too.
-Wrong: {wrong}, of which layout flow had called {silent} proved. transformers' own tensor
-parallelism, measured the same way at tp = 2, has a plan for 117 types and trains 106 of them
-right.
+Wrong: {wrong}, of which layout flow had called {silent} proved.
 
 `split` is the part of the blocks' parameters that a rank does not hold whole. Errors are the
 largest of all ranks."""
