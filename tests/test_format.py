@@ -17,6 +17,7 @@ from planc import whole
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.source import Source
+from planc.syntax import parse
 from planc.syntax import format, parse
 from planc.syntax.pieces import pieces
 
@@ -156,6 +157,18 @@ def test_any_expression(value):
     for line in whole_and_stable(text).splitlines():
         if len(line) > format.WIDTH:  # only where nothing is left to break
             assert not re.search(r"[(\[][^()\[\]]+[)\]]", re.sub(r"m\[0:4\]|\"t # t\"", "", line))
+
+
+def test_a_brace_that_opens_a_block_belongs_to_no_name():
+    """`x{` is a name and a brace, as `x {` is; only `x{a,b}` is a selector."""
+    block = (
+        "plan a for b\noption x = true\ntensor on tp {\n    when x{\n        m.{a,b} : colwise\n"
+    )
+    text = f"{block}    }}\n}}\n"
+    laid = whole_and_stable(text)
+    assert "    when x {\n" in laid
+    one, two = (parse(Source("p.plan", t), Sink()) for t in (text, laid))
+    assert one == two
 
 
 @SLOW
