@@ -17,7 +17,6 @@ from planc import whole
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.source import Source
-from planc.syntax import parse
 from planc.syntax import format, parse
 from planc.syntax.pieces import pieces
 
