@@ -18,6 +18,7 @@ from planc.model.blocks import block_lists, sorts
 from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
+from planc.proof.findings import generic
 from planc.runtime.outcome import Outcome
 from planc.syntax.format import laid_out
 
@@ -184,7 +185,7 @@ def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None
 def _dead(facts: Facts, maker: Any, page: Draft, sink: Sink) -> None:
     """The rules of transformers' own plan that match nothing of the model."""
     rules = getattr(getattr(maker, "configuration", None), "base_model_tp_plan", None) or {}
-    names = {_star(n) for n in _names(facts)}
+    names = {generic(n) for n in _names(facts)}
     names |= {n.partition(".")[2] for n in names}
     dead = [r for r in rules if r not in names and not any(n.endswith(f".{r}") for n in names)]
     if dead:
@@ -207,7 +208,3 @@ def _names(facts: Facts) -> list[str]:
 
     walk("", facts.root)
     return found
-
-
-def _star(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

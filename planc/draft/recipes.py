@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from planc.draft.roles import Blocks, Experts, Linear, Segment
@@ -55,7 +55,6 @@ class Choice:
     top: str
     recipes: list[Recipe]
     at: int = 0
-    extra: Rules = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:

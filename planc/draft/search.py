@@ -7,6 +7,7 @@ to its next recipe. Each step takes something back, so it ends.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from planc.draft.roles import Ran, Roles
 from planc.draft.text import Draft, render
 from planc.driver import compile_plan
 from planc.model.facts import Facts, Module, Modules
+from planc.proof.findings import generic
 from planc.proof.flow import judge
 from planc.runtime.outcome import Outcome, Part
 
@@ -44,19 +46,19 @@ class Search:
     parts: dict[str, list[Choice]] = field(default_factory=dict)
     outside: list[Choice] = field(default_factory=list)
     summed: dict[str, dict[str, str]] = field(default_factory=dict)
+    inside: dict[str, dict[str, Module]] = field(default_factory=dict)
     unreached: list[str] = field(default_factory=list)
     runs: int = 0
 
     def __post_init__(self) -> None:
         for blocks in self.roles.blocks:
-            holders = _holders(self.facts, blocks.path)
-            self.parts[blocks.path] = choices(blocks, self.facts.config, holders)
+            inside = self.inside[blocks.path] = _holders(self.facts, blocks.path)
+            self.parts[blocks.path] = choices(blocks, self.facts.config, inside)
             if self.ran is not None and not any(
                 name.startswith(f"{blocks.path}.") for name in self.ran.order
             ):
                 self.unreached.append(blocks.path)
-                for choice in self.parts[blocks.path]:
-                    choice.at = len(choice.recipes) - 1
+                self._given_up(blocks.path)
             self.summed[blocks.path] = {}
         for name, styles in self._ends():
             self.outside.append(
@@ -117,10 +119,14 @@ class Search:
 
     def cautious(self) -> None:
         """For a model that can't be run: only what does not depend on its code is split."""
-        for some in self.parts.values():
-            for choice in some:
-                choice.at = len(choice.recipes) - 1
+        for path in self.parts:
+            self._given_up(path)
         self._fill()
+
+    def _given_up(self, path: str) -> None:
+        """Leaves all of a list of blocks whole."""
+        for choice in self.parts[path]:
+            choice.at = len(choice.recipes) - 1
 
     # Running -------------------------------------------------------------------------------------
 
@@ -168,7 +174,7 @@ class Search:
 
     def _ordered(self, path: str, rules: dict[str, str]) -> dict[str, str]:
         """The rules in the order in which the modules stand in a block."""
-        order = [n for n in _holders(self.facts, path) if n and "." not in n]
+        order = [n for n in self.inside[path] if n and "." not in n]
         return dict(sorted(rules.items(), key=lambda r: order.index(r[0].partition(".")[0])))
 
     # Taking back ---------------------------------------------------------------------------------
@@ -180,8 +186,7 @@ class Search:
         blamed = self._blamed(outcome)
         open_ones = [c for c in blamed if not c.last]
         if not open_ones:  # no one is to blame by name: what is least sure goes first
-            order = [c for some in self.parts.values() for c in some] + self.outside
-            open_ones = [c for c in order if not c.last][:1]
+            open_ones = [c for c in self.all if not c.last]
         for choice in open_ones[:1]:
             together = self.outside if choice in self.outside and self.draft.tied else [choice]
             for one in together:  # a tie is split in both places or in none
@@ -215,8 +220,7 @@ class Search:
         """The list of blocks that a module is in, and its name in the block."""
         for path in self.parts:
             if name.startswith(f"{path}."):
-                rest = name[len(path) + 1 :].split(".")[1:]
-                return path, ".".join("*" if p.isdecimal() else p for p in rest)
+                return path, generic(name[len(path) + 1 :].partition(".")[2])
         return None, name
 
     def _blamed(self, outcome: Outcome) -> list[Choice]:
@@ -265,7 +269,7 @@ class Search:
     def _children(self, path: str) -> Iterator[str]:
         """The children of the blocks that take hidden states and have weights, without norms."""
         assert self.ran is not None
-        for name, module in _holders(self.facts, path).items():
+        for name, module in self.inside[path].items():
             if name and "." not in name and module.kind != "norm" and module.count:
                 yield name
 
@@ -303,8 +307,6 @@ def _concerns(choice: Choice, inner: str) -> bool:
 
 def _braces(selector: str, name: str) -> bool:
     """Whether a selector with braces, as a finding shows it, names a module."""
-    import re
-
     pattern = "".join(
         f"({part[1:-1].replace(',', '|')})" if part.startswith("{") else re.escape(part)
         for part in re.split(r"(\{[^}]*\})", selector)

@@ -19,10 +19,10 @@ class Draft:
         units: for each list, the classes of blocks that can be FSDP units; None for all.
         called: the lists whose blocks are called as modules; the others can't be wrapped.
         checkpoint: whether blocks may be computed again.
-        both: rules that hold with and without sequence parallelism, by list of blocks (`""` is
-            outside), then by module.
-        plain, sequence: rules that hold in one of the two; no `sequence`, no such option.
-        tied: whether the configuration may tie the embedding and the head.
+        plain, sequence: the rules without and with sequence parallelism, by list of blocks (`""` is
+            outside), then by module; no `sequence`, no such option.
+        may_tie: whether the configuration decides if the embedding and the head are tied.
+        tied: whether they are tied now.
         embedding, head, tail: modules for units: the table of tokens, the head, the norms before
             the head.
         notes: a comment beside a module's rules.

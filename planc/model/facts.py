@@ -315,6 +315,11 @@ def _entry(part: str, indices: Indices) -> bool:
     return re.fullmatch("0|[1-9][0-9]{0,8}", part) is not None and int(part) in indices
 
 
+def below(name: str, holder: str) -> bool:
+    """Whether a torch name is inside another one, which is empty for the model itself."""
+    return name.startswith(f"{holder}.") if holder else bool(name)
+
+
 def parse_path(text: str) -> tuple[Segment, ...]:
     """The path that `str(Modules)` wrote.
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from planc.diagnostic import Label, Sink
 from planc.ir.derive import NAME, styles
 from planc.ir.plan import Plan, TensorRule
-from planc.model.facts import Modules
+from planc.model.facts import Modules, below
 from planc.runtime.outcome import Outcome, Part
 
+_SEEN = "seen on a shrunken model, with all ranks of the axis simulated (2)"
 _MOST = 8
 """Findings of one kind: a plan that is wrong everywhere is not told so a hundred times."""
 
@@ -19,9 +20,10 @@ def refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
 
     Of outputs only the first that differs is told, for what comes after differs with it.
     """
-    first = [g for g in _alike(outcome) if g[0].kind in ("output", "crash")][:1]
-    sizes = [g for g in _alike(outcome) if g[0].kind == "size"][:1]
-    gradients = [g for g in _alike(outcome) if g[0].kind in ("gradient", "partial", "missing")]
+    groups = _alike(outcome)
+    first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
+    sizes = [g for g in groups if g[0].kind == "size"][:1]
+    gradients = [g for g in groups if g[0].kind in ("gradient", "partial", "missing")]
     for group in (*sizes, *(first or gradients[:_MOST])):
         _TOLD.get(group[0].kind, _gradient)(group, small, sink)
 
@@ -31,9 +33,9 @@ def unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
     wrong = outcome.verdict == "refuted"
     for kind in ("boundary", "unstated"):
         for group in [g for g in _alike(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
-            part, subject = group[0], _generic(group[0].subject)
+            part, subject = group[0], generic(group[0].subject)
             rules = _labels(subject, small)
-            facts = [*_source(part), *_seen(group)]
+            facts = [*_source(part), _SEEN]
             if kind == "boundary":
                 report = sink.error if wrong else sink.warning
                 message = f"what arrives at `{subject}` is not what the plan says: {part.detail}"
@@ -52,20 +54,17 @@ def _alike(outcome: Outcome) -> list[list[Part]]:
     groups: dict[tuple[str, str, str], list[Part]] = {}
     for part in outcome.parts:
         detail = part.detail if part.kind in ("boundary", "unstated") else ""
-        groups.setdefault((part.kind, _generic(part.subject), detail), []).append(part)
+        groups.setdefault((part.kind, generic(part.subject), detail), []).append(part)
     return list(groups.values())
 
 
-def _generic(name: str) -> str:
+def generic(name: str) -> str:
+    """A torch name with every entry of a list as `*`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _source(part: Part) -> list[str]:
     return [f"the model's own code: {part.line}"] if part.line else []
-
-
-def _seen(group: list[Part]) -> list[str]:
-    return ["seen on a shrunken model, with all ranks of the axis simulated (2)"]
 
 
 def _labels(module: str, small: Plan) -> list[Label]:
@@ -84,29 +83,29 @@ def _last(modules: Modules) -> str:
 def _with_before(labels: list[Label], part: Part, small: Plan) -> list[Label]:
     """The labels, and the rules of the module that ended last."""
     marked = {label.span for label in labels}
-    before = [r for r in _rules(_generic(part.before), small) if r.origin not in marked]
+    before = [r for r in _rules(generic(part.before), small) if r.origin not in marked]
     return [*labels, *(Label(span=r.origin, text="ended just before") for r in before)]
 
 
 def _crash(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], _generic(group[0].subject)
+    part, subject = group[0], generic(group[0].subject)
     labels = _with_before(_labels(subject, small), part, small)
     message = f"the model dies at `{subject}` under this plan"
-    facts = [part.detail, *_source(part), *_seen(group)]
+    facts = [part.detail, *_source(part), _SEEN]
     sink.error("PL503", message, *labels, facts=facts)
 
 
 def _output(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], _generic(group[0].subject)
+    part, subject = group[0], generic(group[0].subject)
     facts = [f"the first output that differs, by {part.error:.1e}"]
     facts += [part.detail] if part.detail else []
     message = f"`{subject or 'the model'}` computes something else under this plan"
-    facts += [*_source(part), *_seen(group)]
+    facts += [*_source(part), _SEEN]
     sink.error("PL501", message, *_labels(subject, small), facts=facts)
 
 
 def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], _generic(group[0].subject)
+    part, subject = group[0], generic(group[0].subject)
     module = subject.rpartition(".")[0]
     worst = max(p.error for p in group)
     help = None
@@ -118,18 +117,18 @@ def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:
     else:
         message = f"the gradient of `{subject}` is wrong under this plan"
         told = f"relative error {worst:.1e}"
-    facts = [told, *_source(part), *_seen(group)]
+    facts = [told, *_source(part), _SEEN]
     sink.error("PL502", message, *_labels(module, small), facts=facts, help=help)
 
 
 def _size(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], _generic(group[0].subject)
+    part, subject = group[0], generic(group[0].subject)
     message = f"`{subject}` gets {part.detail}: read off a local part of the sequence"
     sink.error(
         "PL507",
         message,
         *_labels(subject, small),
-        facts=[*_source(part), *_seen(group)],
+        facts=[*_source(part), _SEEN],
         help="hand the split activations on as a DTensor, which knows the whole size: "
         "`local = false`",
     )
@@ -145,15 +144,15 @@ def uncalled(outcome: Outcome, small: Plan, sink: Sink) -> bool:
     for unit in small.fsdp.units if small.fsdp else ():
         for modules in unit.members:
             name = next((n for n in modules.names() if n and n not in ran), None)
-            inside = next((n for n in ran if name and n.startswith(f"{name}.")), None)
+            inside = next((n for n in ran if name and below(n, name)), None)
             if inside is None:
                 continue
             found = True
             sink.error(
                 "PL508",
-                f"`{_generic(name or '')}` is an FSDP unit and is never called as a module",
+                f"`{generic(name or '')}` is an FSDP unit and is never called as a module",
                 unit.origin,
-                facts=[f"the model's own code calls `{_generic(inside)}` inside it", *_seen([])],
+                facts=[f"the model's own code calls `{generic(inside)}` inside it", _SEEN],
                 help="make what is called the unit, or leave its parameters to the root",
             )
     return found

@@ -153,7 +153,7 @@ def flow(
         compiled: without errors.
         plan: as the user named it; it is read again.
         settings: as the user gave them.
-        sink: receives PL501 to PL503, PL505 to PL507 and PL504 (unknown), and loses what was
+        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown), and loses what was
             presumed where the plan is proved.
         strict: whether unknown is an error.
         allow_code: whether styles of the plan's own may be imported.

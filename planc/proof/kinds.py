@@ -15,7 +15,7 @@ from typing import Any
 from planc.driver import Compiled
 from planc.ir.plan import Plan
 from planc.model.blocks import block_lists, signature
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts, Modules, below
 from planc.model.indices import Indices
 from planc.runtime.outcome import LIMIT, Outcome
 
@@ -112,7 +112,7 @@ def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Kin
 
 
 def _in(name: str, holder: str) -> bool:
-    return name == holder or name.startswith(f"{holder}.")
+    return name == holder or below(name, holder)
 
 
 def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:

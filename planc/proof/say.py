@@ -9,7 +9,7 @@ from pathlib import Path
 from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan
 from planc.lowering.ops import Lowered
-from planc.model.facts import Modules
+from planc.model.facts import Modules, below
 from planc.runtime.certificate import number
 from planc.runtime.verify import LIMITS, Comparison, Trouble
 from planc.source import Span
@@ -95,7 +95,7 @@ def _governing(name: str, plan: Plan) -> Iterator[Label]:
     """The rules for a module, else those inside it, else of what holds it; and its unit."""
     rules: list[tuple[Modules, Span]] = [(r.modules, r.origin) for r in plan.tensor]
     units = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
-    inside = dict.fromkeys(o for m, o in rules if any(_below(n, name) for n in m.names()))
+    inside = dict.fromkeys(o for m, o in rules if any(below(n, name) for n in m.names()))
     if inside and not any(m.has(name) for m, _ in rules):
         yield from (Label(span=origin, text=f"inside {name or 'the model'}") for origin in inside)
     else:
@@ -113,7 +113,3 @@ def _nearest(name: str, near: list[tuple[Modules, Span]], what: str) -> Iterator
             told = f"its {what}" if at == name else f"{what} of {at or 'the model'}"
             yield from (Label(span=span, text=told) for span in spans)
             return
-
-
-def _below(name: str, holder: str) -> bool:
-    return name.startswith(f"{holder}.") if holder else bool(name)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from planc.model.facts import below
+
 _MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/modeling_layers")
 
 
@@ -83,13 +85,8 @@ class Trace:
     @property
     def leaf(self) -> str:
         """The module without modules inside that ended last."""
-        leaves = (n for n in reversed(self.ended) if not any(within(o, n) for o in self.begun))
+        leaves = (n for n in reversed(self.ended) if not any(below(o, n) for o in self.begun))
         return next(leaves, "")
-
-
-def within(name: str, holder: str) -> bool:
-    """Whether a module is inside another one."""
-    return name != holder and (not holder or name.startswith(f"{holder}."))
 
 
 def first(output: Any) -> torch.Tensor | None:
