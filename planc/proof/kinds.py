@@ -73,7 +73,7 @@ def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
     for key, group in _groups(facts, facts):
         names = seen.get(key, [])
         if names and not any(_in(r, name) for r in ran for name in names):
-            found.append(_not_run(group, groups[key], small.plan))
+            found.append(_not_run(group, groups[key], small.plan, outcome.unfed))
         else:
             found.append(_judged(str(group.modules), group.label, names, outcome))
     blocks = [name for names in seen.values() for name in names]
@@ -81,15 +81,20 @@ def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
     return (*found, _judged("root", "", rest, outcome)) if rest else tuple(found)
 
 
-def _not_run(group: _Group, modules: Modules, plan: Plan) -> Kind:
+def _not_run(group: _Group, modules: Modules, plan: Plan, unfed: str) -> Kind:
     """Blocks that the run has no input for, such as a tower that waits for images."""
     split = any(rule.modules.within(modules) for rule in plan.tensor)
     return Kind(
         modules=str(group.modules),
         label=group.label,
         verdict="unknown" if split else "proved",
-        reason="the small model's run, on text, does not come there" if split else "",
+        reason=_unreached(unfed) if split else "",
     )
+
+
+def _unreached(unfed: str) -> str:
+    told = "the small model's run does not come there"
+    return f"{told}: {unfed}" if unfed else told
 
 
 def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Kind:
