@@ -379,7 +379,7 @@ FAMILIES = {
         boi_token_index=101,
         eoi_token_index=102,
     ),
-    "qwen3-vl": dict(
+    "qwen3_vl": dict(
         model_type="qwen3_vl",
         architectures=["Qwen3VLForConditionalGeneration"],
         text_config=dict(
@@ -402,7 +402,7 @@ FAMILIES = {
         vision_start_token_id=102,
         vision_end_token_id=103,
     ),
-    "qwen2_5-vl": dict(
+    "qwen2_5_vl": dict(
         model_type="qwen2_5_vl",
         architectures=["Qwen2_5_VLForConditionalGeneration"],
         text_config=dict(
