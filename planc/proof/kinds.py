@@ -180,7 +180,7 @@ def _columns(
                 yield from _columns(config[name], value, length, path)
         elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
             own = config.get(name)
-            if isinstance(own, list):
+            if isinstance(own, list) and not isinstance(value[0], list):  # sizes of images
                 yield name, own
 
 
