@@ -127,6 +127,7 @@ def imports(body: str, own: Iterable[str] = ()) -> str:
     used_names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     standard = [n for n in ("partial", "wraps") if n in used_names]
     lines = [f"from functools import {', '.join(standard)}", ""] if standard else []
+    lines = ["import re", *(lines or [""])] if "re" in used_names else lines
     plain = {*own, *(["torch"] if "torch" in used_names else [])}
     lines += [f"import {name}" for name in sorted(plain)]
     found: dict[str, list[str]] = {}

@@ -10,6 +10,8 @@ that torch misplaces.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint import (
@@ -23,11 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 
-def keep_in(model, dtype):
-    """Gives the parameters the type that they are kept in."""
-    for parameter in model.parameters():
+def keep_in(model, dtype, fp32=""):
+    """Gives the parameters the type that they are kept in; of some names it is float32."""
+    for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            own = torch.float32 if fp32 and re.fullmatch(fp32, name) else dtype
+            parameter.data = parameter.data.to(own)
 
 
 def on_meta(model):
