@@ -3,9 +3,9 @@
     python tests/bench/steps.py time REPEAT
     python tests/bench/steps.py memory hand|planc
 
-Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32, checkpointed. For the
-time both models live in the same processes, half as wide, and take turns; for the memory each has
-a process of its own, and what it allocates is counted.
+Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32,
+checkpointed. For the time both models live in the same processes, half as wide, and take turns; for
+the memory each has a process of its own, and what it allocates is counted.
 """
 
 import gc
