@@ -19,6 +19,8 @@ WIDTH = 88  # the default of ruff and black
 
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
+    ("bitsandbytes", ("matmul_4bit",)),
+    ("bitsandbytes.functional", ("quantize_4bit",)),
     ("peft", ("LoraConfig", "inject_adapter_in_model")),
     ("torch", ("distributed", "nn")),
     (

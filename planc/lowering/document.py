@@ -26,6 +26,7 @@ from planc.lowering.ops import (
     MeshAxis,
     Parallelize,
     Prefetch,
+    Quantize,
     Shape,
     Tie,
 )
@@ -149,6 +150,7 @@ def _plan(lowered: Lowered) -> dict[str, Any]:
 
 
 _ADAPT = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+_QUANTIZE = ("kind", "storage", "compute", "double", "block")
 
 
 def _op(op: AnyOp) -> dict[str, Any]:
@@ -175,6 +177,9 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case Adapt():
             body = {"op": "adapt", "members": [str(m) for m in op.members]}
             body |= {name: getattr(op, name) for name in _ADAPT}
+        case Quantize():
+            body = {"op": "quantize", "members": [str(m) for m in op.members]}
+            body |= {name: getattr(op, name) for name in _QUANTIZE}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():
@@ -270,6 +275,9 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "adapt":
             body["members"] = tuple(modules_of(m) for m in body["members"])
             return Adapt(**body)
+        case "quantize":
+            body["members"] = tuple(modules_of(m) for m in body["members"])
+            return Quantize(**body)
         case "checkpoint":
             body["save"] = tuple(
                 Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))
