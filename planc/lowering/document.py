@@ -174,12 +174,10 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
-        case Adapt():
-            body = {"op": "adapt", "members": [str(m) for m in op.members]}
-            body |= {name: getattr(op, name) for name in _ADAPT}
-        case Quantize():
-            body = {"op": "quantize", "members": [str(m) for m in op.members]}
-            body |= {name: getattr(op, name) for name in _QUANTIZE}
+        case Adapt() | Quantize():
+            name, fields = ("adapt", _ADAPT) if isinstance(op, Adapt) else ("quantize", _QUANTIZE)
+            body = {"op": name, "members": [str(m) for m in op.members]}
+            body |= {field: getattr(op, field) for field in fields}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +70,6 @@ def packed(model: nn.Module) -> dict[str, nn.Module]:
 def source(layer: nn.Module) -> Source:
     found: Source = getattr(layer, _SOURCE)
     return found
-
-
-def empty(model: nn.Module) -> Iterator[str]:
-    """The names of 4-bit weights that have no values yet."""
-    for name, layer in packed(model).items():
-        if layer.quant_state is None:
-            yield name
 
 
 def pack(layer: nn.Module, weight: Tensor, device: str) -> None:

@@ -1,6 +1,8 @@
 """What test_fourbit runs on every rank: a plan with 4-bit weights beside peft and bitsandbytes."""
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import planc
 from planc.lowering.ops import Quantize
 from planc.runtime.quantising import packed
+from planc.runtime.shards import units
 
 BODY = """
     $block.self_attn.{q,k,v,o}_proj : qlora(rank = 4, alpha = 8, block = 32, init = random)
@@ -174,3 +177,115 @@ def same_bytes(overrides, storage="float32"):
         assert torch.equal(whole, right), name
         assert torch.equal(layer.quant_state.absmax, own.weight.quant_state.absmax)
     return len(found)
+
+
+# Memory and files --------------------------------------------------------------------------------
+
+
+def applied(overrides, meta=False, body=BODY, changes=CHANGES):
+    plan = lowered("llama", body, overrides, changes)
+    model = numerics.build("llama", **changes)
+    if meta:
+        with torch.device("meta"):
+            model = type(model)(model.config).train()
+    return planc.apply(model, plan, device_type="cpu")
+
+
+def no_copies(overrides):
+    """What a rank keeps of the weights: (bytes in 4 bits, of their scales, of them whole)."""
+    model = numerics.build("llama", **CHANGES)
+    names = [n for n, _ in model.named_parameters() if re.search(r"(self_attn|mlp)\.", n)]
+    whole = [weakref.ref(model.get_parameter(n)) for n in names]
+    full = sum(model.get_parameter(n).nbytes for n in names)
+    run = planc.apply(model, lowered("llama", BODY, overrides, CHANGES), device_type="cpu")
+    tokens, labels = numerics.data(model.config.vocab_size)
+    model(input_ids=tokens[:1], labels=labels[:1]).loss.backward()
+    for unit in units(model):
+        unit.reshard()
+    gc.collect()
+    assert all(ref() is None for ref in whole), "a whole weight is still there"
+    kept = packed(run.model).values()
+    column = sum(layer.weight.to_local().untyped_storage().nbytes() for layer in kept)
+    return column, sum(layer.quant_state.absmax.nbytes for layer in kept), full
+
+
+def from_meta(folder, overrides, weights):
+    """A model on meta takes whole weights from files and keeps the very bytes of one on the CPU."""
+    run = applied(overrides)
+    if distributed.get_rank() == 0 and not Path(folder).exists():
+        numerics.build("llama", **CHANGES).save_pretrained(folder)
+    distributed.barrier()
+    other = applied(overrides, meta=True)
+    other.load(folder, weights=weights)
+    one, two = packed(run.model), packed(other.model)
+    assert one.keys() == two.keys() and len(one) == 14
+    for name, layer in one.items():
+        mine, theirs = (m.weight.to_local().view(torch.uint8) for m in (layer, two[name]))
+        assert torch.equal(mine, theirs) and mine.numel()
+        assert torch.equal(layer.quant_state.absmax, two[name].quant_state.absmax)
+    rows = slice(run.data_rank, run.data_rank + 1)
+    return torch.equal(adapting.logits(run.model, rows), adapting.logits(other.model, rows))
+
+
+def saved(folder, overrides, others):
+    """Adapters out of one plan: peft reads them onto layers of bitsandbytes, and another plan."""
+    from peft import PeftModel
+
+    run = applied(overrides)
+    adapting.stepped(run, run.model)
+    run.save_adapters(folder)
+    base = single("llama", torch.float32, False, CHANGES, torch.float32, None)
+    for name, module in list(base.named_modules()):
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            base.set_submodule(name, module.base_layer)
+    read = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).train()
+    other = applied(others)
+    other.load_adapters(folder)
+    rows = numerics.BATCH // other.data_size
+    part = slice(other.data_rank * rows, (other.data_rank + 1) * rows)
+    right = adapting.logits(read)[part]
+    fresh = adapting.logits(applied(others).model, part)
+    return numerics.error(adapting.logits(other.model, part), right), numerics.error(fresh, right)
+
+
+def resumed(folder, overrides, others):
+    """A checkpoint without 4-bit weights goes on under another plan."""
+    run = applied(overrides)
+    optimizer = adapting.stepped(run, run.model)
+    run.save(f"{folder}/run", optimizer=optimizer, step=1)
+    mine = run.full_state_dict(every_rank=True)
+    assert not set(packed(run.model)) & mine.keys()
+    assert sum(".lora_" in n for n in mine) == NAMES
+    other = applied(others)
+    second = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.05)
+    assert other.load(f"{folder}/run", optimizer=second) == 1
+    again = other.full_state_dict(every_rank=True)
+    assert all(torch.equal(mine[n], again[n]) for n in mine)
+    rows = slice(0, 1)
+    return numerics.error(adapting.logits(other.model, rows), adapting.logits(run.model, rows))
+
+
+def refused(folder, overrides):
+    """The codes of what 4-bit weights can't do."""
+    codes = []
+
+    def code(call, *arguments, **named):
+        try:
+            call(*arguments, **named)
+        except planc.PlanError as error:
+            codes.append([d.code for d in error.diagnostics])
+
+    run = applied(overrides)
+    for adapters in ("merged", "left_out"):
+        code(run.export, f"{folder}/export", adapters=adapters)
+    run.save(f"{folder}/run")
+    code(applied(overrides, meta=True).load, f"{folder}/run")
+    whole = planc.apply(numerics.build("llama", **CHANGES), "llama", device_type="cpu")
+    whole.save(f"{folder}/whole")
+    code(run.load, f"{folder}/whole")
+    small = numerics.build("llama", intermediate_size=64)
+    if distributed.get_rank() == 0:
+        small.save_pretrained(f"{folder}/small")
+    distributed.barrier()
+    code(run.load, f"{folder}/small")
+    return codes
