@@ -1,13 +1,17 @@
 """The adapters section: what it means, what is wrong in it, and what it lowers to."""
 
 import builtins
+import json
 import re
 from dataclasses import replace
 
+import jsonschema
 import pytest
 
 from planc.checks import check
 from planc.diagnostic import PlanError, Sink
+from planc.emit.delta import compare
+from planc.emit.diff import document
 from planc.emit.script import render as script
 from planc.emit.text import render
 from planc.emit.why import why
@@ -19,6 +23,7 @@ from planc.lowering.document import digest, dumps, loads
 from planc.lowering.ops import Adapt, Freeze, FullyShard, Parallelize, Quantize
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.load import load
+from planc.share import GRAMMARS
 from planc.source import Source
 from planc.syntax import parse
 
@@ -321,6 +326,23 @@ def test_4_bits_in_json_text_and_script():
     compile(written, "emitted.py", "exec")
     modules = set(re.findall(r"^(?:from|import) (\w+)", written, re.M))
     assert modules == {"torch", "peft", "bitsandbytes"}
+
+
+def test_a_diff_and_why_of_4_bits():
+    lora, four = (lowered(f"{Q} : {w}(rank = 4)", units=BF16) for w in ("lora", "qlora"))
+    delta = compare(lora, four)
+    assert [(c.kind, c.subject) for c in delta.added] == [
+        ("quantize", "model.layers[0:32].self_attn.q_proj")
+    ]
+    schema = json.loads((GRAMMARS / "diff.schema.json").read_text())
+    for one, two in ((lora, four), (lowered(f"{O_PROJ} : lora(rank = 4)"), lora)):
+        jsonschema.validate(json.loads(json.dumps(document(compare(one, two)))), schema)
+    sink = Sink()
+    answer = why("model.layers.3.self_attn.q_proj", load("llama-3.1-8b", sink), four, None, sink)
+    (held,) = answer.held
+    assert (held.shape, held.local, held.shard) == ((4194304, 1), (2097152, 1), (524288, 1))
+    assert held.at_rest == 4096 * 4096 // 2 // 8
+    assert [r.what for r in answer.adapter][1] == "in 4 bits, nf4 in bf16, blocks of 64"
 
 
 def test_without_bitsandbytes_apply_says_so(monkeypatch):

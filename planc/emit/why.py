@@ -15,6 +15,7 @@ from planc.emit import words
 from planc.emit.answer import Answer, Held, Reason
 from planc.emit.applied import as_applied
 from planc.emit.named import found
+from planc.ir.derive import FOUR_BIT
 from planc.ir.plan import Meaning, Plan
 from planc.ir.style import Custom, Split, part_sizes, style_name, weight_split
 from planc.lowering.memory import split_dim
@@ -277,9 +278,12 @@ class _Question:
         for op in self.styles:
             for shape in op.shapes if self._is(op) else ():
                 if shape.name == parameter.name:
-                    local = shape.local
-                    split = weight_split(op.style, kind, shape.name, len(local))
+                    split = weight_split(op.style, kind, shape.name, len(shape.local))
                     ranks = self.lowered.axis_size(op.axis)
+                    if self.at.module.cls == FOUR_BIT and shape.name == "weight":
+                        local = (-(-parameter.shape[0] // ranks), 1)  # of a column of bytes
+                        continue
+                    local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
         unit = None if self.ignored else self.shard
         shard = _at_rest(local, unit, self.lowered)

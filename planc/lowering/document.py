@@ -270,12 +270,9 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
-        case "adapt":
+        case "adapt" | "quantize":
             body["members"] = tuple(modules_of(m) for m in body["members"])
-            return Adapt(**body)
-        case "quantize":
-            body["members"] = tuple(modules_of(m) for m in body["members"])
-            return Quantize(**body)
+            return Adapt(**body) if data["op"] == "adapt" else Quantize(**body)
         case "checkpoint":
             body["save"] = tuple(
                 Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))
