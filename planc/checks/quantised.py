@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planc.checks.table import axis_label, ranks
 from planc.diagnostic import Label, Sink
-from planc.ir.derive import FOUR_BIT, meetings, quantised
+from planc.ir.derive import FOUR_BIT, meetings
 from planc.ir.owners import Owned, owned
 from planc.ir.plan import AdapterRule, Plan, TensorRule
 from planc.ir.style import Colwise, Rowwise, part_sizes, style_text, weight_split
@@ -62,7 +62,7 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
 
 def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
     """FSDP casts what it gathers to the unit's `param`, numbers or not."""
-    quant = quantised(rule, plan)
+    quant = rule.quant
     if own.unit is None or plan.fsdp is None or quant is None:
         return
     precision = own.unit.precision or plan.fsdp.precision

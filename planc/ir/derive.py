@@ -48,7 +48,9 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
-    rules, own_units = plan.adapters.rules, plan.adapters.own
+    rules = tuple(replace(r, quant=_stored(r, plan)) for r in plan.adapters.rules)
+    own_units = plan.adapters.own
+    plan = replace(plan, adapters=replace(plan.adapters, rules=rules))
     root = _module(facts.root, tuple((r.modules.path, r) for r in rules), plan)
     if plan.load is not None:  # its cast comes before the adapters, and is in the facts by now
         plan = replace(plan, load=replace(plan.load, dtype=None))
@@ -85,13 +87,13 @@ def _module(module: Module, rules: _Rest, plan: Plan) -> Module:
     module = replace(module, parameters=kept)
     children += [c for r in own for c in _children(module, r)]
     for rule in own:
-        module = _packed(module, rule, plan)
+        module = _packed(module, rule)
     return replace(module, children=tuple(children))
 
 
-def _packed(module: Module, rule: AdapterRule, plan: Plan) -> Module:
+def _packed(module: Module, rule: AdapterRule) -> Module:
     """The module with its weight in 4 bits: a column of the dtype that its bytes are seen as."""
-    quant = quantised(rule, plan)
+    quant = rule.quant
     if quant is None or quant.storage is None or module.kind != "linear":
         return module
     weight = next(p for p in module.parameters if p.name == "weight")
@@ -101,7 +103,7 @@ def _packed(module: Module, rule: AdapterRule, plan: Plan) -> Module:
     return replace(module, cls=FOUR_BIT, parameters=kept)
 
 
-def quantised(rule: AdapterRule, plan: Plan) -> Quant | None:
+def _stored(rule: AdapterRule, plan: Plan) -> Quant | None:
     """How a rule's layers are quantised, with a storage; None where they are not.
 
     The storage is the dtype that FSDP gathers in where the rule says none: FSDP casts what has

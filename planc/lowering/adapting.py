@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from planc.ir.derive import BASE_LAYER, meetings, quantised
+from planc.ir.derive import BASE_LAYER, meetings
 from planc.ir.plan import AdapterRule, Plan
 from planc.ir.style import Colwise, Rowwise
 from planc.lowering.ops import Adapt, Quantize
@@ -51,7 +51,7 @@ def quantize(plan: Plan) -> Iterator[Quantize]:
     """One for each rule whose layers are in 4 bits."""
     ops: dict[tuple[Quantize, str], list[Modules]] = {}
     for rule in plan.adapters.rules if plan.adapters else ():
-        quant = quantised(rule, plan)
+        quant = rule.quant
         if quant is None:
             continue
         assert quant.storage is not None

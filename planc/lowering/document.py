@@ -163,15 +163,13 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "modules": str(op.modules),
                 "axis": op.axis,
                 "style": style_data(op.style),
-                "shapes": [
-                    {"name": s.name, "shape": list(s.shape), "local": list(s.local)}
-                    for s in op.shapes
-                ],
+                "shapes": [_shape(s) for s in op.shapes],
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
         case Load():
-            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
+            own = {"fp32": [str(m) for m in op.fp32]} if op.fp32 else {}
+            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype, **own}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
         case Adapt() | Quantize():
@@ -194,6 +192,10 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "backward": op.backward,
             }
     return {**body, "place": op.place}
+
+
+def _shape(shape: Shape) -> dict[str, Any]:
+    return {"name": shape.name, "shape": list(shape.shape), "local": list(shape.local)}
 
 
 def _recomputing(op: Checkpoint) -> dict[str, Any]:
@@ -284,7 +286,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "freeze":
             return Freeze(**body)
         case "load":
-            return Load(**body)
+            return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "divide":
             return Divide(**body)
         case "prefetch":
