@@ -127,7 +127,7 @@ def imports(body: str, own: Iterable[str] = ()) -> str:
     used_names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     standard = [n for n in ("partial", "wraps") if n in used_names]
     lines = [f"from functools import {', '.join(standard)}", ""] if standard else []
-    plain = {*own, *(["torch"] if "torch" in used_names else [])}
+    plain = {*own, *(used_names & {"torch", "megatron_fsdp"})}
     lines += [f"import {name}" for name in sorted(plain)]
     found: dict[str, list[str]] = {}
     for module, names in _IMPORTS:

@@ -12,7 +12,7 @@ from itertools import groupby
 from textwrap import dedent
 from typing import assert_never
 
-from planc.emit import remat
+from planc.emit import megatron, remat
 from planc.emit.carried import carried
 from planc.emit.loads import filled, prepared
 from planc.emit.python import Group, assign, imports, lay, quoted, remark, style_source
@@ -29,6 +29,7 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Tie,
@@ -61,6 +62,7 @@ _CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to s
 _COMPILE = _Stage("compile_blocks", "Compiles the blocks, each by itself.")
 _SHARD = _Stage("shard", "Shards parameters, gradients and optimizer state.", True)
 _REPLICATE = _Stage("copies", "Averages the gradients of whole copies.", True)
+_MEGATRON = _Stage("shard", "Hands the whole model to Megatron-FSDP.", True)
 _DIVIDE = _Stage("divide", "Sets what summed gradients are divided by.", True)
 _PREFETCH = _Stage("prefetch", "Gathers the parameters of the next blocks ahead of time.")
 
@@ -110,6 +112,8 @@ def _stage(op: AnyOp) -> _Stage:
             return _COMPILE
         case FullyShard():
             return _SHARD if op.shard else _REPLICATE
+        case MegatronShard():
+            return _MEGATRON
         case Divide():
             return _DIVIDE
         case Prefetch():
@@ -146,6 +150,8 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 loop = loop_over(op.modules, lowered.layers)
                 how = "fullgraph=True" if op.fullgraph else ""
                 yield from looped(loop.head, f"{loop.item}.compile({how})", op.place)
+            case MegatronShard():
+                yield from megatron.shard(op, lowered)
             case Divide():
                 yield from divide(op)
             case Prefetch():
@@ -193,6 +199,8 @@ def _docstring(lowered: Lowered, digest: str) -> str:
     needed = "torch alone"
     if any(isinstance(op, Adapt) for op in lowered.ops):
         needed = "torch and peft alone"
+    if any(isinstance(op, MegatronShard) for op in lowered.ops):
+        needed = "torch, megatron-fsdp and CUDA"
     if lowered.code:
         needed = needed.replace("alone", "and the styles of the plan's own")
     return (

@@ -22,6 +22,7 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Tie,
@@ -73,6 +74,8 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         yield from _listed("compile", [str(op.modules) for op in own], note)
     yield from _fsdp(lowered)
     for op in lowered.ops:
+        if isinstance(op, MegatronShard):
+            yield from _megatron(op, lowered)
         if isinstance(op, Divide):
             yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
         if isinstance(op, Prefetch):
@@ -186,6 +189,19 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
         start = i + 1
     ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
     yield from _listed("ignored", list(ignored), "  whole on every rank, in no unit")
+
+
+def _megatron(op: MegatronShard, lowered: Lowered) -> Iterator[str]:
+    """The one call of Megatron-FSDP: its units, and what becomes of the rest."""
+    yield _head("megatron", words.megatron(op, lowered))
+    count = sum(len(m) for m in op.members)
+    numbers = f"{count} units of {' and '.join(op.classes)}, at most {words.size(op.gathered)}"
+    yield from words.table(
+        [
+            (", ".join(words.together(map(str, op.members))), f"{numbers} gathered"),
+            ("the rest", "in no unit"),
+        ]
+    )
 
 
 def _together(one: FullyShard, two: FullyShard) -> bool:

@@ -120,6 +120,7 @@ class Unit(Meaning):
         shard: the axes of its own, a part of the section's, or None for all of them; over the
             rest of the section's axes it is copied.
         shard_dim: the dim that is split of those parameters that have it, where it divides.
+        said: the arguments of its line, which defaults do not tell.
     """
 
     members: tuple[Modules, ...]
@@ -128,6 +129,7 @@ class Unit(Meaning):
     precision: Precision | None = None
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
+    said: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def root(self) -> bool:
@@ -172,6 +174,30 @@ class Divide(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron(Meaning):
+    """What `backend = megatron` and its lines say; the words are megatron_fsdp's own.
+
+    Args:
+        strategy: `zero_dp_strategy`: what is sharded.
+        outer: `outer_dp_sharding_strategy`: what the replicate axes share.
+        main_params: the type of the weights that the optimizer works on, None for those of the
+            model themselves.
+        main_grads: the type that gradients add up in, None for the parameters' own.
+        grad_comm: the type that they travel in, None for that of `main_grads`.
+        options: further keywords of `fully_shard_model`, in its order.
+        lines: where each name was said.
+    """
+
+    strategy: str = "optim_grads_params"
+    outer: str = "no_shard"
+    main_params: str | None = "float32"
+    main_grads: str | None = None
+    grad_comm: str | None = None
+    options: tuple[tuple[str, bool], ...] = ()
+    lines: Mapping[str, Span] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp(Meaning):
     """The fsdp section, or a replicate section, which has no axes to shard over.
 
@@ -181,6 +207,7 @@ class Fsdp(Meaning):
         precision: what the section's `precision(...)` says.
         units: in the plan's order; lowering puts inner before outer and the root last.
         ignored: what no unit takes.
+        megatron: what the section says of Megatron-FSDP, None where torch's own does it.
     """
 
     shard: tuple[str, ...]
@@ -191,6 +218,7 @@ class Fsdp(Meaning):
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     divide: Divide | None = None
+    megatron: Megatron | None = None
 
     def axes(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes that a unit is split over, and those that it is copied over.

@@ -23,6 +23,7 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     MeshAxis,
     Parallelize,
     Prefetch,
@@ -181,6 +182,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = {"op": "compile", "modules": str(op.modules), "fullgraph": op.fullgraph}
         case FullyShard():
             body = _unit(op)
+        case MegatronShard():
+            body = _megatron(op)
         case Divide():
             body = {"op": "divide", "factor": op.factor}
         case Prefetch():
@@ -234,6 +237,23 @@ def _said(op: FullyShard) -> dict[str, Any]:
     return body
 
 
+_MEGATRON = (*("strategy", "outer", "main_params", "main_grads", "grad_comm", "summed", "experts"),)
+
+
+def _megatron(op: MegatronShard) -> dict[str, Any]:
+    return {
+        "op": "megatron_shard",
+        "members": [str(m) for m in op.members],
+        "classes": list(op.classes),
+        "shard": list(op.shard),
+        "replicate": list(op.replicate),
+        **{name: getattr(op, name) for name in _MEGATRON},
+        "options": dict(op.options),
+        "nbytes": op.nbytes,
+        "gathered": op.gathered,
+    }
+
+
 # Reading -----------------------------------------------------------------------------------------
 
 
@@ -282,6 +302,11 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Freeze(**body)
         case "load":
             return Load(**body)
+        case "megatron_shard":
+            body["members"] = tuple(modules_of(m) for m in body["members"])
+            body["options"] = tuple(body["options"].items())
+            lists = {name: tuple(body[name]) for name in ("classes", "shard", "replicate")}
+            return MegatronShard(**body | lists)
         case "divide":
             return Divide(**body)
         case "prefetch":

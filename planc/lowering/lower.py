@@ -21,6 +21,7 @@ from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.lowering.megatron import at_rest, megatron
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     Adapt,
@@ -33,12 +34,14 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     MeshAxis,
     Parallelize,
     Prefetch,
     Shape,
     Tie,
 )
+from planc.lowering.order import inner_first
 from planc.model.facts import Facts, Module, Modules
 
 
@@ -58,7 +61,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
-    units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
+    units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [
         *_configure(facts),
         *_load(given),
@@ -89,9 +92,19 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         data=_data(plan),
         ops=tuple(ops),
-        parameters=holdings.at_rest(),
+        parameters=at_rest(units, holdings),
         gathered=max((u.gathered for u in units), default=0),
     )
+
+
+def _sharding(
+    plan: Plan, facts: Facts, holdings: Holdings
+) -> list[FullyShard] | list[MegatronShard]:
+    if plan.fsdp is None:
+        return []
+    if plan.fsdp.megatron is not None:
+        return [megatron(plan, plan.fsdp.megatron, facts, holdings)]
+    return _joined(_units(plan.fsdp, holdings))
 
 
 Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard)
@@ -318,7 +331,7 @@ def _inside_out(rules: Iterable[CheckpointRule]) -> list[CheckpointRule]:
 
 
 def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
-    for unit in _inner_first(section.units):
+    for unit in inner_first(section.units):
         precision = unit.precision or section.precision
         shard, replicate = _wide(unit, section, holdings.plan)
         nbytes, gathered = holdings.of_unit(unit, precision)
@@ -350,7 +363,7 @@ def _leaves(unit: Unit, ignored: Modules) -> bool:
 def _settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
     """What is set on all units, once they are."""
     section = plan.fsdp
-    if section is None:
+    if section is None or section.megatron is not None:
         return
     if section.divide is not None:
         yield Divide(factor=section.divide.factor, place=section.divide.origin.place)
@@ -375,22 +388,3 @@ def _wide(unit: Unit, section: Fsdp, plan: Plan) -> tuple[tuple[str, ...], tuple
     if not split:
         return (), replicate or copied[:1]
     return shard or split[:1], replicate
-
-
-def _inner_first(units: Iterable[Unit]) -> list[Unit]:
-    """The plan's order, but a unit never before one inside it; the root comes last by that."""
-    rest = list(units)
-    ordered: list[Unit] = []
-    while rest:
-        ready = next(
-            (u for u in rest if not any(_holds(u, o) for o in rest if o is not u)), rest[0]
-        )
-        ordered.append(ready)
-        rest.remove(ready)
-    return ordered
-
-
-def _holds(outer: Unit, inner: Unit) -> bool:
-    return any(
-        len(i.path) > len(o.path) and i.within(o) for o in outer.members for i in inner.members
-    )

@@ -218,6 +218,54 @@ class FullyShard(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronShard(Op):
+    """`megatron_fsdp.fully_shard_model` of the whole model, one call.
+
+    Args:
+        members: the modules that are units, each by itself; the rest is sharded in no unit.
+        classes: theirs, by name: what the call takes.
+        shard: axes over which it shards; several are one dimension of its mesh.
+        replicate: axes of `dp_outer_dim`.
+        strategy, outer: `zero_dp_strategy` and `outer_dp_sharding_strategy`.
+        main_params, main_grads, grad_comm: dtype names of its mixed precision policy.
+        summed: `calculate_per_token_loss`: gradients are added up and not averaged.
+        experts: whether there are parameters that it takes for experts by their names, for which
+            it is given the same mesh again.
+        options: further keywords that are not at their defaults.
+        nbytes: bytes that one rank keeps at rest, the optimizer's weights among them.
+        gathered: bytes of the largest unit while it is gathered.
+    """
+
+    members: tuple[Modules, ...]
+    classes: tuple[str, ...]
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...] = ()
+    strategy: str = "optim_grads_params"
+    outer: str = "no_shard"
+    main_params: str | None = "float32"
+    main_grads: str | None = None
+    grad_comm: str | None = None
+    summed: bool = False
+    experts: bool = False
+    options: tuple[tuple[str, bool], ...] = ()
+    nbytes: int = 0
+    gathered: int = 0
+
+    def units(self) -> Iterator[FullyShard]:
+        """Each set of units, and the root around them, as torch's own FSDP would have it."""
+        whole = self.strategy == "optim_grads_params"
+        for member in (*self.members, Modules((), self.members[0].module)):
+            yield FullyShard(
+                members=(member,),
+                shard=self.shard if whole else (),
+                replicate=self.replicate if whole else (*self.replicate, *self.shard),
+                reshard=whole and member.path != (),
+                reduce=self.grad_comm or self.main_grads,
+                place=self.place,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divide(Op):
     """`set_gradient_divide_factor` of every unit."""
 
@@ -259,9 +307,17 @@ AnyOp = (
     | Checkpoint
     | Compile
     | FullyShard
+    | MegatronShard
     | Divide
     | Prefetch
 )
+
+
+def units_of(op: Op) -> tuple[FullyShard, ...]:
+    """The units that an operation makes."""
+    if isinstance(op, MegatronShard):
+        return tuple(op.units())
+    return (op,) if isinstance(op, FullyShard) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +370,7 @@ class Lowered:
     @property
     def averaged(self) -> tuple[str, ...]:
         """The axes over which gradients are averaged: those of the data, and of the sequence."""
-        units = [op for op in self.ops if isinstance(op, FullyShard)]
+        units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
         return tuple(a.name for a in self.axes if a.name in names)
 
