@@ -157,7 +157,7 @@ def _resharding(unit: Unit, own: Megatron) -> Iterator[_Finding]:
     gathers = own.strategy == _WHOLE and not unit.root
     if unit.reshard is gathers:
         return
-    what = "lets a unit go after forward" if gathers else "keeps what no unit holds"
+    what = "lets a unit go after forward" if gathers else "keeps what no unit holds gathered"
     if own.strategy != _WHOLE:
         what = f"keeps parameters whole with `strategy = {own.strategy}`"
     yield _Finding(f"Megatron-FSDP {what}", unit.origin, "take `reshard` out")

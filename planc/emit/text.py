@@ -195,11 +195,12 @@ def _megatron(op: MegatronShard, lowered: Lowered) -> Iterator[str]:
     """The one call of Megatron-FSDP: its units, and what becomes of the rest."""
     yield _head("megatron", words.megatron(op, lowered))
     count = sum(len(m) for m in op.members)
+    kept = ": gathered once, and kept" if op.strategy == "optim_grads_params" else ""
     numbers = f"{count} units of {' and '.join(op.classes)}, at most {words.size(op.gathered)}"
     yield from words.table(
         [
             (", ".join(words.together(map(str, op.members))), f"{numbers} gathered"),
-            ("the rest", "in no unit"),
+            ("the rest", f"in no unit{kept}"),
         ]
     )
 

@@ -67,7 +67,10 @@ def _at_rest(own: Holding, said: Megatron, section: Fsdp, plan: Plan) -> int:
     """Bytes of a parameter on a rank, and of the weights that the optimizer works on."""
     ranks = plan.mesh.size(*section.shard)
     every = ranks * (plan.mesh.size(*section.replicate) if said.outer == "optim" else 1)
-    model = own.sharded(every) if said.strategy == "optim_grads_params" else own.whole(None)
+    model = own.whole(None)
+    if said.strategy == "optim_grads_params":
+        held = own.unit is not None and not own.unit.root
+        model = own.sharded(every) + (0 if held else model)  # what no unit holds stays gathered
     if said.main_params is None or not own.parameter.trainable:
         return model
     width = DTYPE_BYTES.get(own.parameter.dtype, 4)

@@ -74,9 +74,11 @@ def beside(model, plan, overrides=(), changes=None, dtype=None, passes=1):
     """The same errors against torch's FSDP under the same plan."""
     found = []
     for backend in ("torch", "megatron"):
-        text = Path(plan).read_text().replace("backend = megatron", f"backend = {backend}")
+        lines = Path(plan).read_text().splitlines(keepends=True)
+        if backend == "torch":
+            lines = [li for li in lines if not li.strip().startswith(("backend", "strategy"))]
         own = Path(plan).with_suffix(f".{distributed.get_rank()}.{backend}")
-        own.write_text(text)
+        own.write_text("".join(lines))
         with without_cuda() if backend == "megatron" else contextlib.nullcontext():
             made = build(model, **(changes or {}))
             if dtype:  # the same rounded values on both sides

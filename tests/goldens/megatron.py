@@ -1,6 +1,6 @@
 """t for LlamaForCausalLM on 8 ranks.
 
-Written by planc from the lowered plan b9deac5c8377; it needs torch, megatron-fsdp and CUDA.
+Written by planc from the lowered plan aadf469b9661; it needs torch, megatron-fsdp and CUDA.
 
     model = parallelize(model, build_mesh("cuda"))
 """
