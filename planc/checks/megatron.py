@@ -202,6 +202,10 @@ def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
         message = "Megatron-FSDP takes a model that has its weights"
         told = f"take `{name}` out, and load the model before the plan is applied"
         yield _Finding(message, plan.load.origin, told)
+    four = next((r for r in plan.adapters.rules if r.quant), None) if plan.adapters else None
+    if four is not None:
+        message = "Megatron-FSDP was not tried with weights in 4 bits"
+        yield _Finding(message, four.origin, "take `quant` out, or write `backend = torch`")
     rule = next((r for r in active(plan) if r.modules.module.count), None)
     if rule is not None:
         message = "Megatron-FSDP 0.6 cannot take weights that tensor parallelism has split"

@@ -25,6 +25,7 @@ from planc.lowering.ops import (
     MegatronShard,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 
@@ -63,6 +64,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     for word, state in (("frozen", False), ("trainable", True)):
         states = [o for o in lowered.ops if isinstance(o, Freeze) and o.trainable is state]
         yield from _listed(word, [str(o.modules) for o in states])
+    yield from _four_bits(lowered)
     checkpoints = [op for op in lowered.ops if isinstance(op, Checkpoint)]
     for i, how in enumerate(dict.fromkeys(map(words.recomputing, checkpoints))):
         alike = [str(op.modules) for op in checkpoints if words.recomputing(op) == how]
@@ -74,8 +76,6 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         yield from _listed("compile", [str(op.modules) for op in own], note)
     yield from _fsdp(lowered)
     for op in lowered.ops:
-        if isinstance(op, MegatronShard):
-            yield from _megatron(op, lowered)
         if isinstance(op, Divide):
             yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
         if isinstance(op, Prefetch):
@@ -133,6 +133,19 @@ def _adapters(lowered: Lowered) -> Iterator[str]:
     )
 
 
+def _four_bits(lowered: Lowered) -> Iterator[str]:
+    """The layers whose weights are in 4 bits; those that are kept alike share a line."""
+    ops = [op for op in lowered.ops if isinstance(op, Quantize)]
+    if not ops:
+        return
+    yield _head("quantize", "frozen weights in 4 bits, by bitsandbytes")
+    yield from words.table(
+        (path, words.four_bit(op))
+        for op in ops
+        for path in words.together(str(words.layer(m)) for m in op.members)
+    )
+
+
 def _tensor(lowered: Lowered) -> Iterator[str]:
     ops = [op for op in lowered.ops if isinstance(op, Parallelize)]
     for axis in dict.fromkeys(op.axis for op in ops):
@@ -177,6 +190,9 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
     """The units in the order of their calls, with a new head where the axes change."""
     ops = [op for op in lowered.ops if isinstance(op, FullyShard)]
     start = 0
+    for call in lowered.ops:
+        if isinstance(call, MegatronShard):
+            yield from _megatron(call, lowered)
     for i, op in enumerate(ops):
         following = ops[i + 1] if i + 1 < len(ops) else None
         if following and _together(following, op):

@@ -27,6 +27,7 @@ from planc.lowering.ops import (
     MeshAxis,
     Parallelize,
     Prefetch,
+    Quantize,
     Shape,
     Tie,
 )
@@ -150,6 +151,7 @@ def _plan(lowered: Lowered) -> dict[str, Any]:
 
 
 _ADAPT = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+_QUANTIZE = ("kind", "storage", "compute", "double", "block")
 
 
 def _op(op: AnyOp) -> dict[str, Any]:
@@ -162,20 +164,19 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "modules": str(op.modules),
                 "axis": op.axis,
                 "style": style_data(op.style),
-                "shapes": [
-                    {"name": s.name, "shape": list(s.shape), "local": list(s.local)}
-                    for s in op.shapes
-                ],
+                "shapes": [_shape(s) for s in op.shapes],
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
         case Load():
-            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
+            own = {"fp32": [str(m) for m in op.fp32]} if op.fp32 else {}
+            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype, **own}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
-        case Adapt():
-            body = {"op": "adapt", "members": [str(m) for m in op.members]}
-            body |= {name: getattr(op, name) for name in _ADAPT}
+        case Adapt() | Quantize():
+            name, fields = ("adapt", _ADAPT) if isinstance(op, Adapt) else ("quantize", _QUANTIZE)
+            body = {"op": name, "members": [str(m) for m in op.members]}
+            body |= {field: getattr(op, field) for field in fields}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():
@@ -194,6 +195,10 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "backward": op.backward,
             }
     return {**body, "place": op.place}
+
+
+def _shape(shape: Shape) -> dict[str, Any]:
+    return {"name": shape.name, "shape": list(shape.shape), "local": list(shape.local)}
 
 
 def _recomputing(op: Checkpoint) -> dict[str, Any]:
@@ -265,10 +270,20 @@ def _read_plan(data: dict[str, Any]) -> Lowered:
         layers=data["layers"],
         axes=tuple(MeshAxis(**axis) for axis in data["mesh"]),
         data=tuple(data["data"]),
-        ops=tuple(_read_op(op) for op in data["ops"]),
+        ops=tuple(map(_read, data["ops"])),
         parameters=data["parameters"],
         gathered=data["gathered"],
     )
+
+
+def _read(data: dict[str, Any]) -> AnyOp:
+    if data["op"] != "megatron_shard":
+        return _read_op(data)
+    body = {k: v for k, v in data.items() if k != "op"}
+    body["members"] = tuple(modules_of(m) for m in body["members"])
+    body["options"] = tuple(body["options"].items())
+    lists = {name: tuple(body[name]) for name in ("classes", "shard", "replicate")}
+    return MegatronShard(**body | lists)
 
 
 def _read_op(data: dict[str, Any]) -> AnyOp:
@@ -287,9 +302,9 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
-        case "adapt":
+        case "adapt" | "quantize":
             body["members"] = tuple(modules_of(m) for m in body["members"])
-            return Adapt(**body)
+            return Adapt(**body) if data["op"] == "adapt" else Quantize(**body)
         case "checkpoint":
             body["save"] = tuple(
                 Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))
@@ -301,12 +316,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "freeze":
             return Freeze(**body)
         case "load":
-            return Load(**body)
-        case "megatron_shard":
-            body["members"] = tuple(modules_of(m) for m in body["members"])
-            body["options"] = tuple(body["options"].items())
-            lists = {name: tuple(body[name]) for name in ("classes", "shard", "replicate")}
-            return MegatronShard(**body | lists)
+            return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "divide":
             return Divide(**body)
         case "prefetch":

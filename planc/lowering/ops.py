@@ -6,12 +6,12 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from planc.ir.kernels import Save
 from planc.ir.style import Custom, Style
+from planc.lowering.expression import either, spelled
 from planc.model.facts import Modules, Segment
 
 FORMAT_VERSION = 1
@@ -53,11 +53,19 @@ class Load(Op):
         weights: what `Run.load` does with a folder: `slices`, each rank reads its own; `rank0`, it
             reads and sends; `checkpoint`, of torch.distributed.checkpoint. None: the call says it.
         dtype: torch's name of the type that parameters are cast to, None for their own.
+        fp32: parameters that are cast to float32 instead; the last part of a path is a
+            parameter's name.
     """
 
     meta: bool = False
     weights: str | None = None
     dtype: str | None = None
+    fp32: tuple[Modules, ...] = ()
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the names in `fp32`, and no others."""
+        return _pattern(self.fp32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,45 +120,42 @@ class Adapt(Op):
     @property
     def pattern(self) -> str:
         """The regular expression that peft finds these layers by, and no others."""
-        last: dict[tuple[Segment, ...], list[str]] = {}
-        for members in self.members:
-            last.setdefault(members.path[:-1], []).append(_spelled(members.path[-1]))
-        return "|".join(
-            r"\.".join([*map(_spelled, path), names[0] if len(names) == 1 else _either(names)])
-            for path, names in last.items()
-        )
+        return _pattern(self.members)
 
     def names(self) -> Iterator[str]:
         """The torch names of all layers."""
         return (name for members in self.members for name in members.names())
 
 
-def _spelled(segment: Segment) -> str:
-    """A name, or the numbers of a set such as `([0-9]|[12][0-9]|3[01])`, as an expression."""
-    if isinstance(segment, str):
-        return re.escape(segment)
-    tens: dict[str, list[str]] = {}
-    for number in map(str, segment):
-        tens.setdefault(number[:-1], []).append(number[-1])
-    heads: dict[str, list[str]] = {}
-    for head, digits in tens.items():
-        heads.setdefault(_any(digits), []).append(head)
-    parts: list[str] = []
-    for ending, some in heads.items():
-        parts += [ending] if "" in some else []
-        if more := [head for head in some if head]:
-            parts.append((_any(more) if max(map(len, more)) == 1 else _either(more)) + ending)
-    return parts[0] if len(parts) == 1 else _either(parts)
+def _pattern(every: Iterable[Modules]) -> str:
+    last: dict[tuple[Segment, ...], list[str]] = {}
+    for members in every:
+        last.setdefault(members.path[:-1], []).append(spelled(members.path[-1]))
+    return "|".join(
+        r"\.".join([*map(spelled, path), names[0] if len(names) == 1 else either(names)])
+        for path, names in last.items()
+    )
 
 
-def _any(digits: Sequence[str]) -> str:
-    if len(digits) == 1:
-        return digits[0]
-    return "[0-9]" if len(digits) == 10 else f"[{''.join(digits)}]"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(Op):
+    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become a column.
 
+    Args:
+        members: linear layers, as peft calls those that it is around (`base_layer`).
+        kind: `nf4` or `fp4`.
+        storage: the dtype that the bytes are seen as, a torch dtype's name.
+        compute: what a product is computed in, None for the dtype of its input.
+        double: whether scales are quantised too.
+        block: the weights that share a scale.
+    """
 
-def _either(parts: Iterable[str]) -> str:
-    return f"({'|'.join(parts)})"
+    members: tuple[Modules, ...]
+    kind: str
+    storage: str
+    compute: str | None = None
+    double: bool = False
+    block: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +309,7 @@ AnyOp = (
     | Parallelize
     | Tie
     | Freeze
+    | Quantize
     | Checkpoint
     | Compile
     | FullyShard

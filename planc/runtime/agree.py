@@ -21,6 +21,7 @@ from planc.lowering.ops import (
     Op,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.model.facts import Modules
@@ -80,7 +81,7 @@ def members_of(op: Op) -> tuple[Modules, ...]:
         return (*op.members, *op.ignored)
     if isinstance(op, Prefetch):
         return op.units
-    if isinstance(op, Adapt | MegatronShard):
+    if isinstance(op, Adapt | MegatronShard | Quantize):
         return op.members
     modules: Modules | None = getattr(op, "modules", None)
     return (modules,) if modules is not None else ()

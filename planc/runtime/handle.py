@@ -129,7 +129,10 @@ class Run:
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
-        """The whole weights by their first names, on rank 0 or on all; every rank calls it."""
+        """The whole weights by their first names, on rank 0 or on all; every rank calls it.
+
+        Weights in 4 bits are left out.
+        """
         if handover.called(self.lowered):
             return handover.full_state_dict(self.model, every_rank or distributed.get_rank() == 0)
         return training.full_state_dict(self.model, every_rank=every_rank)
@@ -203,8 +206,9 @@ class Run:
             adapters: of a plan that has some, `merged` into the weights, or `left_out`.
 
         Raises:
-            PlanError: PL189, adapters, and not a word about them; PL497, the folder holds weights
-                already, or it could not be written; PL499, Megatron-FSDP shards the model.
+            PlanError: PL189, adapters, and not a word about them; PL686, weights in 4 bits; PL497,
+                the folder holds weights already, or it could not be written; PL499, Megatron-FSDP
+                shards the model.
         """
         handover.refuse(self.lowered, "run.export", "write what `run.full_state_dict` gives")
         saving.export(

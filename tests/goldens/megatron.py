@@ -1,6 +1,7 @@
 """t for LlamaForCausalLM on 8 ranks.
 
-Written by planc from the lowered plan aadf469b9661; it needs torch, megatron-fsdp and CUDA.
+Written by planc from the lowered plan aadf469b9661; it needs CUDA, megatron_fsdp and
+torch alone.
 
     model = parallelize(model, build_mesh("cuda"))
 """
