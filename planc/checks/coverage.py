@@ -5,6 +5,7 @@ from __future__ import annotations
 from planc.checks.table import active, ranks, split_dim
 from planc.diagnostic import Sink
 from planc.ir.derive import styles
+from planc.ir.owners import owned
 from planc.ir.plan import Plan
 from planc.model.facts import Facts, Modules
 
@@ -15,7 +16,10 @@ def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
     if not rules or "tensor" in plan.broken:
         return
     whole: list[tuple[int, str]] = []
-    for modules in facts.model.below():
+    for own in owned(plan, facts):
+        modules, unit = own.modules, own.unit
+        if unit and plan.fsdp and rules[0].axis in plan.fsdp.axes(unit)[0]:
+            continue  # FSDP splits it over that axis
         for parameter in modules.module.parameters:
             left: list[Modules] = [modules]
             for rule in rules:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from planc.diagnostic import Label, Sink, nearest, one_of
+from planc.ir.derived import axes_of
+from planc.ir.derived import known as known_axes
 from planc.ir.plan import Mesh
 from planc.model.facts import Facts
 from planc.source import Span
@@ -65,7 +67,7 @@ class Scope:
         return found if found and found.kind == "option" else None
 
     def knows(self, name: str) -> bool:
-        return name in self.definitions or name in self.axis_names
+        return name in self.definitions or bool(axes_of(name, self.axis_names))
 
     def value(self, name: tree.Name) -> Value:
         """What a dotted name stands for; an unknown one is reported."""
@@ -76,7 +78,7 @@ class Scope:
             return self._unknown(name)
         if name.path in self.definitions:
             return self._defined(name)
-        if name.path in self.axis_names:
+        if axes_of(name.path, self.axis_names):
             return self._axis(name)
         return self._unknown(name)
 
@@ -118,8 +120,7 @@ class Scope:
         self._pending.append("mesh")
         mesh = self.solve()
         self._pending.pop()
-        axis = mesh.axis(name.path) if mesh else None
-        return axis.size if axis else FAILED
+        return mesh.size(*axes_of(name.path, mesh.names)) if mesh else FAILED
 
     def _circle(self, name: tree.Name, origin: Span) -> Value:
         self.sink.error(
@@ -159,7 +160,7 @@ class Scope:
         return _plain(value)
 
     def _unknown(self, name: tree.Name) -> Value:
-        known = [*self.definitions, *self.axis_names]
+        known = [*self.definitions, *known_axes(self.axis_names)]
         close = nearest(name.path, known)
         if close:
             told = f"did you mean {one_of(f'`{c}`' for c in close)}?"

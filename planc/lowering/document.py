@@ -183,6 +183,7 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = _unit(op)
         case Divide():
             body = {"op": "divide", "factor": op.factor}
+            body |= {"units": [str(m) for m in op.units]} if op.units else {}
         case Prefetch():
             body = {
                 "op": "prefetch",
@@ -283,6 +284,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "load":
             return Load(**body)
         case "divide":
+            body["units"] = tuple(modules_of(m) for m in body.get("units", ()))
             return Divide(**body)
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})

@@ -353,7 +353,13 @@ def _settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
     if section is None:
         return
     if section.divide is not None:
-        yield Divide(factor=section.divide.factor, place=section.divide.origin.place)
+        factor, place = section.divide.factor, section.divide.origin.place
+        yield Divide(factor=factor, place=place)
+        for unit in section.units:
+            # the ranks of a tensor axis have the same gradient, and each of them adds it
+            same = plan.mesh.size(*section.beyond(unit))
+            if same > 1:
+                yield Divide(factor=factor * same, units=unit.members, place=place)
     for units in lists(plan, facts) if section.prefetch else ():
         assert section.prefetch is not None
         yield Prefetch(
