@@ -289,8 +289,12 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:
-            body["members"] = tuple(modules_of(m) for m in body["members"])
-            body["shard"] = tuple(body["shard"])
-            body["replicate"] = tuple(body["replicate"])
-            body["ignored"] = tuple(modules_of(m) for m in body.get("ignored", ()))
-            return FullyShard(**body)
+            return _read_unit(body)
+
+
+def _read_unit(body: dict[str, Any]) -> FullyShard:
+    for name in ("members", "ignored"):
+        body[name] = tuple(modules_of(m) for m in body.get(name, ()))
+    for name in ("shard", "replicate"):
+        body[name] = tuple(body[name])
+    return FullyShard(**body)

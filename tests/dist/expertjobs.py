@@ -1,5 +1,8 @@
 """What tests/dist/test_experts.py runs on every rank: experts that the tensor ranks share."""
 
+from dataclasses import replace
+
+import numerics
 import unitjobs
 from loadingjobs import fresh
 from savingjobs import made as optimizer_of
@@ -15,6 +18,9 @@ from torch.distributed.tensor.parallel import (
 )
 from trainingjobs import applied
 from unitjobs import along, place
+
+import planc
+from planc.lowering.ops import Divide
 
 
 def judge(model, path, hand=None, overrides=(), changes=None):
@@ -51,6 +57,24 @@ def resumed(model, old, new, folder, overrides=()):
     after = run.full_state_dict(every_rank=True)
     equal = all(torch.equal(before[n], after[n]) for n in before)
     return {"right": right, "losses": losses + steps(run, optimizer, step, 4), "equal": equal}
+
+
+def divided(model, path, by):
+    """How far gradients are from those of the single process over a number, the worst of them."""
+    far = {}
+    single = numerics.build(model)
+    right = unitjobs.train(single, 0, 1, 1)
+    for way in ("applied", "script", "forgotten"):
+        made = numerics.build(model)
+        lowered = planc.lower(made, path, world_size=distributed.get_world_size())
+        if way == "forgotten":
+            kept = (o for o in lowered.ops if not (isinstance(o, Divide) and o.units))
+            lowered = replace(lowered, ops=tuple(kept))
+        spread = numerics.by_script if way == "script" else numerics.by_planc
+        seen = unitjobs.train(made, *spread(made, lowered), 1)
+        names = [n for n in right if n.startswith("gradient")]
+        far[way] = max(numerics.error(seen[n], right[n] / by, 1e-3) for n in names)
+    return far
 
 
 def meshes(path, names):

@@ -2,6 +2,8 @@
 
 import pytest
 
+import planc
+
 LIMIT = 1e-4
 
 PLAN = """plan t for mixtral, qwen3_moe
@@ -127,3 +129,55 @@ def test_resumed(four, written, tmp_path, old, new):
     for result in results:
         assert result["equal"]
         assert result["losses"] == pytest.approx(result["right"], rel=1e-4)
+
+
+DIVIDED = PLAN.replace("    root  ", "    divide = 8\n    root  ")
+
+
+def test_what_the_tensor_ranks_add_is_divided_out(four, written):
+    """A sum over 2 data ranks, divided by 8, is a quarter of their mean; for experts too."""
+    for result in four.run("expertjobs.divided", model="mixtral", path=written(DIVIDED), by=4):
+        assert result["applied"] < LIMIT and result["script"] < LIMIT
+        assert result["forgotten"] > 0.4  # without a word on the experts' units: twice as much
+
+
+OWN_TOKENS = PLAN.replace("input(shard(1) -> replicate, local", "input(shard(1) -> shard(1), local")
+OWN_TOKENS = OWN_TOKENS.replace("output(replicate -> shard(1)", "output(shard(1) -> shard(1)")
+
+
+def test_gradients_that_tensor_ranks_do_not_share(four, written):
+    """Where each has tokens of its own the loss is right, and the mean over them is no gradient."""
+    path = written(OWN_TOKENS)
+    overrides = ["sequence_parallel=true"]
+    for result in four.run(
+        "numerics.compare", model="mixtral", plan=path, overrides=overrides
+    ):
+        assert result["logits"] < LIMIT and result["loss"] < LIMIT
+        assert result["gradient"] > 0.1
+    found = planc.check("mixtral-8x7b", path, world_size=4, overrides=overrides)
+    assert "PL502" in [d.code for d in found]
+
+
+MESHES = """plan t for llama
+
+mesh {
+    dp_replicate = 2
+    dp_shard     = 1
+    tp           = 2
+}
+
+tensor on tp {
+    lm_head : colwise(-> replicate)
+}
+
+fsdp on dp_shard_cp, replicate on dp_replicate {
+    root : unit
+}
+"""
+
+
+def test_meshes_by_name(four, written):
+    sizes = {"dp": 2, "dp_cp": 2, "dp_shard_cp": 1, "ep_shard": 2, "loss": 2, "tp": 2}
+    results = four.run("expertjobs.meshes", path=written(MESHES), names=list(sizes))
+    assert [found for found, _ in results] == [sizes] * 4
+    assert [place for _, place in results] == [(0, 2, 0), (0, 2, 0), (1, 2, 1), (1, 2, 1)]
