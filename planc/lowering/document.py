@@ -183,15 +183,11 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case FullyShard():
             body = _unit(op)
         case Divide():
-            body = {"op": "divide", "factor": op.factor}
-            body |= {"units": [str(m) for m in op.units]} if op.units else {}
+            own = {"units": [str(m) for m in op.units]} if op.units else {}
+            body = {"op": "divide", "factor": op.factor, **own}
         case Prefetch():
-            body = {
-                "op": "prefetch",
-                "units": [str(m) for m in op.units],
-                "forward": op.forward,
-                "backward": op.backward,
-            }
+            body = {"op": "prefetch", "units": [str(m) for m in op.units]}
+            body |= {"forward": op.forward, "backward": op.backward}
     return {**body, "place": op.place}
 
 
