@@ -167,7 +167,7 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
             case MegatronShard():
                 yield from megatron.shard(op, lowered)
             case Divide():
-                yield from divide(op)
+                yield from divide(op, lowered)
             case Prefetch():
                 yield from prefetch(op)
 

@@ -210,7 +210,7 @@ class Worker:
             case MegatronShard():
                 handover.shard(self.model, op, self.lowered, self.meshes.root)
             case Divide():
-                divide(self.model, op.factor, self.meshes.root)
+                divide(op, self.model, self.modules, self.meshes.root)
             case Prefetch():
                 prefetch(op, self.modules)
             case _:
