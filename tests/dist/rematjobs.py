@@ -161,6 +161,44 @@ MODELS["lfm2"] = dict(
     layer_types=["conv", "full_attention"] * 2,
     pad_token_id=0,
 )
+MODELS["zamba2"] = dict(
+    model_type="zamba2",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    attention_head_dim=32,
+    n_mamba_heads=8,
+    mamba_d_state=16,
+    mamba_ngroups=1,
+    mamba_headdim=16,
+    num_mem_blocks=2,
+    hybrid_layer_ids=[1, 3, 5, 7],
+    layers_block_type=["mamba", "hybrid"] * 4,
+    adapter_rank=4,
+    chunk_size=8,
+    max_position_embeddings=64,
+)
+MODELS["gemma4-shared"] = dict(
+    model_type="gemma4_text",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    head_dim=16,
+    global_head_dim=32,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=128,
+    num_kv_shared_layers=2,
+    pad_token_id=0,
+)
 
 
 def compare(**arguments):
