@@ -1,12 +1,13 @@
 """What checkpointing computes again and what it keeps, counted on every rank of a pool."""
 
 import gc
+import re
 from unittest import mock
 
 import torch
 import transformers
 import numerics
-from numerics import MODELS, build, data, quick_compile
+from numerics import MODELS, build, data, sample, quick_compile
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -204,3 +205,24 @@ MODELS["gemma4-shared"] = dict(
 def compare(**arguments):
     """`numerics.compare` with the models above among the names."""
     return numerics.compare(**arguments)
+
+
+def twice(model, plan, scope):
+    """The layers of all towers that run a second time, for the backward pass."""
+    made = build(model)
+    run = planc.apply(made, plan, device_type="cpu")
+    counts = {}
+    layers = re.compile(r"(.*\.layers\.\d+)(\._checkpoint_wrapped_module)?")
+    for name, module in made.named_modules():
+        found = layers.fullmatch(name)
+        if found and not hasattr(module, "_checkpoint_wrapped_module"):
+            plain = found[1].replace("._checkpoint_wrapped_module", "")
+            module.register_forward_pre_hook(
+                lambda *_, name=plain: counts.update({name: counts.get(name, 0) + 1})
+            )
+    inputs = sample(made.config)
+    rows = len(inputs["input_ids"]) // run.data_size
+    mine = slice(run.data_rank * rows, (run.data_rank + 1) * rows)
+    made(**{name: value[mine] for name, value in inputs.items()}).loss.backward()
+    assert len(counts) == 4 and any(name.startswith(scope) for name in counts)
+    return {name for name, count in counts.items() if count == 2}

@@ -251,3 +251,27 @@ def test_hybrid_blocks_that_share_a_transformer(four, plan):
     results = four.run("rematjobs.compare", model="zamba2", plan=path)
     right(results)
     assert four.run("rematjobs.compare", model="zamba2", plan=path, script=True) == results
+
+
+TOWERS = """plan r for FAMILY
+mesh {
+    dp_shard = auto
+}
+fsdp on dp_shard {
+    model.language_model.layers.*      : unit
+    model.vision_tower.encoder.layers.* : unit
+    root                               : unit
+}
+"""
+
+
+@pytest.mark.parametrize("scope", ["model.language_model", "model.vision_tower.encoder"])
+def test_one_tower_alone(four, plan, scope):
+    """Its layers are computed again, the other tower's are not."""
+    path = plan(f"{scope}.layers.* : full(early_stop = false)", family="gemma3", head=TOWERS)
+    arguments = {"model": "gemma3-vision", "plan": path}
+    results = four.run("rematjobs.compare", **arguments)
+    right(results)
+    assert four.run("rematjobs.compare", script=True, **arguments) == results
+    for again in four.run("rematjobs.twice", scope=scope, **arguments):
+        assert again == {f"{scope}.layers.0", f"{scope}.layers.1"}
