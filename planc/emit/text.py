@@ -24,6 +24,7 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 
@@ -62,6 +63,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     for word, state in (("frozen", False), ("trainable", True)):
         states = [o for o in lowered.ops if isinstance(o, Freeze) and o.trainable is state]
         yield from _listed(word, [str(o.modules) for o in states])
+    yield from _four_bits(lowered)
     checkpoints = [op for op in lowered.ops if isinstance(op, Checkpoint)]
     for i, how in enumerate(dict.fromkeys(map(words.recomputing, checkpoints))):
         alike = [str(op.modules) for op in checkpoints if words.recomputing(op) == how]
@@ -72,14 +74,20 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         note = "  as one graph, or fail" if full else ""
         yield from _listed("compile", [str(op.modules) for op in own], note)
     yield from _fsdp(lowered)
-    for op in lowered.ops:
-        if isinstance(op, Divide):
-            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
-        if isinstance(op, Prefetch):
-            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
+    yield from _settings(lowered)
     if not lowered.ops:
         yield _head("nothing", "to do: the model stays as it is")
     yield _head("per rank", _total(lowered))
+
+
+def _settings(lowered: Lowered) -> Iterator[str]:
+    """What is set on units, once they are."""
+    for op in lowered.ops:
+        if isinstance(op, Divide):
+            some = f", of {', '.join(map(str, op.units))}" if op.units else ""
+            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}{some}")
+        if isinstance(op, Prefetch):
+            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
 
 
 def _title(lowered: Lowered, digest: str) -> str:
@@ -127,6 +135,19 @@ def _adapters(lowered: Lowered) -> Iterator[str]:
         (path, "lora", words.lora(op))
         for op in ops
         for path in words.together(map(str, op.members))
+    )
+
+
+def _four_bits(lowered: Lowered) -> Iterator[str]:
+    """The layers whose weights are in 4 bits; those that are kept alike share a line."""
+    ops = [op for op in lowered.ops if isinstance(op, Quantize)]
+    if not ops:
+        return
+    yield _head("quantize", "frozen weights in 4 bits, by bitsandbytes")
+    yield from words.table(
+        (path, words.four_bit(op))
+        for op in ops
+        for path in words.together(str(words.layer(m)) for m in op.members)
     )
 
 

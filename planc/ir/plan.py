@@ -43,6 +43,10 @@ class Mesh(Meaning):
     def axis(self, name: str) -> Axis | None:
         return next((a for a in self.axes if a.name == name), None)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.axes)
+
     def size(self, *names: str) -> int:
         """The number of ranks along the named axes; an axis that the mesh lacks counts as 1."""
         return prod(a.size for a in self.axes if a.name in names)
@@ -125,8 +129,8 @@ class Unit(Meaning):
         group: all modules of all members are one unit.
         reshard: after forward: True, False, or the number of ranks that keep a shard.
         precision: this unit's own, or None for the section's.
-        shard: the axes of its own, a part of the section's, or None for all of them; over the
-            rest of the section's axes it is copied.
+        shard: the axes of its own, of the section's and of tensor parallelism's, or None for all
+            of the section's; over the rest of these it is copied.
         shard_dim: the dim that is split of those parameters that have it, where it divides.
     """
 
@@ -211,6 +215,30 @@ class Fsdp(Meaning):
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
 
+    def beyond(self, unit: Unit) -> tuple[str, ...]:
+        """The axes of a unit that the section lacks: their ranks have the same gradients."""
+        own = (*self.replicate, *self.shard)
+        return tuple(a for a in unit.shard or () if a not in own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quant:
+    """The frozen weight below an adapter in 4 bits, as bitsandbytes has it (QLoRA).
+
+    Args:
+        kind: `nf4` or `fp4`.
+        storage: the dtype that packed bytes are seen as, None for the one that FSDP gathers in.
+        compute: what a product is computed in, None for the dtype of its input.
+        double: whether the scales of blocks are quantised too.
+        block: the weights that share a scale.
+    """
+
+    kind: str = "nf4"
+    storage: str | None = None
+    compute: str | None = None
+    double: bool = False
+    block: int = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRule(Meaning):
@@ -222,6 +250,7 @@ class AdapterRule(Meaning):
         dropout: the share of A's inputs that training drops.
         dtype: of A and B, a torch dtype's name; None for that of the layer.
         init: `default` (B is 0), `gaussian`, or `random` (A and B).
+        quant: how the layer's own weight is kept, None where that stays as it is.
     """
 
     modules: Modules
@@ -230,6 +259,7 @@ class AdapterRule(Meaning):
     dropout: float = 0.0
     dtype: str | None = None
     init: str = "default"
+    quant: Quant | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from planc.lowering.ops import (
     MeshAxis,
     Parallelize,
     Prefetch,
+    Quantize,
     Shape,
     Tie,
 )
@@ -149,6 +150,7 @@ def _plan(lowered: Lowered) -> dict[str, Any]:
 
 
 _ADAPT = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+_QUANTIZE = ("kind", "storage", "compute", "double", "block")
 
 
 def _op(op: AnyOp) -> dict[str, Any]:
@@ -161,10 +163,7 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "modules": str(op.modules),
                 "axis": op.axis,
                 "style": style_data(op.style),
-                "shapes": [
-                    {"name": s.name, "shape": list(s.shape), "local": list(s.local)}
-                    for s in op.shapes
-                ],
+                "shapes": [_shape(s) for s in op.shapes],
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
@@ -173,9 +172,10 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype, **own}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
-        case Adapt():
-            body = {"op": "adapt", "members": [str(m) for m in op.members]}
-            body |= {name: getattr(op, name) for name in _ADAPT}
+        case Adapt() | Quantize():
+            name, fields = ("adapt", _ADAPT) if isinstance(op, Adapt) else ("quantize", _QUANTIZE)
+            body = {"op": name, "members": [str(m) for m in op.members]}
+            body |= {field: getattr(op, field) for field in fields}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():
@@ -183,15 +183,16 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case FullyShard():
             body = _unit(op)
         case Divide():
-            body = {"op": "divide", "factor": op.factor}
+            own = {"units": [str(m) for m in op.units]} if op.units else {}
+            body = {"op": "divide", "factor": op.factor, **own}
         case Prefetch():
-            body = {
-                "op": "prefetch",
-                "units": [str(m) for m in op.units],
-                "forward": op.forward,
-                "backward": op.backward,
-            }
+            body = {"op": "prefetch", "units": [str(m) for m in op.units]}
+            body |= {"forward": op.forward, "backward": op.backward}
     return {**body, "place": op.place}
+
+
+def _shape(shape: Shape) -> dict[str, Any]:
+    return {"name": shape.name, "shape": list(shape.shape), "local": list(shape.local)}
 
 
 def _recomputing(op: Checkpoint) -> dict[str, Any]:
@@ -268,9 +269,9 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
-        case "adapt":
+        case "adapt" | "quantize":
             body["members"] = tuple(modules_of(m) for m in body["members"])
-            return Adapt(**body)
+            return Adapt(**body) if data["op"] == "adapt" else Quantize(**body)
         case "checkpoint":
             body["save"] = tuple(
                 Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))
@@ -284,12 +285,17 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "load":
             return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "divide":
+            body["units"] = tuple(modules_of(m) for m in body.get("units", ()))
             return Divide(**body)
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:
-            body["members"] = tuple(modules_of(m) for m in body["members"])
-            body["shard"] = tuple(body["shard"])
-            body["replicate"] = tuple(body["replicate"])
-            body["ignored"] = tuple(modules_of(m) for m in body.get("ignored", ()))
-            return FullyShard(**body)
+            return _read_unit(body)
+
+
+def _read_unit(body: dict[str, Any]) -> FullyShard:
+    for name in ("members", "ignored"):
+        body[name] = tuple(modules_of(m) for m in body.get(name, ()))
+    for name in ("shard", "replicate"):
+        body[name] = tuple(body[name])
+    return FullyShard(**body)

@@ -1,14 +1,15 @@
 """IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
 
-mesh, configure, adapters, tensor, ties, freezing, checkpoint, compile, FSDP (inner before outer,
-the root last), and what is set on its units.
+mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (inner
+before outer, the root last), and what is set on its units.
 
 Adapters come first because peft reads the size of a layer off its weight, of which a split one
 shows a rank's part. Tensor parallelism comes before FSDP, which shards what it leaves; a
 checkpoint wrapper goes inside compile and FSDP so that recomputing happens while the unit's
 parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. Freezing
 comes after tensor parallelism, which may make new parameters, and before FSDP, which looks at
-them. (The order of torchtitan's `parallelize_llama`.)
+them; so do 4-bit weights, of which no style knows how to split one. (The order of torchtitan's
+`parallelize_llama`.)
 """
 
 from __future__ import annotations
@@ -18,26 +19,24 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
-from planc.ir.lists import lists
-from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
+from planc.ir.plan import CheckpointRule, Plan, TensorRule
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.lowering.adapting import adapt, quantize, scales
 from planc.lowering.first import arrive, configure
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
-    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
-    Divide,
     Freeze,
     FullyShard,
     Lowered,
     MeshAxis,
     Parallelize,
-    Prefetch,
     Shape,
     Tie,
 )
+from planc.lowering.units import settings, units_of
 from planc.model.facts import Facts, Module, Modules
 
 
@@ -57,10 +56,10 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
-    units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
+    units = _joined(units_of(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *first,
-        *_adapt(plan),
+        *adapt(plan),
         *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
         *_ties(facts, tensor, plan),
         *_freeze(tensor, plan),
@@ -68,13 +67,14 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
             Freeze(modules=t.modules, trainable=t.trainable, place=t.origin.place)
             for t in plan.train
         ),
+        *quantize(plan),
         *_joined(_checkpoint(rule) for rule in _inside_out(plan.checkpoint)),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
             for r in plan.compile
         ),
         *units,
-        *_settings(plan, facts),
+        *settings(plan, facts),
     ]
     return Lowered(
         plan=plan.name,
@@ -87,7 +87,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         data=_data(plan),
         ops=tuple(ops),
-        parameters=holdings.at_rest(),
+        parameters=holdings.at_rest() + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
     )
 
@@ -237,40 +237,6 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     return rule.modules.has(parameter.rpartition(".")[0])
 
 
-def _adapt(plan: Plan) -> Iterator[Adapt]:
-    """One for each rule, with a seed of its own: two rules would begin with the same values."""
-    ops: dict[tuple[Adapt, str], list[Modules]] = {}
-    for rule in plan.adapters.rules if plan.adapters else ():
-        op = Adapt(
-            members=(),
-            rank=rule.rank,
-            alpha=rule.alpha,
-            dropout=rule.dropout,
-            dtype=rule.dtype,
-            init=rule.init,
-            place=rule.origin.place,
-        )
-        ops.setdefault((op, op.place), []).append(rule.modules)
-    for number, ((op, _), members) in enumerate(ops.items()):
-        assert plan.adapters is not None
-        seed = plan.adapters.seed + number
-        yield replace(op, members=_merged(members), seed=seed)
-
-
-def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of modules as few, where unlike blocks parted them."""
-    result: list[Modules] = []
-    for modules in sets:
-        for i, other in enumerate(result):
-            union = other.union(modules)
-            if union is not None:
-                result[i] = union
-                break
-        else:
-            result.append(modules)
-    return tuple(result)
-
-
 def _checkpoint(rule: CheckpointRule) -> Checkpoint:
     return Checkpoint(
         modules=rule.modules,
@@ -292,82 +258,3 @@ def _inside_out(rules: Iterable[CheckpointRule]) -> list[CheckpointRule]:
         for b in rules
     )
     return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
-
-
-def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
-    for unit in _inner_first(section.units):
-        precision = unit.precision or section.precision
-        shard, replicate = _wide(unit, section, holdings.plan)
-        nbytes, gathered = holdings.of_unit(unit, precision)
-        yield FullyShard(
-            members=unit.members,
-            group=unit.group,
-            shard=shard,
-            replicate=replicate,
-            reshard=unit.reshard,
-            param=precision.param if precision else None,
-            reduce=precision.reduce if precision else None,
-            output=precision.output if precision else None,
-            cast_inputs=precision.cast_inputs if precision else True,
-            nbytes=nbytes,
-            gathered=gathered,
-            ignored=tuple(i.modules for i in section.ignored if _leaves(unit, i.modules)),
-            shard_dim=unit.shard_dim,
-            offload=section.offload is not None,
-            pin=section.offload is not None and section.offload.pin,
-            place=unit.origin.place,
-        )
-
-
-def _leaves(unit: Unit, ignored: Modules) -> bool:
-    """Whether ignored modules are inside a unit."""
-    return any(ignored.within(member) for member in unit.members)
-
-
-def _settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
-    """What is set on all units, once they are."""
-    section = plan.fsdp
-    if section is None:
-        return
-    if section.divide is not None:
-        yield Divide(factor=section.divide.factor, place=section.divide.origin.place)
-    for units in lists(plan, facts) if section.prefetch else ():
-        assert section.prefetch is not None
-        yield Prefetch(
-            units=units,
-            forward=section.prefetch.forward,
-            backward=section.prefetch.backward,
-            place=section.prefetch.origin.place,
-        )
-
-
-def _wide(unit: Unit, section: Fsdp, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of more than one rank: the rest would only cost process groups.
-
-    FSDP keeps one axis to work over even of one rank, where it still casts and sums gradients.
-    """
-    split, copied = section.axes(unit)
-    shard = tuple(a for a in split if plan.mesh.size(a) > 1)
-    replicate = tuple(a for a in copied if plan.mesh.size(a) > 1)
-    if not split:
-        return (), replicate or copied[:1]
-    return shard or split[:1], replicate
-
-
-def _inner_first(units: Iterable[Unit]) -> list[Unit]:
-    """The plan's order, but a unit never before one inside it; the root comes last by that."""
-    rest = list(units)
-    ordered: list[Unit] = []
-    while rest:
-        ready = next(
-            (u for u in rest if not any(_holds(u, o) for o in rest if o is not u)), rest[0]
-        )
-        ordered.append(ready)
-        rest.remove(ready)
-    return ordered
-
-
-def _holds(outer: Unit, inner: Unit) -> bool:
-    return any(
-        len(i.path) > len(o.path) and i.within(o) for o in outer.members for i in inner.members
-    )

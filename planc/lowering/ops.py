@@ -166,6 +166,27 @@ def _either(parts: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(Op):
+    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become a column.
+
+    Args:
+        members: linear layers, as peft calls those that it is around (`base_layer`).
+        kind: `nf4` or `fp4`.
+        storage: the dtype that the bytes are seen as, a torch dtype's name.
+        compute: what a product is computed in, None for the dtype of its input.
+        double: whether scales are quantised too.
+        block: the weights that share a scale.
+    """
+
+    members: tuple[Modules, ...]
+    kind: str
+    storage: str
+    compute: str | None = None
+    double: bool = False
+    block: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Op):
     """`checkpoint_wrapper` (without reentry) around each module.
 
@@ -231,9 +252,16 @@ class FullyShard(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divide(Op):
-    """`set_gradient_divide_factor` of every unit."""
+    """`set_gradient_divide_factor` of every unit, or of some.
+
+    Args:
+        factor: what summed gradients are divided by.
+        units: those whose gradients more ranks add up than elsewhere, after all others; empty for
+            every unit.
+    """
 
     factor: int | float
+    units: tuple[Modules, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +296,7 @@ AnyOp = (
     | Parallelize
     | Tie
     | Freeze
+    | Quantize
     | Checkpoint
     | Compile
     | FullyShard
@@ -328,6 +357,8 @@ class Lowered:
         """The axes over which gradients are averaged: those of the data, and of the sequence."""
         units = [op for op in self.ops if isinstance(op, FullyShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
+        # a unit may lie on tensor ranks too, which have the same gradients
+        names &= {*self.data, "cp"}
         return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:
