@@ -42,5 +42,6 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
                 help="`dtype(fp32) : unit` makes them units of their own; `islands = none` in the "
                 "load section casts them too"
                 if islands
-                else "give the modules of one dtype a unit of their own, or cast the model",
+                else "`dtype(fp32) : unit` gives the modules of one dtype units of their own; or cast the "
+                "model",
             )
