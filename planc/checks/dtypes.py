@@ -13,7 +13,7 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
 
     Source: `FSDPParamGroup._init_mp_dtypes` in torch, which raises in the first forward.
     """
-    if plan.fsdp is None:
+    if plan.fsdp is None or plan.fsdp.megatron is not None:  # that has a buffer for each dtype
         return
     found: dict[int, dict[str, tuple[str, bool]]] = {}
     origins: dict[int, Unit] = {}
@@ -42,6 +42,6 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
                 help="`dtype(fp32) : unit` makes them units of their own; `islands = none` in the "
                 "load section casts them too"
                 if islands
-                else "`dtype(fp32) : unit` gives the modules of one dtype units of their own; or cast the "
-                "model",
+                else "`dtype(fp32) : unit` gives the modules of one dtype units of their own; or cast "
+                "the model",
             )
