@@ -129,16 +129,9 @@ def row(name, pool, folder, plans):
     """
     found = {"type": name, "source": "init", "verdict": "", "reason": ""}
     sink = Sink()
-    facts = of_values(configuration(name), name, sink)
-    if facts is None:
-        return {**found, "reason": f"can't be built: {first(sink)}"}
-    values = json.loads(
-        json.dumps(shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts)), default=str)
-    )
-    values["architectures"] = [facts.name]
-    small = of_values(values, "the small model", sink)
+    facts, values, small = models(name, sink)
     if small is None:
-        return {**found, "reason": f"can't be built small: {first(sink)}"}
+        return {**found, "reason": f"can't be built{' small' * bool(facts)}: {first(sink)}"}
     path = folder / f"{name}.plan"
     if name in plans:
         found["source"] = "shipped"
@@ -158,6 +151,16 @@ def row(name, pool, folder, plans):
         if "PL110" in reason:  # the plan itself says that there is none
             reason = ""
     return {**found, "reason": reason, **({"verdict": ""} if reason else {})}
+
+
+def models(name, sink):
+    """A family's default model, the small one's configuration, and the small model; or None each."""
+    facts = of_values(configuration(name), name, sink)
+    if facts is None:
+        return None, None, None
+    values = shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts))
+    values = {**json.loads(json.dumps(values, default=str)), "architectures": [facts.name]}
+    return facts, values, of_values(values, "the small model", sink)
 
 
 def judged(found, case, settings, pool, mark=""):
