@@ -72,6 +72,7 @@ def folder():
             name[0] = stack.enter_context(tempfile.TemporaryDirectory())
         distributed.broadcast_object_list(name)
         yield name[0]
+        distributed.barrier()
 
 
 def loaded(built, path, **sizes):
