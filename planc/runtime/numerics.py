@@ -100,11 +100,11 @@ def prove(
     model = maker.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
-    own = rows_of(run, len(batches[0][0]))
-    mine = _train(model, [(t[own], k[own]) for t, k in batches], mean=_mean)
+    rows = rows_of(run, len(batches[0][0]))
+    mine = _train(model, [(t[rows], k[rows]) for t, k in batches], mean=_mean)
     report("compare")
     return {
-        "logits": relative(mine.logits, right.logits[own]),
+        "logits": relative(mine.logits, right.logits[rows]),
         "loss": relative(mine.loss, right.loss),
         "gradients": _all(mine.gradients, right.gradients),
         "parameters": _all(mine.parameters, right.parameters),
@@ -112,23 +112,10 @@ def prove(
 
 
 def batch(maker: Maker | Own, lowered: Lowered, seed: int, step: int) -> tuple[torch.Tensor, ...]:
-    """Tokens and labels for a plan: rows for each of its data ranks, of a length that splits."""
+    """Tokens and labels; the ends of the vocabulary, where special tokens are, stay out."""
+    generator = torch.Generator().manual_seed(1000 * (step + 1) + seed)
     ways = lowered.axis_size(*lowered.data)
     shape = (ways * max(1, 4 // ways), math.lcm(LENGTH, lowered.world_size))
-    return rows(maker, shape, seed, step)
-
-
-def rows(
-    maker: Maker | Own, shape: tuple[int, int], seed: int, step: int
-) -> tuple[torch.Tensor, ...]:
-    """Tokens and labels; the ends of the vocabulary, where special tokens are, stay out.
-
-    Args:
-        maker: of the model that reads them.
-        shape: of both: rows and their length.
-        seed, step: the same ones give the same tokens.
-    """
-    generator = torch.Generator().manual_seed(1000 * (step + 1) + seed)
     high = max(9, maker.vocabulary - 8)
     low = min(8, high - 1)
     tokens = torch.randint(low, high, shape, generator=generator)

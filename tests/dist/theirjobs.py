@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from planc.model.build import quiet
 from planc.model.real import Maker
-from planc.runtime.numerics import _all, relative, rows, whole
+from planc.runtime.numerics import _all, relative, whole
 
 _MESHES = {}
 
@@ -54,7 +54,7 @@ def measure(values, seed=0):
             stage = "loading"
             parallel = loaded(built, path, tp_size=distributed.get_world_size())
             stage = "training"
-            found |= compared(maker, single, parallel, seed)
+            found |= compared(single, parallel, maker.sample())
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"
@@ -97,9 +97,9 @@ def meshes_once(config):
     return _MESHES[sizes]
 
 
-def compared(maker, single, parallel, seed):
-    tokens, labels = rows(maker, (4, 16), seed, 0)
-    right, mine = (once(model, tokens, labels) for model in (single, parallel))
+def compared(single, parallel, inputs):
+    """The errors of one step from the same weights on the same inputs, and what is off."""
+    right, mine = (once(model, inputs) for model in (single, parallel))
     gradients = _all(mine["gradients"], right["gradients"])
     weights = _all(mine["weights"], right["weights"])
     worst = max(gradients, key=gradients.get)
@@ -115,9 +115,10 @@ def compared(maker, single, parallel, seed):
     }
 
 
-def once(model, tokens, labels):
+def once(model, inputs):
+    """Whole weights, logits, loss and gradients, as the mechanism itself lays them out."""
     weights = {n: whole(p) for n, p in model.named_parameters()}
-    output = model(input_ids=tokens, labels=labels, use_cache=False)
+    output = model(**inputs, use_cache=False)
     output.loss.backward()
     return {
         "weights": weights,
