@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from textwrap import dedent
+from textwrap import dedent, fill
 from typing import assert_never
 
 from planc.emit import remat
 from planc.emit.carried import carried
 from planc.emit.loads import filled, prepared
-from planc.emit.python import Group, assign, imports, lay, quoted, remark, style_source
+from planc.emit.python import WIDTH, Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
 from planc.lowering.ops import (
@@ -52,6 +52,11 @@ class _Stage:
     meshed: bool = False
 
 
+_WHOLE = "full_state_dict"
+_PACKED = """
+Weights of several projections are held rank by rank, and not in the model's own order:
+`full_state_dict(model)` gives them in that order.
+"""
 _CONFIGURE = _Stage("configure", "Sets what training needs of the configuration.")
 _LOAD = _Stage("prepare", "Says where weights begin, and what type they are kept in.")
 _ADAPT = _Stage("add_adapters", "Puts LoRA around layers, and freezes all else.")
@@ -87,9 +92,12 @@ def render(lowered: Lowered, *, digest: str) -> str:
         calls.append(f"    {name}{arguments}\n")
     functions += filled(lowered)
     own = carried("\n\n".join(functions))
+    packed = any("_rank_order" in source for source in own)
+    if packed:  # what leaves such a model has to be put in order
+        own = carried("\n\n".join([*functions, _WHOLE]))
     body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
     modules = {path.partition(":")[0] for path in lowered.code}
-    return f"{_docstring(lowered, digest)}\n{imports(body, modules)}\n{body}"
+    return f"{_docstring(lowered, digest, packed)}\n{imports(body, modules)}\n{body}"
 
 
 def _stage(op: AnyOp) -> _Stage:
@@ -189,16 +197,20 @@ def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
 # The frame ---------------------------------------------------------------------------------------
 
 
-def _docstring(lowered: Lowered, digest: str) -> str:
+def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     needed = "torch alone"
+    if any(isinstance(op, Load) and op.weights in ("slices", "rank0") for op in lowered.ops):
+        needed = "torch and safetensors alone"
     if any(isinstance(op, Adapt) for op in lowered.ops):
         needed = "torch and peft alone"
     if lowered.code:
         needed = needed.replace("alone", "and the styles of the plan's own")
+    told = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
-        f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}.\n\n"
-        '    model = parallelize(model, build_mesh("cuda"))\n"""\n'
+        f"{fill(told, WIDTH)}\n\n"
+        '    model = parallelize(model, build_mesh("cuda"))\n'
+        f'{_PACKED if packed else ""}"""\n'
     )
 
 

@@ -135,6 +135,7 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Load():
             way: Facts = (("weights", op.weights), ("dtype", op.dtype))
             way = ((("meta", True),) if op.meta else ()) + way
+            way += (("fp32", tuple(words.islands(op))),) if op.fp32 else ()
             yield Entry(kind="load", facts=way, place=op.place)
         case Freeze():
             state: Facts = (("trainable", op.trainable),)

@@ -321,7 +321,8 @@ def _as_applied(facts: Facts, lowered: Lowered) -> tuple[Plan, Facts]:
     plan = Plan(name="", families=(), options={}, mesh=mesh, adapters=adapters, origin=nowhere)
     for op in lowered.ops:
         if isinstance(op, Load):
-            plan = replace(plan, load=ir.Load(dtype=op.dtype, origin=nowhere))
+            kept = ir.Load(dtype=op.dtype, islands=bool(op.fp32), origin=nowhere)
+            plan = replace(plan, load=kept)
     return adapted(plan, facts)
 
 

@@ -135,9 +135,18 @@ def arrival(op: Load) -> str:
         "checkpoint": "from a distributed checkpoint",
     }
     parts = [ways[op.weights]] if op.weights else []
-    parts += [f"kept in {dtype(op.dtype)}"] if op.dtype else []
+    parts += [f"kept in {dtype(op.dtype)}{_except(op)}"] if op.dtype else []
     parts += ["built on meta"] if op.meta else []
     return ", ".join(parts) or "as the call says"
+
+
+def _except(op: Load) -> str:
+    return f" but for {', '.join(islands(op))} in fp32" if op.fp32 else ""
+
+
+def islands(op: Load) -> list[str]:
+    """The parameters that a cast leaves in float32, those of one module as one."""
+    return together(map(str, op.fp32))
 
 
 def saves(op: Checkpoint) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ every node carries the span that it comes from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from planc.ir.kernels import Save
@@ -65,11 +65,19 @@ class Load(Meaning):
         meta: the model is built on the meta device, without memory.
         weights: how they arrive: `slices`, `rank0` or `checkpoint`; None where a call says it.
         dtype: torch's name of the type that parameters are kept in, None for the model's own.
+        islands: whether those that the model says must stay in float32 stay there.
     """
 
     meta: bool = False
     weights: str | None = None
     dtype: str | None = None
+    islands: bool = True
+
+    def kept(self, parameter: Parameter) -> str:
+        """The type that a parameter is kept in."""
+        if self.dtype is None:
+            return parameter.dtype
+        return (parameter if self.islands else replace(parameter, island="")).cast(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,5 +277,4 @@ class Plan(Meaning):
 
     def dtype(self, parameter: Parameter) -> str:
         """The type that a parameter is kept in: its own, or what the load section says."""
-        cast = self.load is not None and "float" in parameter.dtype
-        return (self.load.dtype if self.load and cast else None) or parameter.dtype
+        return parameter.dtype if self.load is None else self.load.kept(parameter)

@@ -169,7 +169,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
         case Load():
-            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
+            own = {"fp32": [str(m) for m in op.fp32]} if op.fp32 else {}
+            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype, **own}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
         case Adapt():
@@ -281,7 +282,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "freeze":
             return Freeze(**body)
         case "load":
-            return Load(**body)
+            return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "divide":
             return Divide(**body)
         case "prefetch":

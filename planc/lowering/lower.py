@@ -13,7 +13,7 @@ them. (The order of torchtitan's `parallelize_llama`.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,17 +21,16 @@ from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.lowering.first import arrive, configure
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
     Checkpoint,
     Compile,
-    Configure,
     Divide,
     Freeze,
     FullyShard,
-    Load,
     Lowered,
     MeshAxis,
     Parallelize,
@@ -53,15 +52,14 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
         `replicate`, which only says that a module stays as it is.
     """
-    given = plan
+    first: tuple[AnyOp, ...] = (*configure(facts), *arrive(plan, facts))
     plan, facts = adapted(plan, facts)
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
-        *_configure(facts),
-        *_load(given),
+        *first,
         *_adapt(plan),
         *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
         *_ties(facts, tensor, plan),
@@ -144,27 +142,6 @@ def _data(plan: Plan) -> tuple[str, ...]:
         return ()
     names = {*plan.fsdp.shard, *plan.fsdp.replicate} - {"cp"}
     return tuple(a.name for a in plan.mesh.axes if a.name in names)
-
-
-def _configure(facts: Facts) -> Iterator[Configure]:
-    """A key/value cache is for generation; in training it costs memory and breaks checkpointing.
-
-    A model of several towers has the field in the configuration of each (`text_config`).
-    """
-    inner = {
-        f"{name}.": value for name, value in facts.config.items() if isinstance(value, Mapping)
-    }
-    for owner, values in {"": facts.config, **inner}.items():
-        if values.get("use_cache") is True:
-            reason = "training keeps no key/value cache"
-            yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
-
-
-def _load(plan: Plan) -> Iterator[Load]:
-    if plan.load is not None:
-        own = plan.load
-        place = own.origin.place
-        yield Load(meta=own.meta, weights=own.weights, dtype=own.dtype, place=place)
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
