@@ -20,7 +20,7 @@ from planc.model.facts import Facts, Module, Modules
 CLOSES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
     r"|linear_2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
-    r"|output\.dense|output|out)$"
+    r"|attention_out|linear_out|output\.dense|output|out)$"
 )
 """Linears that close a segment, by the names that the families of transformers give them."""
 
@@ -245,7 +245,7 @@ def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
     """Linears in their order -> segments; what opens and is never closed is left out."""
     waiting: list[Linear] = []
     for linear in linears:
-        if not _closes(linear, waiting):
+        if not _closes(linear, waiting, width):
             waiting.append(linear)
             continue
         near = [w for w in waiting if _near(w.name, linear.name)] or waiting
@@ -256,8 +256,13 @@ def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
         waiting = [w for w in waiting if w not in near]
 
 
-def _closes(linear: Linear, waiting: list[Linear]) -> bool:
-    """Whether a linear closes a segment; `dense` does where its own module opened one."""
+def _closes(linear: Linear, waiting: list[Linear], width: int) -> bool:
+    """Whether a linear closes a segment; `dense` does where its own module opened one.
+
+    So does any that gives hidden states of what is wider and was opened, whatever its name.
+    """
+    if linear.outputs == width < linear.inputs:
+        return any(w.inputs == width and w.outputs % linear.inputs == 0 for w in waiting)
     if linear.name.rpartition(".")[2] == "dense" and not CLOSES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)
