@@ -284,7 +284,7 @@ def _dense_first(config: Config, depth: int) -> list[str]:
 
 
 def _beside(config: Config, small: dict[str, Any]) -> None:
-    """A part that says the size of the part beside it: `hidden_size_global` is `global_config`'s."""
+    """A part that says the size of one beside it: `hidden_size_global` is `global_config`'s."""
     parts = {n.removesuffix("_config"): n for n, v in config.items() if isinstance(v, Mapping)}
     for own in parts.values():
         for field, value in config[own].items():

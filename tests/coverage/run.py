@@ -243,7 +243,9 @@ def of_experts(at):
     """The outermost modules that hold routed experts, below `at`."""
     for child in at.module.children:
         below = Modules((*at.path, child.segment), child.module)
-        if re.search(r"(?<!shared_)experts?$|(?<!Shared)Experts?$", f"{child.name} {child.module.cls}"):
+        if re.search(
+            r"(?<!shared_)experts?$|(?<!Shared)Experts?$", f"{child.name} {child.module.cls}"
+        ):
             yield below
         else:
             yield from of_experts(below)

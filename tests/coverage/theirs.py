@@ -36,7 +36,7 @@ def row(name, pool):
     """
     sink = Sink()
     try:
-        facts, values, small = models(name, sink)
+        _, values, small = models(name, sink)
     except Exception as error:
         return {"type": name, "verdict": "unbuilt", "reason": f"{type(error).__name__}: {error}"}
     if small is None:
@@ -95,7 +95,9 @@ def main():
         found = row(name, pool)
         done = MANY if found["verdict"] == "crash" else done + 1
         kept.write_text(json.dumps(found, indent=1))
-        print(json.dumps({k: v for k, v in found.items() if k not in ("plan", "trace")}), flush=True)
+        print(
+            json.dumps({k: v for k, v in found.items() if k not in ("plan", "trace")}), flush=True
+        )
     pool.close()
 
 
