@@ -25,6 +25,8 @@ _STANDARD: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
+    ("bitsandbytes", ("matmul_4bit",)),
+    ("bitsandbytes.functional", ("quantize_4bit",)),
     ("peft", ("LoraConfig", "inject_adapter_in_model")),
     ("safetensors", ("safe_open",)),
     ("torch", ("distributed", "nn")),

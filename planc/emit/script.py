@@ -31,6 +31,7 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.model.facts import Modules, Segment
@@ -62,6 +63,7 @@ _LOAD = _Stage("prepare", "Says where weights begin, and what type they are kept
 _ADAPT = _Stage("add_adapters", "Puts LoRA around layers, and freezes all else.")
 _TENSOR = _Stage("tensor_parallel", "Splits weights and activations over the tensor axes.", True)
 _FREEZE = _Stage("freeze", "Says which parameters take gradients.")
+_QUANTIZE = _Stage("quantize_weights", "Keeps frozen weights in 4 bits.", True)
 _CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to save memory.")
 _COMPILE = _Stage("compile_blocks", "Compiles the blocks, each by itself.")
 _SHARD = _Stage("shard", "Shards parameters, gradients and optimizer state.", True)
@@ -112,6 +114,8 @@ def _stage(op: AnyOp) -> _Stage:
             return _TENSOR
         case Freeze():
             return _FREEZE
+        case Quantize():
+            return _QUANTIZE
         case Checkpoint():
             return _CHECKPOINT
         case Compile():
@@ -146,6 +150,8 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 loop = loop_over(op.modules, lowered.layers)
                 call = f"{loop.item}.requires_grad_({op.trainable})"
                 yield from looped(loop.head, call, op.place)
+            case Quantize():
+                yield from _quantize(op, lowered)
             case Checkpoint():
                 loop = loop_over(op.modules, lowered.layers, assigned=True)
                 wrapped = replace(loop, "checkpoint_wrapper", *remat.arguments(op))
@@ -179,6 +185,18 @@ def _adapt(op: Adapt, lowered: Lowered) -> Lines:
             yield from looped(loop.head, f"{loop.item}.{half}.to(torch.{op.dtype})", "")
 
 
+def _quantize(op: Quantize, lowered: Lowered) -> Lines:
+    """Each weight by itself, where the mesh is: a model on meta gets room for it alone."""
+    arguments = [quoted(op.kind), f"torch.{op.storage}", "mesh.device_type"]
+    arguments += [f"compute=torch.{op.compute}"] if op.compute else []
+    arguments += ["double=True"] if op.double else []
+    arguments += [f"block={op.block}"] if op.block != 64 else []
+    for members in op.members:
+        loop = loop_over(members, lowered.layers)
+        call = Group("quantize(", (loop.item, *arguments))
+        yield from looped(loop.head, call, op.place)
+
+
 def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
     """Operations with what is inside another's modules before it: a wrapper hides its module.
 
@@ -203,6 +221,8 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
         needed = "torch and safetensors alone"
     if any(isinstance(op, Adapt) for op in lowered.ops):
         needed = "torch and peft alone"
+    if any(isinstance(op, Quantize) for op in lowered.ops):
+        needed = "torch, peft and bitsandbytes alone"
     if lowered.code:
         needed = needed.replace("alone", "and the styles of the plan's own")
     told = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."

@@ -213,6 +213,25 @@ class Fsdp(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quant:
+    """The frozen weight below an adapter in 4 bits, as bitsandbytes has it (QLoRA).
+
+    Args:
+        kind: `nf4` or `fp4`.
+        storage: the dtype that packed bytes are seen as, None for the one that FSDP gathers in.
+        compute: what a product is computed in, None for the dtype of its input.
+        double: whether the scales of blocks are quantised too.
+        block: the weights that share a scale.
+    """
+
+    kind: str = "nf4"
+    storage: str | None = None
+    compute: str | None = None
+    double: bool = False
+    block: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRule(Meaning):
     """LoRA on a set of modules: W x + alpha / rank * B A x, as peft has it.
 
@@ -222,6 +241,7 @@ class AdapterRule(Meaning):
         dropout: the share of A's inputs that training drops.
         dtype: of A and B, a torch dtype's name; None for that of the layer.
         init: `default` (B is 0), `gaussian`, or `random` (A and B).
+        quant: how the layer's own weight is kept, None where that stays as it is.
     """
 
     modules: Modules
@@ -230,6 +250,7 @@ class AdapterRule(Meaning):
     dropout: float = 0.0
     dtype: str | None = None
     init: str = "default"
+    quant: Quant | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

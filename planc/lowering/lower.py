@@ -1,14 +1,15 @@
 """IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
 
-mesh, configure, adapters, tensor, ties, freezing, checkpoint, compile, FSDP (inner before outer,
-the root last), and what is set on its units.
+mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (inner
+before outer, the root last), and what is set on its units.
 
 Adapters come first because peft reads the size of a layer off its weight, of which a split one
 shows a rank's part. Tensor parallelism comes before FSDP, which shards what it leaves; a
 checkpoint wrapper goes inside compile and FSDP so that recomputing happens while the unit's
 parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. Freezing
 comes after tensor parallelism, which may make new parameters, and before FSDP, which looks at
-them. (The order of torchtitan's `parallelize_llama`.)
+them; so do 4-bit weights, of which no style knows how to split one. (The order of torchtitan's
+`parallelize_llama`.)
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.lowering.adapting import adapt, quantize, scales
 from planc.lowering.first import arrive, configure
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
-    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
@@ -60,7 +61,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
         *first,
-        *_adapt(plan),
+        *adapt(plan),
         *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
         *_ties(facts, tensor, plan),
         *_freeze(tensor, plan),
@@ -68,6 +69,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
             Freeze(modules=t.modules, trainable=t.trainable, place=t.origin.place)
             for t in plan.train
         ),
+        *quantize(plan),
         *_joined(_checkpoint(rule) for rule in _inside_out(plan.checkpoint)),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
@@ -87,7 +89,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         data=_data(plan),
         ops=tuple(ops),
-        parameters=holdings.at_rest(),
+        parameters=holdings.at_rest() + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
     )
 
@@ -235,40 +237,6 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     if isinstance(rule.style, Input | Output | MlaKv):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
-
-
-def _adapt(plan: Plan) -> Iterator[Adapt]:
-    """One for each rule, with a seed of its own: two rules would begin with the same values."""
-    ops: dict[tuple[Adapt, str], list[Modules]] = {}
-    for rule in plan.adapters.rules if plan.adapters else ():
-        op = Adapt(
-            members=(),
-            rank=rule.rank,
-            alpha=rule.alpha,
-            dropout=rule.dropout,
-            dtype=rule.dtype,
-            init=rule.init,
-            place=rule.origin.place,
-        )
-        ops.setdefault((op, op.place), []).append(rule.modules)
-    for number, ((op, _), members) in enumerate(ops.items()):
-        assert plan.adapters is not None
-        seed = plan.adapters.seed + number
-        yield replace(op, members=_merged(members), seed=seed)
-
-
-def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of modules as few, where unlike blocks parted them."""
-    result: list[Modules] = []
-    for modules in sets:
-        for i, other in enumerate(result):
-            union = other.union(modules)
-            if union is not None:
-                result[i] = union
-                break
-        else:
-            result.append(modules)
-    return tuple(result)
 
 
 def _checkpoint(rule: CheckpointRule) -> Checkpoint:

@@ -166,6 +166,27 @@ def _either(parts: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(Op):
+    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become a column.
+
+    Args:
+        members: linear layers, as peft calls those that it is around (`base_layer`).
+        kind: `nf4` or `fp4`.
+        storage: the dtype that the bytes are seen as, a torch dtype's name.
+        compute: what a product is computed in, None for the dtype of its input.
+        double: whether scales are quantised too.
+        block: the weights that share a scale.
+    """
+
+    members: tuple[Modules, ...]
+    kind: str
+    storage: str
+    compute: str | None = None
+    double: bool = False
+    block: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Op):
     """`checkpoint_wrapper` (without reentry) around each module.
 
@@ -268,6 +289,7 @@ AnyOp = (
     | Parallelize
     | Tie
     | Freeze
+    | Quantize
     | Checkpoint
     | Compile
     | FullyShard

@@ -159,7 +159,7 @@ def row(name, pool, folder, plans):
 
 
 def models(name, sink):
-    """A family's default model, the small one's configuration, and the small model; or None each."""
+    """A family's default model, the small configuration, and the small model; or None each."""
     facts = of_values(configuration(name), name, sink)
     if facts is None:
         return None, None, None
