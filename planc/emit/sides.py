@@ -151,7 +151,9 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case FullyShard():
             yield from _unit(op, common)
         case Divide():
-            yield Entry(kind="divide", facts=(("factor", op.factor),), place=op.place)
+            factor: Facts = (("factor", op.factor),)
+            for some in op.units or (None,):
+                yield Entry(kind="divide", modules=some, facts=factor, place=op.place)
         case Prefetch():
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:

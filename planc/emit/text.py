@@ -76,7 +76,8 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     yield from _fsdp(lowered)
     for op in lowered.ops:
         if isinstance(op, Divide):
-            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
+            some = f", of {', '.join(map(str, op.units))}" if op.units else ""
+            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}{some}")
         if isinstance(op, Prefetch):
             yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
     if not lowered.ops:
