@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "coverage"))
+sys.path.insert(0, str(Path(__file__).parent / "coverage"))
 
 import theirs
 
+ROOT = Path(__file__).parent.parent
 PLANNED = {"plan": {"lm_head": "colwise"}}
 GOOD = {**PLANNED, "logits": 1e-6, "loss": 0.0, "gradient": 2e-6, "off": {}, "weights": 0.0}
 
