@@ -43,14 +43,14 @@ def test_a_page_counts_and_tells_why(tmp_path):
         row("llama", source="shipped", plan="llama", errorssp={"logits": 1e-6, "gradient": 3e-6}),
         row("mixtral", experts={"share": 1.0, "styles": ["experts"]}),
         row("dbrx", share=0.1, kept=[["mlp (DbrxExpertGLU)", 0.9]], experts={"share": 0.0}),
-        row("git", verdict="", reason="processes: ValueError: batch_size (0)"),
+        row("gemma4_assistant", verdict="", reason="StrictDataclassError"),
         row("nothere", verdict="", reason="can't be built: no | such class"),
     ]
     own = [
         {"type": "llama", "verdict": "right", "split": 1.0},
         {"type": "mixtral", "verdict": "wrong", "reason": "", **GOOD, "gradient": 0.5},
         {"type": "dbrx", "verdict": "right", "split": 0.0},
-        {"type": "git", "verdict": "none"},
+        {"type": "gemma4_assistant", "verdict": "none"},
     ]
     (tmp_path / "theirs").mkdir()
     for found, folder in [(rows, tmp_path), (own, tmp_path / "theirs")]:
@@ -68,5 +68,5 @@ def test_a_page_counts_and_tells_why(tmp_path):
     assert "| llama | [llama](../plans/llama.plan) | 100% |  | proved | 1e-06 |" in text
     assert "| mixtral | wrong gradient, off by 50% |" in text and "| **wrong** |" in text
     assert "| dbrx | 10% | `mlp (DbrxExpertGLU)` 90% | the weights of all experts" in text
-    assert "| git | its loss counts on an image" in text
+    assert "| gemma4_assistant | a drafter: its forward takes" in text
     assert "| nothere | can't be built: no / such class |" in text

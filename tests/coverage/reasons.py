@@ -36,9 +36,5 @@ UNPROVED = {
     "gemma4_assistant": "a drafter: its forward takes the embeddings, keys and values of another "
     "model, and gives no loss; its default configuration is refused",
     "gemma4_unified_assistant": "a drafter, as gemma4_assistant",
-    "git": "its loss counts on an image before the text, and a run on text has none",
-    "musicgen": "a decoder of sound: its labels are codebooks, [rows, length, codebooks], and the "
-    "sample is text",
-    "musicgen_melody": "as musicgen",
 }
 """Of families without a proof, where the error itself does not say why."""
