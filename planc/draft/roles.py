@@ -183,10 +183,22 @@ def _all(at: Modules) -> Iterator[Modules]:
         yield from _all(Modules((*at.path, child.segment), child.module))
 
 
-def _inner(name: str, path: str) -> str:
-    """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`."""
-    rest = name[len(path) + 1 :].split(".")[1:]
-    return ".".join("*" if part.isdecimal() else part for part in rest)
+def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
+    """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`.
+
+    Entries of `rows`, modules that are an nn.Sequential, are unlike and keep their numbers.
+    """
+    found: list[str] = []
+    for part in name[len(path) + 1 :].split(".")[1:]:
+        like = part.isdecimal() and ".".join(found) not in rows
+        found.append("*" if like else part)
+    return ".".join(found)
+
+
+def _rows(block: Modules, path: str) -> frozenset[str]:
+    """The modules of a block that are an nn.Sequential."""
+    found = [m for m in _all(block) if m.module.kind == "list" and not m.module.container]
+    return frozenset(_inner(next(m.names()), path) for m in found)
 
 
 def _blocks(at: Modules, ran: Ran | None) -> Blocks:
@@ -198,10 +210,11 @@ def _blocks(at: Modules, ran: Ran | None) -> Blocks:
     for child in at.module.children:
         block = Modules((*at.path, child.segment), child.module)
         first = f"{path}.{next(iter(child.indices))}" if child.indices is not None else path
-        found = {_inner(next(m.names()), path): m for m in _all(block)}
+        rows = _rows(block, path)
+        found = {_inner(next(m.names()), path, rows): m for m in _all(block)}
         names = [n for n, m in found.items() if m.module.kind in _LINEAR]
         if ran is not None:
-            names = _by_run(names, first, path, ran)
+            names = _by_run(names, first, path, rows, ran)
         kinds.append([n for n in names if _useful(n, found[n].module)])
         for name in kinds[-1]:
             linears.setdefault(name, _linear(name, found[name].module))
@@ -224,12 +237,12 @@ def _blocks(at: Modules, ran: Ran | None) -> Blocks:
     )
 
 
-def _by_run(names: list[str], first: str, path: str, ran: Ran) -> list[str]:
+def _by_run(names: list[str], first: str, path: str, rows: frozenset[str], ran: Ran) -> list[str]:
     """The names in the order of the run; what did not run (an expert without tokens) last."""
     order: dict[str, int] = {}
     for i, name in enumerate(ran.order):
         if name.startswith(f"{first}."):
-            order.setdefault(_inner(name, path), i)
+            order.setdefault(_inner(name, path, rows), i)
     return sorted(names, key=lambda n: order.get(n, len(ran.order)))
 
 

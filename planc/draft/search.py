@@ -303,7 +303,11 @@ def _concerns(choice: Choice, inner: str) -> bool:
     if not inner:
         return False
     return any(
-        inner == m or inner.startswith(f"{m}.") or m.startswith(f"{inner}.") or _braces(inner, m)
+        inner == generic(m)
+        or inner == m
+        or inner.startswith(f"{m}.")
+        or m.startswith(f"{inner}.")
+        or _braces(inner, m)
         for m in choice.members
     )
 

@@ -21,7 +21,6 @@ THEIRS = {
 
 KEPT = {
     "blt": "the patcher's entropies decide where patches begin; no split with it was proved",
-    "ctrl": "its feed-forward is an `nn.Sequential`, whose linears have no names of their own",
     "dbrx": "the weights of all experts are one matrix, which its code views as experts",
     "jetmoe": "each of its two sets of experts is one tensor in a module of its own, and routers "
     "sort the tokens between them",
