@@ -290,7 +290,8 @@ def _dense_first(config: Config, depth: int) -> list[str]:
 
 def _beside(config: Config, small: dict[str, Any]) -> None:
     """A part that says the size of one beside it: `hidden_size_global` is `global_config`'s."""
-    parts = {n.removesuffix("_config"): n for n, v in config.items() if isinstance(v, Mapping)}
+    nested = (n for n, v in config.items() if n.endswith("_config") and isinstance(v, Mapping))
+    parts = {name.removesuffix("_config"): name for name in nested}
     for own in parts.values():
         for field, value in config[own].items():
             size, _, other = field.rpartition("_")
