@@ -182,6 +182,13 @@ def saved(folder, overrides, others, named="qwen2"):
     theirs = {
         n.removeprefix("base_model.model."): p for n, p in read.named_parameters() if ".lora_" in n
     }
+    if "train {" in body:  # what peft calls modules to save
+        beside = [n for n in mine if n.startswith(("model.norm", "model.embed_tokens"))]
+        trained |= {n: mine[n] for n in beside}
+        for name, parameter in read.named_parameters():
+            if ".modules_to_save." in name:
+                plain = name.replace(".modules_to_save.default", "")
+                theirs[plain.removeprefix("base_model.model.")] = parameter
     assert theirs.keys() == trained.keys()
     assert all(torch.equal(theirs[n], trained[n]) for n in trained)
     other = applied(others, family, body)
@@ -279,6 +286,36 @@ def refused(folder, overrides):
     return codes
 
 
+def both(folder, overrides):
+    body = LLAMA + "}\ntrain {\n    lm_head : trainable\n"
+    try:
+        applied(overrides, body=body).save_adapters(folder)
+    except planc.PlanError as error:
+        return [d.code for d in error.diagnostics]
+
+
+def dropped(overrides):
+    """(what dropout changes, whether checkpointing changes nothing, eval's distance from peft)."""
+    rule = "$block.{self_attn.o_proj,mlp.down_proj} : lora(rank = 4, init = random, dropout = 0.5)"
+    found = []
+    for checkpointing in ("true", "false"):
+        run = applied([*overrides, f"checkpointing={checkpointing}"], body=rule)
+        rows = slice(run.data_rank, run.data_rank + 1)
+        tokens, labels = numerics.data(run.model.config.vocab_size)
+        torch.manual_seed(7 + distributed.get_rank())
+        output = run.model(input_ids=tokens[rows], labels=labels[rows])
+        output.loss.backward()
+        grads = {n: numerics.whole(p.grad) for n, p in run.model.named_parameters() if p.requires_grad}
+        found.append((numerics.whole(output.logits), {numerics.plain(n): g for n, g in grads.items()}))
+    (one, first), (two, second) = found
+    alike = torch.equal(one, two) and all(torch.equal(first[n], second[n]) for n in first)
+    run.model.eval()
+    calm = logits(run.model, rows)
+    targets = ((r"model\.layers\.\d\.(self_attn\.o_proj|mlp\.down_proj)", 4, 4),)
+    right = single("llama", targets)
+    return numerics.error(one, calm), alike, numerics.error(calm, logits(right, rows))
+
+
 CASES = {
     "own units": ("llama", LLAMA + "    units = own\n", TARGETS),
     "some layers": (
@@ -291,6 +328,12 @@ CASES = {
         ((r"model\.layers\.(0\.(self_attn\.._proj|mlp\.down_proj)|1\.(self_attn|mlp)\.\w+_proj)", 5, 3),),
     ),
     "qwen2": ("qwen2", LLAMA, TARGETS),
+    "beside": (
+        "llama",
+        LLAMA.rpartition("    lm_head")[0]
+        + "}\ntrain {\n    model.norm : trainable\n    model.embed_tokens : trainable\n",
+        TARGETS,
+    ),
     "tied head": ("llama-tied", LLAMA, TARGETS),
     "packed": (
         "phi3",
