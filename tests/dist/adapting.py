@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.lowering.ops import Parallelize
+from planc.lowering.ops import Load, Parallelize
 from planc.runtime.shards import ordered, orders
 
 PLAN = """plan tuned for {family}, qwen2
@@ -244,6 +244,45 @@ def from_meta(folder, overrides, weights):
     one, two = (r.full_state_dict(every_rank=True) for r in (run, other))
     assert one.keys() == two.keys()
     return all(torch.equal(one[n], two[n]) for n in one)
+
+
+def script_from_meta(folder, overrides, weights, body=None, changes=None, broken=None):
+    """(what a script's load_weights makes otherwise than apply, its error), of a model on meta."""
+    from planc.emit.script import render
+
+    body, changes = body or LLAMA.replace("init = random", "init = gaussian", 1), changes or {}
+    path = written("llama", f"{body}}}\nload {{\n    weights = {weights}\n    init = meta\n")
+    try:
+        plan = planc.lower(
+            numerics.build("llama", **changes), path, world_size=4, overrides=overrides
+        )
+    finally:
+        Path(path).unlink()
+    usual = tuple(op for op in plan.ops if not isinstance(op, Load))
+    run = planc.apply(
+        numerics.build("llama", **changes), replace(plan, ops=usual), device_type="cpu"
+    )
+    if distributed.get_rank() == 0:
+        numerics.build("llama", **(broken or changes)).save_pretrained(folder)
+    distributed.barrier()
+    space = {}
+    exec(compile(render(plan, digest="0" * 64), "emitted.py", "exec"), space)
+    with torch.device("meta"):
+        made = type(run.model)(run.model.config)
+    space["parallelize"](made, space["build_mesh"]("cpu"))
+    try:
+        space["load_weights"](made, folder, "cpu")
+    except ValueError as error:
+        return [], str(error)
+    one, two = (
+        {n: p.to_local() if isinstance(p, DTensor) else p for n, p in m.named_parameters()}
+        for m in (run.model, made)
+    )
+    assert one.keys() == two.keys()
+    bits = [n for n in one if not torch.equal(*(t.detach().view(torch.uint8) for t in (one[n], two[n])))]
+    rows = slice(run.data_rank, run.data_rank + 1)
+    same = torch.equal(logits(run.model.train(), rows), logits(made.train(), rows))
+    return bits + [] if same else [*bits, "logits"], ""
 
 
 def resumed(folder, overrides, others):

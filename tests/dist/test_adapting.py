@@ -152,6 +152,16 @@ def test_a_model_on_meta(four, tmp_path, weights):
     assert four.run("adapting.from_meta", **arguments) == [True] * 4
 
 
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+@pytest.mark.parametrize("overrides", [TP, WHOLE])
+def test_the_script_fills_a_model_on_meta(four, tmp_path, weights, overrides):
+    arguments = {"folder": str(tmp_path / "base"), "overrides": overrides, "weights": weights}
+    assert four.run("adapting.script_from_meta", **arguments) == [([], "")] * 4
+    arguments |= {"folder": str(tmp_path / "other"), "broken": {"intermediate_size": 64}}
+    for _, error in four.run("adapting.script_from_meta", **arguments):
+        assert "nothing was loaded" in error and "gate_proj.weight is [64, 64]" in error
+
+
 def test_a_checkpoint_goes_on_under_another_plan(four, tmp_path):
     arguments = {"folder": str(tmp_path / "run"), "overrides": TP, "others": WHOLE}
     assert four.run("adapting.resumed", **arguments) == [2 * (7 * 2 + 1)] * 4
