@@ -123,6 +123,9 @@ CASES = [
     ("jamba-v0.1", "jamba", ["tp=2"]),
     ("qwen3-next-80b-a3b", "qwen3_next", ["tp=2"]),
     ("bert-base", "bert", ["tp=2"]),
+    ("gemma-3-4b", "gemma3_vision", ["tp=2"]),
+    ("qwen3-vl-8b", "qwen3_vl", ["tp=2"]),
+    ("qwen2.5-vl-7b", "qwen2_5_vl", ["tp=2"]),
 ]
 
 

@@ -161,7 +161,7 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 how = "fullgraph=True" if op.fullgraph else ""
                 yield from looped(loop.head, f"{loop.item}.compile({how})", op.place)
             case Divide():
-                yield from divide(op)
+                yield from divide(op, lowered)
             case Prefetch():
                 yield from prefetch(op)
 

@@ -141,21 +141,27 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
         case Load():
-            way: Facts = (("weights", op.weights), ("dtype", op.dtype))
-            way = ((("meta", True),) if op.meta else ()) + way
-            way += (("fp32", tuple(words.islands(op))),) if op.fp32 else ()
-            yield Entry(kind="load", facts=way, place=op.place)
+            yield _load(op)
         case Freeze():
             state: Facts = (("trainable", op.trainable),)
             yield Entry(kind="training", modules=op.modules, facts=state, place=op.place)
         case FullyShard():
             yield from _unit(op, common)
         case Divide():
-            yield Entry(kind="divide", facts=(("factor", op.factor),), place=op.place)
+            factor: Facts = (("factor", op.factor),)
+            for some in op.units or (None,):
+                yield Entry(kind="divide", modules=some, facts=factor, place=op.place)
         case Prefetch():
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:
                 yield Entry(kind="prefetch", modules=modules, facts=depth, place=op.place)
+
+
+def _load(op: Load) -> Entry:
+    way: Facts = (("weights", op.weights), ("dtype", op.dtype))
+    way = ((("meta", True),) if op.meta else ()) + way
+    way += (("fp32", tuple(words.islands(op))),) if op.fp32 else ()
+    return Entry(kind="load", facts=way, place=op.place)
 
 
 def _checkpoint(op: Checkpoint) -> Entry:

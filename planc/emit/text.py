@@ -74,14 +74,20 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         note = "  as one graph, or fail" if full else ""
         yield from _listed("compile", [str(op.modules) for op in own], note)
     yield from _fsdp(lowered)
-    for op in lowered.ops:
-        if isinstance(op, Divide):
-            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
-        if isinstance(op, Prefetch):
-            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
+    yield from _settings(lowered)
     if not lowered.ops:
         yield _head("nothing", "to do: the model stays as it is")
     yield _head("per rank", _total(lowered))
+
+
+def _settings(lowered: Lowered) -> Iterator[str]:
+    """What is set on units, once they are."""
+    for op in lowered.ops:
+        if isinstance(op, Divide):
+            some = f", of {', '.join(map(str, op.units))}" if op.units else ""
+            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}{some}")
+        if isinstance(op, Prefetch):
+            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
 
 
 def _title(lowered: Lowered, digest: str) -> str:

@@ -205,10 +205,16 @@ class _Question:
         target = self._sharded(op).target
         yield self._reason(words.precision(op), target, op, self._line_of_precision(op))
         for other in self.lowered.ops:
-            if isinstance(other, Divide):
+            if isinstance(other, Divide) and other is self._divide(op):
                 yield self._reason(f"gradients are divided by {other.factor}", target, other)
             elif isinstance(other, Prefetch) and any(self.at.inside(m) for m in other.units):
                 yield self._reason(f"gathers {words.ahead(other)}", target, other)
+
+    def _divide(self, op: FullyShard) -> Divide | None:
+        """The last that speaks of a unit, which is the one that holds."""
+        own = [o for o in self.lowered.ops if isinstance(o, Divide)]
+        own = [o for o in own if not o.units or o.units == op.members]
+        return own[-1] if own else None
 
     def _line_of_precision(self, op: FullyShard) -> str:
         section = self.plan.fsdp if self.plan else None

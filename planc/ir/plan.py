@@ -43,6 +43,10 @@ class Mesh(Meaning):
     def axis(self, name: str) -> Axis | None:
         return next((a for a in self.axes if a.name == name), None)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.axes)
+
     def size(self, *names: str) -> int:
         """The number of ranks along the named axes; an axis that the mesh lacks counts as 1."""
         return prod(a.size for a in self.axes if a.name in names)
@@ -125,8 +129,8 @@ class Unit(Meaning):
         group: all modules of all members are one unit.
         reshard: after forward: True, False, or the number of ranks that keep a shard.
         precision: this unit's own, or None for the section's.
-        shard: the axes of its own, a part of the section's, or None for all of them; over the
-            rest of the section's axes it is copied.
+        shard: the axes of its own, of the section's and of tensor parallelism's, or None for all
+            of the section's; over the rest of these it is copied.
         shard_dim: the dim that is split of those parameters that have it, where it divides.
     """
 
@@ -210,6 +214,11 @@ class Fsdp(Meaning):
             return self.shard, self.replicate
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
+
+    def beyond(self, unit: Unit) -> tuple[str, ...]:
+        """The axes of a unit that the section lacks: their ranks have the same gradients."""
+        own = (*self.replicate, *self.shard)
+        return tuple(a for a in unit.shard or () if a not in own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planc.diagnostic import meant, one_of
 from planc.ir.arguments import Arguments, unknown
 from planc.ir.claims import Claims, Placed
+from planc.ir.derived import expanded
 from planc.ir.plan import Precision, Unit
 from planc.ir.policies import DTYPES, PRECISION, precision
 from planc.ir.scope import Scope
@@ -99,7 +100,7 @@ def _axes(arguments: Arguments) -> tuple[str, ...] | None:
         told = "write `on = dp_shard`, or `on = dp_shard * cp`"
         arguments.wrong(expression, "`on` names axes of the mesh", told)
         return None
-    return tuple(n for n in names if n is not None)
+    return expanded((n for n in names if n is not None), arguments.scope.axis_names)
 
 
 def _factors(expression: tree.Expr) -> Iterator[str | None]:

@@ -183,14 +183,11 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case FullyShard():
             body = _unit(op)
         case Divide():
-            body = {"op": "divide", "factor": op.factor}
+            own = {"units": [str(m) for m in op.units]} if op.units else {}
+            body = {"op": "divide", "factor": op.factor, **own}
         case Prefetch():
-            body = {
-                "op": "prefetch",
-                "units": [str(m) for m in op.units],
-                "forward": op.forward,
-                "backward": op.backward,
-            }
+            body = {"op": "prefetch", "units": [str(m) for m in op.units]}
+            body |= {"forward": op.forward, "backward": op.backward}
     return {**body, "place": op.place}
 
 
@@ -288,12 +285,17 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "load":
             return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "divide":
+            body["units"] = tuple(modules_of(m) for m in body.get("units", ()))
             return Divide(**body)
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:
-            body["members"] = tuple(modules_of(m) for m in body["members"])
-            body["shard"] = tuple(body["shard"])
-            body["replicate"] = tuple(body["replicate"])
-            body["ignored"] = tuple(modules_of(m) for m in body.get("ignored", ()))
-            return FullyShard(**body)
+            return _read_unit(body)
+
+
+def _read_unit(body: dict[str, Any]) -> FullyShard:
+    for name in ("members", "ignored"):
+        body[name] = tuple(modules_of(m) for m in body.get(name, ()))
+    for name in ("shard", "replicate"):
+        body[name] = tuple(body[name])
+    return FullyShard(**body)

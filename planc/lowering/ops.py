@@ -252,9 +252,16 @@ class FullyShard(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divide(Op):
-    """`set_gradient_divide_factor` of every unit."""
+    """`set_gradient_divide_factor` of every unit, or of some.
+
+    Args:
+        factor: what summed gradients are divided by.
+        units: those whose gradients more ranks add up than elsewhere, after all others; empty for
+            every unit.
+    """
 
     factor: int | float
+    units: tuple[Modules, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +357,8 @@ class Lowered:
         """The axes over which gradients are averaged: those of the data, and of the sequence."""
         units = [op for op in self.ops if isinstance(op, FullyShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
+        # a unit may lie on tensor ranks too, which have the same gradients
+        names &= {*self.data, "cp"}
         return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:

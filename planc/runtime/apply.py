@@ -200,7 +200,7 @@ class Worker:
             case FullyShard():
                 self._shard(op)
             case Divide():
-                divide(self.model, op.factor, self.meshes.root)
+                divide(op, self.model, self.modules, self.meshes.root)
             case Prefetch():
                 prefetch(op, self.modules)
             case _:

@@ -28,7 +28,8 @@ class Run:
         digest: of the lowered plan, the same on every rank.
         meshes: one-dimensional parts of the mesh by name: `meshes["tp"]`, `meshes["dp"]` for the
             ranks that read different data, `meshes["loss"]` for those that a loss is averaged over,
-            `meshes["dp_shard_cp"]` for axes flattened to one. A
+            `meshes["dp_shard_cp"]` for axes flattened to one, `meshes["dp_cp"]` and
+            `meshes["ep_shard"]` for other derived axes. A
             part of several axes that no operation used makes process groups when it is first
             asked for, so every rank must ask for it.
     """
