@@ -24,6 +24,7 @@ from planc.checks.halves import halves
 from planc.checks.heads import heads
 from planc.checks.ignored import ignored
 from planc.checks.kinds import kinds
+from planc.checks.lying import lying
 from planc.checks.norms import norms
 from planc.checks.offload import offload
 from planc.checks.packed import packed
@@ -74,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     precision,
     reshard,
     spread,
+    lying,
     whole,
     offload,
     prefetch,

@@ -225,6 +225,8 @@ def _unit(parts: dict[str, Value]) -> Iterator[str]:
         yield f"split along dim {parts['shard_dim']}"
     if parts.get("offload"):
         yield "offloaded"
+    spreads = parts.get("spreads")
+    yield from map(str, spreads if isinstance(spreads, tuple) else ())
 
 
 # JSON --------------------------------------------------------------------------------------------

@@ -222,6 +222,7 @@ def _more(op: FullyShard) -> Facts:
             ("shard_dim", op.shard_dim),
             ("offload", op.offload),
             ("pin", op.pin),
+            ("spreads", tuple(map(words.lying, op.spreads))),
         )
         if value
     )

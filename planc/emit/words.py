@@ -15,6 +15,7 @@ from planc.lowering.ops import (
     Prefetch,
     Quantize,
     Shape,
+    Spread,
 )
 from planc.model.facts import Modules
 from planc.model.indices import Indices
@@ -95,12 +96,19 @@ def precision(op: FullyShard) -> str:
     return text if op.cast_inputs else f"{text}, inputs not cast"
 
 
-def spread(op: FullyShard, lowered: Lowered) -> str:
+def spread(op: FullyShard | Spread, lowered: Lowered) -> str:
     """The axes that a unit is split and copied over."""
     if not op.shard:
         return f"on {axes(op.replicate, lowered)}"
     text = f"on {axes(op.shard, lowered)}"
     return text + (f", replicated over {axes(op.replicate, lowered)}" if op.replicate else "")
+
+
+def lying(spread: Spread) -> str:
+    """What lies otherwise than its unit, and how."""
+    over = f"on {' * '.join(spread.shard)}"
+    over += f", replicated over {' * '.join(spread.replicate)}" if spread.replicate else ""
+    return ", ".join(filter(None, (f"{spread.modules} {over}", along(spread))))
 
 
 def offload(op: FullyShard) -> str:
@@ -109,7 +117,7 @@ def offload(op: FullyShard) -> str:
     return f", offloaded to {'pinned' if op.pin else 'unpinned'} host memory"
 
 
-def along(op: FullyShard) -> str:
+def along(op: FullyShard | Spread) -> str:
     return f"split along dim {op.shard_dim}" if op.shard_dim else ""
 
 

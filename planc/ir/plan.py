@@ -147,6 +147,20 @@ class Unit(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread(Meaning):
+    """`SELECTOR : spread(...)`: what is in a unit, and lies otherwise than the rest of it.
+
+    Args:
+        modules: all parameters of theirs and below, but those of units inside.
+        shard, shard_dim: as of a unit.
+    """
+
+    modules: Modules
+    shard: tuple[str, ...] | None = None
+    shard_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ignored(Meaning):
     """`ignore SELECTOR`: all parameters below these modules stay whole, in no unit."""
 
@@ -193,6 +207,7 @@ class Fsdp(Meaning):
         precision: what the section's `precision(...)` says.
         units: in the plan's order; lowering puts inner before outer and the root last.
         ignored: what no unit takes.
+        spreads: what lies otherwise than the rest of its unit.
     """
 
     shard: tuple[str, ...]
@@ -203,8 +218,14 @@ class Fsdp(Meaning):
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     divide: Divide | None = None
+    spreads: tuple[Spread, ...] = ()
 
-    def axes(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    @property
+    def parts(self) -> tuple[Unit | Spread, ...]:
+        """All that says how parameters lie."""
+        return (*self.units, *self.spreads)
+
+    def axes(self, unit: Unit | Spread) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes that a unit is split over, and those that it is copied over.
 
         Together they are all of the section's, so that every gradient is averaged over the same
@@ -215,7 +236,7 @@ class Fsdp(Meaning):
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
 
-    def beyond(self, unit: Unit) -> tuple[str, ...]:
+    def beyond(self, unit: Unit | Spread) -> tuple[str, ...]:
         """The axes of a unit that the section lacks: their ranks have the same gradients."""
         own = (*self.replicate, *self.shard)
         return tuple(a for a in unit.shard or () if a not in own)

@@ -215,6 +215,21 @@ class Compile(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Parameters that lie otherwise than the rest of their unit (`ShardPlacementResult`).
+
+    Args:
+        modules: whose parameters, and of what is below, where no unit inside has them.
+        shard, replicate, shard_dim: as of a unit.
+    """
+
+    modules: Modules
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...] = ()
+    shard_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(Op):
     """`fully_shard`: one unit per module of `members[0]`, or one for a group.
 
@@ -231,6 +246,7 @@ class FullyShard(Op):
         shard_dim: the dim that is split of those parameters that have it, where it divides.
         offload: whether shards live in host memory.
         pin: whether that memory is pinned, where there is a device to copy to.
+        spreads: parameters inside that lie otherwise, outer modules before inner.
     """
 
     members: tuple[Modules, ...]
@@ -248,6 +264,7 @@ class FullyShard(Op):
     shard_dim: int = 0
     offload: bool = False
     pin: bool = False
+    spreads: tuple[Spread, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
