@@ -195,6 +195,8 @@ def _whole(change: Change) -> str:
             return "full graph" if parts["fullgraph"] else ""
         case "fsdp":
             return ", ".join(_unit(parts))
+        case "spread":
+            return ", ".join(_spread(parts))
     over = "" if change.reason else f" on {change.over}"  # a reason names the axis
     return ", ".join([f"{parts['style']}{over}", *_locals(change.parts)])
 
@@ -225,8 +227,15 @@ def _unit(parts: dict[str, Value]) -> Iterator[str]:
         yield f"split along dim {parts['shard_dim']}"
     if parts.get("offload"):
         yield "offloaded"
-    spreads = parts.get("spreads")
-    yield from map(str, spreads if isinstance(spreads, tuple) else ())
+
+
+def _spread(parts: dict[str, Value]) -> Iterator[str]:
+    for name, word in (("shard", "over"), ("replicate", "replicated over")):
+        axes = parts.get(name)
+        if isinstance(axes, tuple) and axes:
+            yield f"{word} {' * '.join(map(str, axes))}"
+    if parts.get("shard_dim"):
+        yield f"split along dim {parts['shard_dim']}"
 
 
 # JSON --------------------------------------------------------------------------------------------

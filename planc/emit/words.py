@@ -104,13 +104,6 @@ def spread(op: FullyShard | Spread, lowered: Lowered) -> str:
     return text + (f", replicated over {axes(op.replicate, lowered)}" if op.replicate else "")
 
 
-def lying(spread: Spread) -> str:
-    """What lies otherwise than its unit, and how."""
-    over = f"on {' * '.join(spread.shard)}"
-    over += f", replicated over {' * '.join(spread.replicate)}" if spread.replicate else ""
-    return ", ".join(filter(None, (f"{spread.modules} {over}", along(spread))))
-
-
 def offload(op: FullyShard) -> str:
     if not op.offload:
         return ""

@@ -44,7 +44,8 @@ def _settled(part: Part, found: list[Owned], section: Fsdp, plan: Plan, sink: Si
             facts=[f"{name} is {list(shape)} on a rank" for name, shape in short[:3]],
             help="a dim other than the first must divide; name fewer axes by `on = ...`",
         )
-    return replace(part, shard_dim=dim or 0)
+        return part
+    return replace(part, shard_dim=dim)
 
 
 def held(
