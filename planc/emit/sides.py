@@ -18,6 +18,7 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
@@ -46,6 +47,7 @@ KINDS = (
     "compile",
     "fsdp",
     "spread",
+    "megatron",
     "divide",
     "prefetch",
 )
@@ -146,8 +148,8 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Freeze():
             state: Facts = (("trainable", op.trainable),)
             yield Entry(kind="training", modules=op.modules, facts=state, place=op.place)
-        case FullyShard():
-            yield from _unit(op, common)
+        case FullyShard() | MegatronShard():
+            yield from _unit(op, common) if isinstance(op, FullyShard) else _megatron(op)
         case Divide():
             factor: Facts = (("factor", op.factor),)
             for some in op.units or (None,):
@@ -221,6 +223,20 @@ def _spreads(op: FullyShard) -> Iterator[Entry]:
         said += (("shard_dim", spread.shard_dim),) if spread.shard_dim else ()
         for modules in filter(None, map(spread.modules.inside, op.members)):
             yield Entry(kind="spread", modules=modules, facts=said, place=op.place)
+
+
+_MEGATRON = (
+    *("shard", "replicate", "strategy", "outer", "main_params", "main_grads", "grad_comm"),
+    *("summed", "experts", "nbytes", "gathered"),
+)
+
+
+def _megatron(op: MegatronShard) -> Iterator[Entry]:
+    """The call by itself, and its units."""
+    facts: Facts = tuple((name, getattr(op, name)) for name in _MEGATRON)
+    yield Entry(kind="megatron", facts=(*facts, *op.options), place=op.place)
+    for members in op.members:
+        yield Entry(kind="megatron unit", modules=members, place=op.place)
 
 
 def _more(op: FullyShard) -> Facts:

@@ -22,6 +22,7 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
@@ -195,6 +196,9 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
     """The units in the order of their calls, with a new head where the axes change."""
     ops = [op for op in lowered.ops if isinstance(op, FullyShard)]
     start = 0
+    for call in lowered.ops:
+        if isinstance(call, MegatronShard):
+            yield from _megatron(call, lowered)
     for i, op in enumerate(ops):
         following = ops[i + 1] if i + 1 < len(ops) else None
         if following and _together(following, op):
@@ -210,6 +214,20 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
         yield from _listed("spread", [str(lying.modules)], f"  {how}")
     ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
     yield from _listed("ignored", list(ignored), "  whole on every rank, in no unit")
+
+
+def _megatron(op: MegatronShard, lowered: Lowered) -> Iterator[str]:
+    """The one call of Megatron-FSDP: its units, and what becomes of the rest."""
+    yield _head("megatron", words.megatron(op, lowered))
+    count = sum(len(m) for m in op.members)
+    kept = ": gathered once, and kept" if op.strategy == "optim_grads_params" else ""
+    numbers = f"{count} units of {' and '.join(op.classes)}, at most {words.size(op.gathered)}"
+    yield from words.table(
+        [
+            (", ".join(words.together(map(str, op.members))), f"{numbers} gathered"),
+            ("the rest", f"in no unit{kept}"),
+        ]
+    )
 
 
 def _together(one: FullyShard, two: FullyShard) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from planc.diagnostic import Label
-from planc.ir import policies
+from planc.ir import megatron, policies
 from planc.ir.claims import Claims, Placed, flatten
 from planc.ir.derived import expanded
 from planc.ir.plan import Divide, Fsdp, Ignored, Offload, Precision, Prefetch, Spread
@@ -34,6 +34,7 @@ class _Section:
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     divide: Divide | None = None
+    backend: megatron.Lines = field(default_factory=dict)
 
 
 def fsdp(program: Program) -> Fsdp | None:
@@ -73,6 +74,7 @@ def fsdp(program: Program) -> Fsdp | None:
             Spread(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
             for c in state.spreads.claims
         ),
+        megatron=megatron.read(state.backend, first.name, program.scope),
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
     )
 
@@ -141,8 +143,10 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
             state.offload = _once(item, "offload", state.offload, policies.offload, state)
         case tree.Setting() if item.name == "divide":
             state.divide = _once(item, "divide", state.divide, policies.divide, state)
-        case tree.Setting() if item.name == "backend":
-            scope.sink.error("PL010", "`backend` is not supported yet", item.origin)
+        case tree.Setting() if item.name in megatron.SETTINGS:
+            megatron.collect(item, item.name, state.backend, scope.sink)
+        case tree.Directive() if item.call.name == megatron.NAME:
+            megatron.collect(item, item.call.name, state.backend, scope.sink)
         case tree.Placement() | tree.Setting() | tree.Directive():
             name = item.call.name if isinstance(item, tree.Directive) else item.name
             message = f"`{name}` has no place in a `{section}` section"

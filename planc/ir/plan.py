@@ -132,6 +132,7 @@ class Unit(Meaning):
         shard: the axes of its own, of the section's and of tensor parallelism's, or None for all
             of the section's; over the rest of these it is copied.
         shard_dim: the dim that is split of those parameters that have it, where it divides.
+        said: the arguments of its line, which defaults do not tell.
     """
 
     members: tuple[Modules, ...]
@@ -140,6 +141,7 @@ class Unit(Meaning):
     precision: Precision | None = None
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
+    said: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def root(self) -> bool:
@@ -198,6 +200,30 @@ class Divide(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron(Meaning):
+    """What `backend = megatron` and its lines say; the words are megatron_fsdp's own.
+
+    Args:
+        strategy: `zero_dp_strategy`: what is sharded.
+        outer: `outer_dp_sharding_strategy`: what the replicate axes share.
+        main_params: the type of the weights that the optimizer works on, None for those of the
+            model themselves.
+        main_grads: the type that gradients add up in, None for the parameters' own.
+        grad_comm: the type that they travel in, None for that of `main_grads`.
+        options: further keywords of `fully_shard_model`, in its order.
+        lines: where each name was said.
+    """
+
+    strategy: str = "optim_grads_params"
+    outer: str = "no_shard"
+    main_params: str | None = "float32"
+    main_grads: str | None = None
+    grad_comm: str | None = None
+    options: tuple[tuple[str, bool], ...] = ()
+    lines: Mapping[str, Span] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp(Meaning):
     """The fsdp section, or a replicate section, which has no axes to shard over.
 
@@ -208,6 +234,7 @@ class Fsdp(Meaning):
         units: in the plan's order; lowering puts inner before outer and the root last.
         ignored: what no unit takes.
         spreads: what lies otherwise than the rest of its unit.
+        megatron: what the section says of Megatron-FSDP, None where torch's own does it.
     """
 
     shard: tuple[str, ...]
@@ -219,6 +246,7 @@ class Fsdp(Meaning):
     offload: Offload | None = None
     divide: Divide | None = None
     spreads: tuple[Spread, ...] = ()
+    megatron: Megatron | None = None
 
     @property
     def parts(self) -> tuple[Unit | Spread, ...]:

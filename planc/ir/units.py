@@ -42,6 +42,7 @@ class Terms:
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
     group: bool = False
+    said: frozenset[str] = frozenset()
     origin: Span
 
 
@@ -78,7 +79,12 @@ def _terms(item: tree.Rule, scope: Scope) -> Terms | None:
     if not arguments.done(positional=int(own is not None)):
         return None
     return Terms(
-        reshard=reshard, precision=own, shard=shard, shard_dim=shard_dim, origin=item.origin
+        reshard=reshard,
+        precision=own,
+        shard=shard,
+        shard_dim=shard_dim,
+        said=frozenset(a.name or "precision" for a in item.action.arguments),
+        origin=item.origin,
     )
 
 
@@ -309,5 +315,6 @@ def _unit(members: tuple[Modules, ...], terms: Terms, *, group: bool) -> Unit:
         precision=terms.precision,
         shard=terms.shard,
         shard_dim=terms.shard_dim,
+        said=terms.said,
         origin=terms.origin,
     )

@@ -24,6 +24,7 @@ from planc.ir.shapes import local_shape
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
 from planc.lowering.adapting import adapt, quantize, scales
 from planc.lowering.first import arrive, configure
+from planc.lowering.megatron import at_rest, megatron
 from planc.lowering.memory import Holdings
 from planc.lowering.ops import (
     AnyOp,
@@ -32,6 +33,7 @@ from planc.lowering.ops import (
     Freeze,
     FullyShard,
     Lowered,
+    MegatronShard,
     MeshAxis,
     Parallelize,
     Shape,
@@ -57,7 +59,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
-    units = _joined(units_of(plan.fsdp, holdings)) if plan.fsdp else []
+    units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [
         *first,
         *adapt(plan),
@@ -88,9 +90,19 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         data=_data(plan),
         ops=tuple(ops),
-        parameters=holdings.at_rest() + scales(plan),
+        parameters=at_rest(units, holdings) + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
     )
+
+
+def _sharding(
+    plan: Plan, facts: Facts, holdings: Holdings
+) -> list[FullyShard] | list[MegatronShard]:
+    if plan.fsdp is None:
+        return []
+    if plan.fsdp.megatron is not None:
+        return [megatron(plan, plan.fsdp.megatron, facts, holdings)]
+    return _joined(units_of(plan.fsdp, holdings))
 
 
 Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard)

@@ -62,7 +62,7 @@ def _leaves(unit: Unit, ignored: Modules) -> bool:
 def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
     """What is set on all units, once they are."""
     section = plan.fsdp
-    if section is None:
+    if section is None or section.megatron is not None:
         return
     if section.divide is not None:
         factor, place = section.divide.factor, section.divide.origin.place
