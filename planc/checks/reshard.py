@@ -26,11 +26,19 @@ def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
             for a in plan.mesh.axes
             if a.name in shard
         ]
-        told = f"it can be {one_of(map(str, choices[:8]))}" if choices else "use `always`"
+        words = {1: "one rank's shard is all of it: write `never`", size: "write `always`"}
+        told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
+        told = words.get(count) or (told if choices else "write `always`, or `never`")
         sink.error(
             "PL417",
-            f"{size} ranks cannot reshard to {count}",
+            f"{size} ranks cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
             *labels,
-            help=f"{told}, or `always`" if choices else told,
+            help=told,
         )
+
+
+def _why(count: int, size: int) -> str:
+    if count == size:
+        return ": that many share the unit already"
+    return f": it does not divide {size}" if count > 1 else ""
