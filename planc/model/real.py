@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from planc.diagnostic import PlanError, Sink
 from planc.model.build import prepare, quiet
 from planc.model.config import in_hand
+from planc.model.inputs import Shape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,19 +67,13 @@ class Maker:
                 part.use_cache = False
         return model
 
-    def sample(self, seed: int = 3) -> dict[str, Any]:
-        """Token ids [4, 16] and labels [4, 16], or [4] for a classifier, that the model can take.
+    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+        """Token ids and labels, [rows, length] each (labels of a classifier: [rows]).
 
         Args:
-            seed: of the tokens; 0 is never among them, it often stands for padding.
+            shape: of the text.
         """
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        sample = {
-            name: torch.randint(1, self.vocabulary, (4, 16), generator=generator)
-            for name in ("input_ids", "labels")
-        }
+        sample = (shape or Shape()).text(self.vocabulary)
         if self._cls.__name__.endswith("ForSequenceClassification"):
-            sample["labels"] = torch.randint(self._part.num_labels, (4,), generator=generator)
+            sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
         return sample

@@ -17,15 +17,14 @@ from planc import whole
 from planc.diagnostic import Sink
 from planc.lowering.document import loads
 from planc.lowering.ops import Lowered
-from planc.model.own import Own, maker_of
-from planc.model.real import Maker
+from planc.model.own import Makes, maker_of
 from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
-from planc.runtime.numerics import SingleError, batch, device_for, prove, rows_of
+from planc.runtime.numerics import SingleError, batch, device_for, moved, own_part, prove
 
-_MAKERS: dict[str, Maker | Own] = {}
+_MAKERS: dict[str, Makes] = {}
 
 
 def prepare(job: Job) -> None:
@@ -99,7 +98,7 @@ def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
 
 
 def _locate(
-    maker: Maker | Own,
+    maker: Makes,
     lowered: Lowered,
     job: Job,
     seed: int,
@@ -112,11 +111,10 @@ def _locate(
     The first module whose output differs; where all outputs are right, the wrong gradient that
     backward comes to first, which is that of the module that forward came to last.
     """
-    tokens, labels = (t.to(device) for t in batch(maker, lowered, seed, 0))
+    whole_batch = moved(batch(maker, lowered, seed, 0), device)
     model = maker.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
-    rows = rows_of(run, len(tokens))
-    inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
+    inputs = {**own_part(run, whole_batch), "use_cache": False}
     single = alone(maker.build(seed).to(device), lowered)
     right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
     mine = outputs_of(model, taker(run, lowered), **inputs)
