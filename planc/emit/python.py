@@ -166,6 +166,10 @@ def style_source(style: ir.Style, head: str = "") -> Group:
             return Group(f"{head}RotaryGradient(", (str(style.rope),))
         case ir.Parameters() | ir.Experts():
             return _bare(style, head)
+        case ir.Features():
+            return Group(f"{head}FeaturesParallel(", ())
+        case ir.Attributes():
+            return Group(f"{head}DividedAttributes(", tuple(map(quoted, style.names)))
         case ir.Custom():
             given = tuple(f"{name}={_value(value)}" for name, value in style.arguments)
             return Group(f"{head}{style.path.replace(':', '.')}(", given)

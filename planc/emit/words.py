@@ -69,7 +69,9 @@ def flow(style: ir.Style) -> str:
 
 
 def _with_local(style: ir.Style, local: bool) -> ir.Style:
-    assert not isinstance(style, ir.Replicated | ir.MlaKv | ir.Parameters | ir.Custom)
+    assert not isinstance(
+        style, ir.Replicated | ir.MlaKv | ir.Parameters | ir.Attributes | ir.Custom
+    )
     return replace(style, local=local)
 
 

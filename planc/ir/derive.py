@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from planc.ir.plan import AdapterRule, Plan, TensorRule, Unit
 from planc.ir.style import (
+    Attributes,
     Change,
     Colwise,
     Input,
@@ -33,8 +34,9 @@ BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
 KINDS = ("linear", "conv1d", "embedding")
 """The modules that take an adapter; that of an embedding is parameters, not modules."""
 
-AROUND = (Input, Output, MlaKv)
-"""Styles that change what comes in or goes out, of a layer and its adapter together."""
+AROUND = (Input, Output, MlaKv, Attributes)
+"""Styles that change what comes in or goes out, of a layer and its adapter together, and none of
+its weights."""
 
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 

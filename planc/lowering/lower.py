@@ -20,7 +20,7 @@ from typing import TypeVar
 from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
-from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.ir.style import Input, Output, Replicated, Sequence, weight_shard
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     Adapt,
@@ -255,7 +255,7 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
     """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
-    if isinstance(rule.style, Input | Output | MlaKv):
+    if isinstance(rule.style, AROUND):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
 

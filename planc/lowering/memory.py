@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from planc.ir.derive import AROUND
 from planc.ir.owners import owned
 from planc.ir.plan import Plan, Precision, TensorRule, Unit
-from planc.ir.style import Input, Output, part_sizes, weight_split
+from planc.ir.style import part_sizes, weight_split
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 
 
@@ -50,7 +51,7 @@ class Holdings:
 
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan = plan
-        rules = [r for r in tensor if not isinstance(r.style, Input | Output)]
+        rules = [r for r in tensor if not isinstance(r.style, AROUND)]
         tied = {name for group in facts.ties for name in group[1:]}
         self.all = [
             Holding(
