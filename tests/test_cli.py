@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import diffused
 import pytest
 
 from planc.cli import main
@@ -112,6 +113,7 @@ CASES = [
     ("jamba-v0.1", "jamba", ["tp=2"]),
     ("qwen3-next-80b-a3b", "qwen3_next", ["tp=2"]),
     ("bert-base", "bert", ["tp=2"]),
+    *diffused.CASES,
 ]
 
 

@@ -73,9 +73,10 @@ def version(package: str) -> str:
         return "none"
 
 
-def versions() -> dict[str, str]:
+def versions(config: Mapping[str, Any]) -> dict[str, str]:
     """The versions of the packages that decide what a model is and how it runs."""
-    return {name: version(name) for name in ("torch", "transformers")}
+    names = ("torch", "transformers", *(("diffusers",) if diffused(config) else ()))
+    return {name: version(name) for name in names}
 
 
 def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:

@@ -65,8 +65,12 @@ def class_of(config: Config, sink: Sink) -> Any | None:
             help="pip install 'planc[diffusers]'",
         )
         return None
-    with quiet():
-        kind = getattr(diffusers, name, None) if name.isidentifier() else None
+    kind = None
+    with (
+        quiet(),
+        contextlib.suppress(ImportError, RuntimeError),
+    ):  # it may need more
+        kind = getattr(diffusers, name, None)
     if isinstance(kind, type) and issubclass(kind, ModelMixin):
         return kind
     known = [n for n in dir(diffusers) if n.endswith("Model") and not n.startswith("_")]

@@ -238,7 +238,7 @@ def _certificate(
         "checks": list(case.said),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
         "left_out": list(_left_out(case.lowered)),
-        "versions": store.versions(),
+        "versions": store.versions(case.facts.config),
         "device": found.device if found else None,
         "seconds": round(found.seconds if found else 0.0, 3),
     }
