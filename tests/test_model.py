@@ -49,6 +49,9 @@ TOTALS = {
     "jamba-v0.1": 51_570_323_328,
     "qwen3-next-80b-a3b": 79_674_391_296,
     "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472,
+    "qwen3-vl-8b": 8_767_123_696,
+    "qwen2.5-vl-7b": 8_292_166_656,
     "gpt2": 124_439_808,
     "opt-1.3b": 1_315_758_080,
     "llama-3.1-405b": 405_853_388_800,
@@ -71,6 +74,7 @@ TIED = {
     "falcon-7b",
     "gemma-2-9b",
     "gemma-3-1b",
+    "gemma-3-4b",
     "gpt2",
     "llama-3.2-1b",
     "mpt-7b",
@@ -351,4 +355,5 @@ def test_shipped_models(name):
     assert facts.count == TOTALS[name]
     assert bool(facts.ties) == (name in TIED)
     assert facts.config_name == f"plans/models/{name}.json"
-    assert facts.given >= {"model_type", "vocab_size"}
+    assert facts.given >= {"model_type"}
+    assert facts.given & {"vocab_size", "text_config"}

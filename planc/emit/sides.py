@@ -20,6 +20,7 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.model.facts import Modules
@@ -40,6 +41,7 @@ KINDS = (
     "tensor output",
     "tie",
     "training",
+    "quantize",
     "checkpoint",
     "compile",
     "fsdp",
@@ -127,6 +129,12 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             own: Facts = tuple((name, getattr(op, name)) for name in names)
             for members in op.members:
                 yield Entry(kind="adapters", modules=members, facts=own, place=op.place)
+        case Quantize():
+            said = ("kind", "storage", "compute", "double", "block")
+            kept: Facts = tuple((name, getattr(op, name)) for name in said)
+            for members in op.members:
+                inner = words.layer(members)
+                yield Entry(kind="quantize", modules=inner, facts=kept, place=op.place)
         case Checkpoint():
             yield _checkpoint(op)
         case Compile():
@@ -135,6 +143,7 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Load():
             way: Facts = (("weights", op.weights), ("dtype", op.dtype))
             way = ((("meta", True),) if op.meta else ()) + way
+            way += (("fp32", tuple(words.islands(op))),) if op.fp32 else ()
             yield Entry(kind="load", facts=way, place=op.place)
         case Freeze():
             state: Facts = (("trainable", op.trainable),)

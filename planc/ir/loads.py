@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planc.diagnostic import Label, nearest, one_of
+from planc.diagnostic import Label, meant, one_of
 from planc.ir.arguments import word
 from planc.ir.claims import flatten
 from planc.ir.evaluate import describe
@@ -19,6 +19,7 @@ WORDS: dict[str, dict[str, str]] = {
     "init": {"meta": "meta"},
     "weights": {"slices": "slices", "rank0": "rank0", "checkpoint": "checkpoint"},
     "dtype": DTYPES,
+    "islands": {"model": "model", "none": "none"},
 }
 
 
@@ -47,19 +48,28 @@ def load(program: Program) -> Load | None:
     if not any(s.value for s in said.values()):
         return None
     values = {name: s.value for name, s in said.items()}
-    return Load(
+    if "islands" in said and values.get("dtype") is None:
+        program.sink.error(
+            "PL690",
+            "`islands` says what a cast leaves in fp32, and nothing is cast",
+            said["islands"].setting.origin,
+            help="say what parameters are kept in, such as `dtype = bf16`, or take this out",
+        )
+    found = Load(
         meta=values.get("init") == "meta",
         weights=values.get("weights"),
         dtype=values.get("dtype"),
+        islands=values.get("islands") != "none",
         origin=next(s.setting.origin for s in said.values() if s.value),
     )
+    program.scope.kept = found.kept
+    return found
 
 
 def _setting(item: tree.Setting, said: dict[str, _Said], program: Program) -> None:
     sink = program.sink
     if item.name not in WORDS:
-        close = nearest(item.name, WORDS)
-        told = f"did you mean `{close[0]}`?" if close else f"there is {one_of(WORDS, last='and')}"
+        told = meant(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
         sink.error("PL105", f"there is no setting `{item.name}`", item.name_origin, help=told)
         return
     earlier = said.get(item.name)
@@ -90,5 +100,6 @@ def _value(item: tree.Setting, program: Program) -> str | None:
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
         wanted = one_of(f"`{w}`" for w in words)
         message = f"`{item.name}` is {wanted}, not {shown}"
-        program.sink.error("PL012", message, item.value.origin)
+        told = meant(value, words) if isinstance(value, str) else None
+        program.sink.error("PL012", message, item.value.origin, help=told)
     return None

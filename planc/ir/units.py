@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import one_of
+from planc.diagnostic import meant, one_of
 from planc.ir.arguments import Arguments, unknown
 from planc.ir.claims import Claims, Placed
 from planc.ir.plan import Precision, Unit
@@ -212,12 +212,12 @@ def _by_dtype(
     dtype = _dtype(arguments)
     if dtype is None or not arguments.done(positional=1):
         return None
-    facts = arguments.scope.facts
-    found = {p.dtype for m in facts.model.below() for p in m.module.parameters}
+    facts, kept = arguments.scope.facts, arguments.scope.kept
+    found = {kept(p) for m in facts.model.below() for p in m.module.parameters}
     message = f"no module has {dtype} parameters alone"
     if found == {dtype}:
         return (), f"all parameters of the model are {dtype}"
-    return by_dtype(facts, dtype, (*taken, *ignored)), message
+    return by_dtype(facts, dtype, (*taken, *ignored), kept), message
 
 
 def _dtype(arguments: Arguments) -> str | None:
@@ -226,6 +226,8 @@ def _dtype(arguments: Arguments) -> str | None:
     if isinstance(value, tree.Name) and value.path in DTYPES:
         return DTYPES[value.path]
     told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
+    if isinstance(value, tree.Name):
+        told = meant(value.path, DTYPES, told) or told
     arguments.wrong(value or arguments.call, "`dtype` names a type of parameters", told)
     return None
 

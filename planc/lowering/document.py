@@ -26,6 +26,7 @@ from planc.lowering.ops import (
     MeshAxis,
     Parallelize,
     Prefetch,
+    Quantize,
     Shape,
     Tie,
 )
@@ -149,6 +150,7 @@ def _plan(lowered: Lowered) -> dict[str, Any]:
 
 
 _ADAPT = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+_QUANTIZE = ("kind", "storage", "compute", "double", "block")
 
 
 def _op(op: AnyOp) -> dict[str, Any]:
@@ -161,20 +163,19 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "modules": str(op.modules),
                 "axis": op.axis,
                 "style": style_data(op.style),
-                "shapes": [
-                    {"name": s.name, "shape": list(s.shape), "local": list(s.local)}
-                    for s in op.shapes
-                ],
+                "shapes": [_shape(s) for s in op.shapes],
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
         case Load():
-            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
+            own = {"fp32": [str(m) for m in op.fp32]} if op.fp32 else {}
+            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype, **own}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
-        case Adapt():
-            body = {"op": "adapt", "members": [str(m) for m in op.members]}
-            body |= {name: getattr(op, name) for name in _ADAPT}
+        case Adapt() | Quantize():
+            name, fields = ("adapt", _ADAPT) if isinstance(op, Adapt) else ("quantize", _QUANTIZE)
+            body = {"op": name, "members": [str(m) for m in op.members]}
+            body |= {field: getattr(op, field) for field in fields}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():
@@ -191,6 +192,10 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "backward": op.backward,
             }
     return {**body, "place": op.place}
+
+
+def _shape(shape: Shape) -> dict[str, Any]:
+    return {"name": shape.name, "shape": list(shape.shape), "local": list(shape.local)}
 
 
 def _recomputing(op: Checkpoint) -> dict[str, Any]:
@@ -267,9 +272,9 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
-        case "adapt":
+        case "adapt" | "quantize":
             body["members"] = tuple(modules_of(m) for m in body["members"])
-            return Adapt(**body)
+            return Adapt(**body) if data["op"] == "adapt" else Quantize(**body)
         case "checkpoint":
             body["save"] = tuple(
                 Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))
@@ -281,7 +286,7 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
         case "freeze":
             return Freeze(**body)
         case "load":
-            return Load(**body)
+            return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "divide":
             return Divide(**body)
         case "prefetch":

@@ -124,7 +124,7 @@ def _encode(facts: Facts) -> dict[str, Any]:
                 [add(c.module), c.name, None if c.indices is None else hex(c.indices.bits)]
                 for c in module.children
             ]
-            own = [[p.name, p.shape, p.dtype, p.trainable] for p in module.parameters]
+            own = [[p.name, p.shape, p.dtype, p.trainable, p.island] for p in module.parameters]
             modules.append([module.cls, module.kind, own, module.facts, children])
             known[id(module)] = len(modules) - 1
         return known[id(module)]
@@ -147,7 +147,7 @@ def _decode(data: dict[str, Any], config_name: str, given: frozenset[str]) -> Fa
             Module(
                 cls=cls,
                 kind=kind,
-                parameters=tuple(Parameter(n, tuple(s), d, t) for n, s, d, t in own),
+                parameters=tuple(Parameter(n, tuple(s), d, t, i) for n, s, d, t, i in own),
                 facts=tuple((n, v) for n, v in facts),
                 children=tuple(
                     Child(modules[i], name, None if bits is None else Indices(int(bits, 16)))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from planc.diagnostic import PlanError, Sink
 from planc.model.config import CLASS, in_hand
 from planc.model.diffusion import build, class_of, quiet
-from planc.model.inputs import Inputs, Shape
+from planc.model.feeds import Inputs
+from planc.model.inputs import Choice, Shape
 from planc.model.real import SPREAD
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class Denoiser:
     """
 
     configuration = None
+    choice = Choice()
+    """It is run on all that its forward takes."""
 
     def __init__(self, values: Values) -> None:
         sink = Sink()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from planc.model.config import diffused
 from planc.model.denoiser import Denoiser
-from planc.model.inputs import Shape
+from planc.model.inputs import Choice, Shape
 from planc.model.real import SPREAD, Maker
 
 if TYPE_CHECKING:
@@ -103,6 +103,9 @@ class Own:
         made.register_forward_pre_hook(self._given, with_kwargs=True)
         made.register_forward_hook(self._gives)
         return made.float().train()
+
+    choice = Choice()
+    """A model of the user's own is run on tokens alone."""
 
     def sample(self, shape: Shape | None = None) -> dict[str, Any]:
         """Token ids and labels, [rows, length] each.

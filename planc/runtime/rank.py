@@ -31,7 +31,8 @@ def prepare(job: Job) -> None:
     """What all ranks have in common, done once before they part."""
     torch.set_num_threads(1)
     try:
-        _MAKERS[job.digest] = maker_of(job.config, job.code)
+        maker = _MAKERS[job.digest] = maker_of(job.config, job.code)
+        _ = maker.choice  # found out once for all
     except Exception:  # each rank tries again, and says so
         _MAKERS.clear()
 
