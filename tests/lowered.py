@@ -25,6 +25,7 @@ from planc.ir.style import (
     Shard,
 )
 from planc.lowering.ops import (
+    Adapt,
     Checkpoint,
     Compile,
     Configure,
@@ -37,6 +38,7 @@ from planc.lowering.ops import (
     MeshAxis,
     Parallelize,
     Prefetch,
+    Quantize,
     Shape,
     Tie,
 )
@@ -279,7 +281,29 @@ blocks = st.builds(
 )
 
 
+dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
 any_op = st.one_of(
+    st.builds(
+        Adapt,
+        members=st.tuples(paths),
+        rank=st.integers(1, 64),
+        alpha=st.sampled_from([1, 16, 0.5]),
+        dropout=st.sampled_from([0.0, 0.1]),
+        dtype=st.none() | dtypes,
+        init=st.sampled_from(["default", "gaussian", "random"]),
+        seed=st.integers(0, 9),
+        place=places,
+    ),
+    st.builds(
+        Quantize,
+        members=st.tuples(paths),
+        kind=st.sampled_from(["nf4", "fp4"]),
+        storage=dtypes,
+        compute=st.none() | dtypes,
+        double=st.booleans(),
+        block=st.sampled_from([32, 64, 4096]),
+        place=places,
+    ),
     st.builds(Freeze, modules=paths, trainable=st.booleans(), place=places),
     st.builds(Divide, factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]), place=places),
     st.builds(

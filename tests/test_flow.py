@@ -371,8 +371,9 @@ def test_a_unit_that_is_never_called(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
 
 
-def test_a_model_that_runs_itself_again_in_backward_is_unknown():
-    """Reversible layers: the simulation shards no parameters, and FSDP would let them go."""
+@pytest.mark.parametrize("unit", [False, True])
+def test_a_model_that_runs_itself_again_in_backward_keeps_its_blocks_in_the_root(unit):
+    """Reversible layers: the simulation shards no parameters, and a unit would let them go."""
     values = {
         "model_type": "reformer",
         "hidden_size": 128,
@@ -392,11 +393,15 @@ def test_a_model_that_runs_itself_again_in_backward_is_unknown():
     facts = of_values(values, "config.json", Sink())
     assert facts is not None
     text = draft(facts, Sink()).text
+    assert "again in the backward pass" in text and "unit(reshard = except_last)" not in text
+    if unit:
+        text = text.replace("    root :", "    reformer.encoder.layers.* : unit\n    root :")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reformer.plan"
         path.write_text(text)
         sink = Sink()
         compiled = compile_plan(facts, str(path), sink, world_size=4, settings=["tp=2"])
         verdict = flow(compiled, str(path), ["tp=2"], sink)
-    assert verdict.verdict == "unknown" and "again in the backward pass" in verdict.reason
-    assert "PL504" in {d.code for d in sink}
+    assert verdict.verdict == ("unknown" if unit else "proved")
+    assert ("again in the backward pass" in verdict.reason) == unit
+    assert ("PL504" in {d.code for d in sink}) == unit

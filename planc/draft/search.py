@@ -87,6 +87,9 @@ class Search:
         """Settles the recipes without sequence parallelism; gives what the last run said."""
         self.draft.checkpoint = False  # what can be split is found out without it
         outcome = self._settled()
+        if outcome.again:  # reversible layers: no unit may let go what their backward needs
+            self.draft.called = set()
+            return outcome
         self.draft.checkpoint = True
         again = self._tried(sequence=False)
         if again.verdict == outcome.verdict:
@@ -300,7 +303,11 @@ def _concerns(choice: Choice, inner: str) -> bool:
     if not inner:
         return False
     return any(
-        inner == m or inner.startswith(f"{m}.") or m.startswith(f"{inner}.") or _braces(inner, m)
+        inner == generic(m)
+        or inner == m
+        or inner.startswith(f"{m}.")
+        or m.startswith(f"{inner}.")
+        or _braces(inner, m)
         for m in choice.members
     )
 

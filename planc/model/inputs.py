@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from planc.model.feeds import KINDS, Inputs, Kind
@@ -213,6 +213,22 @@ class _Beside:
 
 
 # Inputs ------------------------------------------------------------------------------------------
+
+
+def in_books(shape: Shape, vocabulary: int, books: int) -> Inputs:
+    """Codes of sound instead of text: several books of them at every place.
+
+    Args:
+        shape: of the text.
+        vocabulary: the number of codes in a book.
+        books: how many.
+
+    Returns:
+        `input_ids` [rows * books, length] and `labels` [rows, length, books].
+    """
+    made = replace(shape, rows=shape.rows * books).text(vocabulary)
+    made["labels"] = made["labels"].view(shape.rows, books, -1).transpose(1, 2).contiguous()
+    return made
 
 
 def with_towers(inputs: Inputs, choice: Choice, config: Any, names: tuple[str, ...]) -> Inputs:

@@ -21,7 +21,7 @@ from planc.lowering.ops import Checkpoint, Compile, FullyShard, Lowered, Megatro
 from planc.model import cache
 from planc.model.blocks import sorts
 from planc.model.config import buildable
-from planc.model.facts import Facts
+from planc.model.facts import Facts, below
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 from planc.proof import smaller
@@ -64,12 +64,15 @@ class Verdict:
         kinds: of layer, each with its verdict.
         sections: of the plan, each with its verdict.
         gathered: whether every FSDP unit is a module that is called, and so gathered in time.
+        released: whether the model's code runs parts again in the backward pass that an FSDP unit
+            other than the root may have let go; the root has all of its own until backward ends.
     """
 
     outcome: Outcome
     kinds: tuple[Kind, ...] = ()
     sections: tuple[Section, ...] = ()
     gathered: bool = True
+    released: bool = False
 
     def _judged(self, section: Section) -> Section:
         """A section as it comes out; units that are never called refute theirs."""
@@ -87,18 +90,14 @@ class Verdict:
         if not self.gathered:
             return "refuted"
         right = self.outcome.verdict == "proved"
-        open_ends = self.unsettled or (self.outcome.again and self._shards)
+        open_ends = self.unsettled or self.released
         return "unknown" if right and open_ends else self.outcome.verdict
-
-    @property
-    def _shards(self) -> bool:
-        return any(s.name.startswith("fsdp") for s in self.sections)
 
     @property
     def reason(self) -> str:
         """Why it is unknown."""
         apart = "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
-        if not apart and self.outcome.again and self._shards:
+        if not apart and self.released:
             apart = (
                 f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
                 "when FSDP may have let its parameters go"
@@ -180,7 +179,8 @@ def flow(
     outcome = small if isinstance(small, Outcome) else judge(*small)
     layers = () if isinstance(small, Outcome) else kinds(facts, small[1], outcome)
     sections = tuple(_sections(lowered, ir, outcome))
-    verdict = Verdict(outcome=outcome, kinds=layers, sections=sections)
+    released = bool(outcome.again) and _released(lowered, outcome.again)
+    verdict = Verdict(outcome=outcome, kinds=layers, sections=sections, released=released)
     if verdict.verdict == "proved":
         sink.diagnostics[:] = [d for d in sink if d.code not in PRESUMED]
     if verdict.verdict == "unknown":
@@ -192,6 +192,14 @@ def flow(
         if outcome.verdict == "proved" and uncalled(outcome, small[1].plan, sink):
             verdict = replace(verdict, gathered=False)
     return verdict
+
+
+def _released(lowered: Lowered, name: str) -> bool:
+    """Whether a module is in an FSDP unit other than the root, or in one of Megatron's."""
+    if megatron(lowered):
+        return True
+    units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
+    return any(below(name, unit) for at in units for unit in at.names() if unit)
 
 
 def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
