@@ -44,7 +44,6 @@ WRONG = [  # (what the plan says, what it is to say, a gradient that then is wro
     ("gate     : replicate(gradient = sum)", "gate     : replicate", "blocks.0.gate.0.weight"),
     ("latent   : mla_kv(rope = 4)", "latent   : replicate", "blocks.1.latent.weight"),
     ("attn              : attributes(heads = split)", "", "blocks.0.attn.to_q.weight"),
-    ("norm         : features", "norm : parameters(weight = shard(0))", "blocks.0.attn.norm.weight"),
     ("colwise(parts = [16, 8, 8])", "colwise(parts = 4)", "blocks.0.qkv.weight"),
     ("down_bias = partial", "down_bias = replicate", "loss"),
     ("two      : colwise(parts = 2)", "two      : colwise", "blocks.0.two.weight"),

@@ -36,7 +36,7 @@ class Heads(nn.Module):
         super().__init__()
         self.heads = 4
         self.to_q = nn.Linear(WIDE, WIDE)
-        self.to_k = nn.Linear(WIDE, WIDE)
+        self.to_k = nn.Linear(WIDE, WIDE, bias=False)  # behind a softmax its gradient is 0
         self.norm = nn.RMSNorm(WIDE, eps=1e-3)
         self.to_out = nn.ModuleList([nn.Linear(WIDE, WIDE)])
 
