@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planc.diagnostic import Label, Sink, one_of
-from planc.ir.plan import Plan
+from planc.ir.owners import owned
+from planc.ir.plan import Plan, Spread, Unit
 from planc.model.facts import Facts
 
 
@@ -14,8 +15,10 @@ def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None:
         return
-    for unit in plan.fsdp.units:
-        shard, _ = plan.fsdp.axes(unit)
+    lying = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
+    pairs: list[tuple[Unit, Unit | Spread]] = [(u, u) for u in plan.fsdp.units]
+    for unit, part in dict.fromkeys([*pairs, *lying]):
+        shard, _ = plan.fsdp.axes(part)
         size = plan.mesh.size(*shard)
         count = unit.reshard
         if isinstance(count, bool) or size == 1 or (1 < count < size and size % count == 0):
@@ -33,6 +36,7 @@ def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
             "PL417",
             f"{size} ranks cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
+            *([Label(span=part.origin, text="over other axes")] if part is not unit else []),
             *labels,
             help=told,
         )
