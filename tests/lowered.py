@@ -38,6 +38,7 @@ from planc.lowering.ops import (
     Prefetch,
     Quantize,
     Shape,
+    Spread,
     Tie,
 )
 from planc.model.facts import Module, Modules, parse_path
@@ -245,6 +246,20 @@ sharded = st.permutations(["dp_shard", "ep"]).flatmap(
 )
 
 
+spreads = st.builds(
+    lambda modules, names, dim, copied: Spread(
+        modules=modules,
+        shard=names[:1] if copied else names,
+        replicate=names[1:] if copied else (),
+        shard_dim=dim,
+    ),
+    paths,
+    st.permutations(["dp_shard", "ep"]).map(tuple),
+    st.integers(0, 2),
+    st.booleans(),
+)
+
+
 @st.composite
 def units(draw):
     group = draw(st.booleans())
@@ -266,6 +281,7 @@ def units(draw):
         shard_dim=draw(st.integers(0, 2)),
         offload=(offload := draw(st.booleans())),
         pin=offload and draw(st.booleans()),
+        spreads=tuple(draw(st.lists(spreads, max_size=2))) if shard else (),
         place=draw(places),
     )
 
@@ -301,7 +317,12 @@ any_op = st.one_of(
         place=places,
     ),
     st.builds(Freeze, modules=paths, trainable=st.booleans(), place=places),
-    st.builds(Divide, factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]), place=places),
+    st.builds(
+        Divide,
+        factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]),
+        units=st.lists(paths, max_size=2, unique_by=str).map(tuple),
+        place=places,
+    ),
     st.builds(
         Prefetch,
         units=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),
