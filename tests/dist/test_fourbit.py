@@ -57,13 +57,12 @@ def test_copies_and_shards(four):
 @pytest.mark.parametrize(
     "more",
     [
-        "}\ncompile {\n    $block : block\n",
         "}\nfsdp on dp_shard, replicate on dp_replicate {\n    offload(cpu, pin = false)\n",
         "    units = own\n",
     ],
 )
 def test_beside_other_words_of_a_plan(four, more):
-    overrides = settings(tp=2, param_dtype="fp32", checkpointing="compile" not in more)
+    overrides = settings(tp=2, param_dtype="fp32")
     right(four.run("fourbitjobs.compare", overrides=overrides, more=more))
 
 
