@@ -1,5 +1,5 @@
 """`backend = megatron`: what it means, every word that it cannot honour, what it lowers to and
-emits. That the real package then trains the same model is for tests/dist/test_megatron.py."""
+emits. That the real package then trains the same model is for tests/dist/test_handover.py."""
 
 import inspect
 import json

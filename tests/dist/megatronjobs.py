@@ -1,4 +1,4 @@
-"""What tests/dist/test_megatron.py runs on every rank."""
+"""What tests/dist/test_handover.py runs on every rank."""
 
 import contextlib
 from pathlib import Path
