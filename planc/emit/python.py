@@ -48,6 +48,7 @@ _IMPORTS = (
     ),
     ("torch.distributed.tensor", ("DTensor", "Partial", "Replicate", "Shard")),
     ("torch.distributed.tensor", ("distribute_module", "distribute_tensor")),
+    ("torch.distributed.tensor._utils", ("compute_local_shape_and_global_offset",)),
     (_PARALLEL, ("ColwiseParallel", "ParallelStyle")),
     (_PARALLEL, ("PrepareModuleInput", "PrepareModuleOutput")),
     (_PARALLEL, ("RowwiseParallel", "SequenceParallel", "parallelize_module")),
