@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import diffused
 import pytest
 
 from planc.cli import main
@@ -126,6 +127,7 @@ CASES = [
     ("gemma-3-4b", "gemma3_vision", ["tp=2"]),
     ("qwen3-vl-8b", "qwen3_vl", ["tp=2"]),
     ("qwen2.5-vl-7b", "qwen2_5_vl", ["tp=2"]),
+    *diffused.CASES,
 ]
 
 

@@ -16,6 +16,7 @@ from planc.checks.blocks import blocks
 from planc.checks.checkpoints import checkpoints
 from planc.checks.compiled import compiled
 from planc.checks.containers import containers
+from planc.checks.counts import counts
 from planc.checks.coverage import coverage
 from planc.checks.dtypes import dtypes
 from planc.checks.fused import fused
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     containers,
     kinds,
     bare,
+    counts,
     packed,
     fused,
     halves,
