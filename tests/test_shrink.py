@@ -98,6 +98,7 @@ def test_dropout_is_off():
         "attention_dropout",
         "hidden_dropout_prob",
         "layerdrop",
+        "drop_path_rate",
         "router_jitter_noise",
     )
     small = shrink({"model_type": "gpt2", **dict.fromkeys(names, 0.1)}, ranks=1)

@@ -102,6 +102,7 @@ class Roles:
     """Args:
     blocks: the lists of blocks.
     embedding: the table of tokens, None where there is none that is known.
+    same: other modules that hold the same table, such as an encoder's and a decoder's.
     tables: other tables, such as that of positions.
     heads: linears that give logits.
     norms: outside the blocks.
@@ -109,6 +110,7 @@ class Roles:
 
     blocks: list[Blocks]
     embedding: str | None
+    same: list[str]
     tables: list[str]
     heads: list[str]
     norms: list[str]
@@ -147,7 +149,12 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
     ]
     norms = [str(m) for m in outside if m.module.kind == "norm"]
     others = [str(m) for m in tables if str(m) != embedding]
-    return Roles(blocks=blocks, embedding=embedding, tables=others, heads=heads, norms=norms)
+    groups = [{n.rpartition(".")[0] for n in group} for group in facts.ties]
+    same = [m for m in others if any({embedding, m} <= group for group in groups)]
+    others = [m for m in others if m not in same]
+    return Roles(
+        blocks=blocks, embedding=embedding, same=same, tables=others, heads=heads, norms=norms
+    )
 
 
 def _text(facts: Facts) -> Any:
@@ -280,12 +287,13 @@ def _closes(linear: Linear, waiting: list[Linear], width: int) -> bool:
 
     So does any that gives hidden states of what is wider and was opened, whatever its name.
     """
-    if linear.outputs == width < linear.inputs:
-        return any(w.inputs == width and w.outputs % linear.inputs == 0 for w in waiting)
     if linear.name.rpartition(".")[2] == "dense" and not CLOSES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)
-    return bool(waiting) and CLOSES.search(linear.name) is not None
+    if CLOSES.search(linear.name):
+        return bool(waiting)
+    opened = [w for w in waiting if w.inputs == width and w.outputs % linear.inputs == 0]
+    return linear.outputs == width < linear.inputs and bool(opened)
 
 
 def _near(one: str, two: str) -> bool:

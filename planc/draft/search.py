@@ -74,9 +74,11 @@ class Search:
             )
 
     def _ends(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        if self.roles.embedding:
-            yield self.roles.embedding, ("rowwise", "rowwise(-> shard(1), local = false)")
+        for table in filter(None, (self.roles.embedding, *self.roles.same)):
+            yield table, ("rowwise", "rowwise(-> shard(1), local = false)")
         for head in self.roles.heads:
+            if self.ran is not None and head not in self.ran.order:
+                continue  # nothing of what never runs can be proved
             yield head, ("colwise(-> replicate)", "colwise(shard(1) -> replicate)")
 
     @property

@@ -20,7 +20,7 @@ THEIRS = {
 """Of transformers' own tensor parallelism, where it crashes or is wrong."""
 
 KEPT = {
-    "blt": "the patcher's entropies decide where patches begin; no split with it was proved",
+    "blt": "its code adds to its embeddings in place, and layout flow proved no split of it",
     "dbrx": "the weights of all experts are one matrix, which its code views as experts",
     "jetmoe": "each of its two sets of experts is one tensor in a module of its own, and routers "
     "sort the tokens between them",
