@@ -44,6 +44,17 @@ MAMBA = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 8,
 }
+ZAMBA = {
+    **COMMON,
+    "model_type": "zamba2",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 16,
+    "chunk_size": 8,
+    "adapter_rank": 8,
+}
 FAMILIES = {
     "gemma": dict(model_type="gemma", head_dim=16, pad_token_id=0, **COMMON),
     "gemma2": dict(
@@ -289,6 +300,22 @@ FAMILIES = {
         n_groups=2,
         state_size=16,
         chunk_size=8,
+    ),
+    "zamba2": dict(ZAMBA, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"]),
+    "zamba2-adapters": dict(
+        ZAMBA,
+        layers_block_type=["hybrid", "hybrid", "hybrid", "hybrid"],
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+    ),
+    "phimoe": dict(
+        model_type="phimoe",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.0,
+        input_jitter_noise=0.0,
+        **COMMON,
     ),
     "qwen3_next": dict(
         model_type="qwen3_next",
