@@ -6,6 +6,7 @@ from planc.checks.table import active, around, splits_output, takes_split
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan, TensorRule
 from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
 
 
 def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -18,6 +19,8 @@ def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
     sets = [(parent, *_sides(own)) for parent, own in around(facts, active(plan))]
     for parent, given, taken in sets:
         if bool(given) == bool(taken) or _next_door(parent, given, taken, sets):
+            continue
+        if given and _hands_on(parent, given, sets):
             continue
         if given:
             sink.warning(
@@ -45,6 +48,27 @@ def _sides(own: tuple[TensorRule, ...]) -> tuple[list[TensorRule], list[TensorRu
     """The linears that give a split output, and those that take a split input."""
     linears = [r for r in own if r.modules.module.kind == "linear"]
     return [r for r in linears if splits_output(r)], [r for r in linears if takes_split(r)]
+
+
+def _hands_on(
+    parent: Modules,
+    given: list[TensorRule],
+    sets: list[tuple[Modules, list[TensorRule], list[TensorRule]]],
+) -> bool:
+    """Whether all that gives is the end of a Sequential, and a rowwise layer beside that takes it.
+
+    So are adapters built: their outputs are added to those of a colwise layer.
+    """
+    if parent.module.cls != "Sequential":
+        return False
+    last = parent.module.children[-1].segment
+    if any(r.modules.path[-1] != last for r in given):
+        return False
+    outer = parent.path
+    while outer and isinstance(outer[-1], Indices):
+        outer = outer[:-1]
+    around = Modules(outer[:-1], parent.module)  # which holds it, or the list that it is in
+    return any(s[2] and around.overlap(s[0]) is not None for s in sets)
 
 
 def _next_door(

@@ -6,6 +6,7 @@ from planc.checks.table import active, axis_label, holds, split_dim, unit_of
 from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan, TensorRule
 from planc.model.facts import Facts, Modules, Parameter
+from planc.source import Span
 
 Half = tuple[str, Modules, Parameter]
 
@@ -16,13 +17,14 @@ def ties(plan: Plan, facts: Facts, sink: Sink) -> None:
     torch's `fully_shard` refuses a parameter that is in two groups; two styles would leave two
     tensors where the model has one.
     """
+    parted: set[tuple[Span, ...]] = set()
     for group in facts.ties:
         halves = [(name, *facts.find(name)) for name in group]
         for other in halves[1:]:
             if "tensor" not in plan.broken:
                 _styles(halves[0], other, plan, sink)
             if plan.fsdp is not None and "fsdp" not in plan.broken:
-                _units(halves[0], other, plan, sink)
+                _units(halves[0], other, plan, sink, parted)
 
 
 def _rule(half: Half, plan: Plan) -> TensorRule | None:
@@ -84,13 +86,18 @@ def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
     return bool(ignored)
 
 
-def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
+def _units(one: Half, two: Half, plan: Plan, sink: Sink, parted: set[tuple[Span, ...]]) -> None:
+    """`parted` holds the lines that were reported: blocks may share tens of parameters."""
     if _apart(one, two, plan, sink):
         return
     first, second = unit_of(plan, one[1]), unit_of(plan, two[1])
     alike = first is second and (first is None or first.group or first.root or one[1] == two[1])
     if alike:
         return
+    places = tuple(unit.origin for unit in (first, second) if unit)
+    if places in parted:
+        return
+    parted.add(places)
     labels = [
         Label(span=unit.origin, text=f"{half[0]} is here")
         for unit, half in ((first, one), (second, two))

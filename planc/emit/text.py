@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from planc.emit import words
 from planc.ir.style import style_name
@@ -56,9 +57,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
             yield _head("load", words.arrival(op))
     yield from _adapters(lowered)
     yield from _tensor(lowered)
-    for op in lowered.ops:
-        if isinstance(op, Tie):
-            yield _head("tie", f"{op.parameter} = {op.source}: one parameter in the model")
+    yield from _ties([op for op in lowered.ops if isinstance(op, Tie)])
     for word, state in (("frozen", False), ("trainable", True)):
         states = [o for o in lowered.ops if isinstance(o, Freeze) and o.trainable is state]
         yield from _listed(word, [str(o.modules) for o in states])
@@ -80,6 +79,23 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     if not lowered.ops:
         yield _head("nothing", "to do: the model stays as it is")
     yield _head("per rank", _total(lowered))
+
+
+def _ties(ops: list[Tie]) -> Iterator[str]:
+    """One line for all parameters that modules share, for blocks may share tens of them."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for op in ops:
+        names = zip(op.parameter.split(".")[::-1], op.source.split(".")[::-1], strict=False)
+        tail = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], names)][::-1]
+        cut = -sum(len(name) + 1 for name in tail) or None
+        both = op.parameter[:cut], op.source[:cut]
+        shared.setdefault(both, []).append(".".join(tail))
+    for (one, source), tails in shared.items():
+        if len(tails) == 1:
+            end = f".{tails[0]}" if tails[0] else ""
+            yield _head("tie", f"{one}{end} = {source}{end}: one parameter in the model")
+        else:
+            yield _head("tie", f"{one} = {source}: {len(tails)} parameters, one in the model each")
 
 
 def _title(lowered: Lowered, digest: str) -> str:

@@ -118,7 +118,6 @@ COUNTS = {
     "n_shared_experts": 1,
     "num_shared_experts": 1,
     "moe_num_shared_experts": 1,
-    "num_kv_shared_layers": 1,
 }
 """Counts that go with experts or layers, and the most that a small model has of them."""
 

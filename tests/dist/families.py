@@ -55,6 +55,15 @@ ZAMBA = {
     "chunk_size": 8,
     "adapter_rank": 8,
 }
+GEMMA4 = {
+    **COMMON,
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "gemma": dict(model_type="gemma", head_dim=16, pad_token_id=0, **COMMON),
     "gemma2": dict(
@@ -333,16 +342,29 @@ FAMILIES = {
         **COMMON,
     ),
     "gemma4": dict(
-        model_type="gemma4_text",
-        head_dim=16,
-        global_head_dim=32,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
+        GEMMA4,
         hidden_size_per_layer_input=16,
         vocab_size_per_layer_input=128,
         num_kv_shared_layers=0,
-        pad_token_id=0,
-        **COMMON,
+    ),
+    "gemma4-shared": dict(
+        GEMMA4,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=128,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "gemma4-experts": dict(
+        GEMMA4,
+        num_key_value_heads=4,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=48,
     ),
     "bert": dict(
         model_type="bert",

@@ -62,6 +62,8 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("falcon-alibi", "falcon"),
     ("llama4", "llama4"),
     ("gemma4", "gemma4"),
+    ("gemma4-shared", "gemma4"),
+    ("gemma4-experts", "gemma4"),
     ("zamba2", "zamba2"),
     ("zamba2-adapters", "zamba2"),
     ("bert", "bert"),
