@@ -335,6 +335,13 @@ def test_mistakes_of_loading(mean, code, settings, line):
     assert "load" in plan.broken
 
 
+def test_a_misspelt_word_is_told_the_one_it_looks_like(mean):
+    _, sink = mean(loading("weights = slice"))
+    assert next(iter(sink)).help == "did you mean `slices`?"
+    _, sink = mean(loading("weights = disk"))
+    assert next(iter(sink)).help is None
+
+
 # Checkpoints -------------------------------------------------------------------------------------
 
 

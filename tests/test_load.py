@@ -64,7 +64,7 @@ def test_the_nearest_name_is_offered():
     load("lama-3.1-8b", sink)
     (said,) = sink
     assert said.help is not None
-    assert said.help.startswith("did you mean llama-3.1-8b")
+    assert said.help.startswith("did you mean `llama-3.1-8b`")
 
 
 # What can't be read ----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planc.diagnostic import Label, Sink, nearest, one_of
+from planc.diagnostic import Label, Sink, meant, one_of
 from planc.ir.plan import Plan, TensorRule
 from planc.ir.style import Experts, MlaKv, Parameters, Replicated, Shard, style_name
 from planc.model.facts import Facts
@@ -22,14 +22,13 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
     own = {p.name: p for p in rule.modules.module.parameters}
     for name, held in style.held:
         if name not in own:
-            close = nearest(name, list(own))
             there = one_of((f"`{n}`" for n in own), last="and") if own else "none of its own"
             sink.error(
                 "PL222",
                 f"`{rule.modules}` has no parameter `{name}`",
                 rule.origin,
                 facts=[f"it is a {rule.modules.module.cls}, and has {there}"],
-                help=f"did you mean `{close[0]}`?" if close else None,
+                help=meant(name, own),
             )
             continue
         dims = len(own[name].shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from planc.diagnostic import nearest, one_of
+from planc.diagnostic import meant, one_of
 from planc.ir.evaluate import describe, evaluate
 from planc.ir.scope import Failed, Scope, Value
 from planc.syntax import tree
@@ -76,14 +76,17 @@ class Arguments:
         if or_integer and isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         wanted = [f"`{w}`" for w in words] + ["a positive integer"] * or_integer
-        self._type(expression, name, one_of(wanted), value)
+        told = meant(value, words) if isinstance(value, str) else None
+        self._type(expression, name, one_of(wanted), value, told)
         return default
 
-    def _type(self, node: tree.Expr, name: str, wanted: str, value: Value) -> None:
+    def _type(
+        self, node: tree.Expr, name: str, wanted: str, value: Value, told: str | None = None
+    ) -> None:
         self.ok = False
         if not isinstance(value, Failed):
             shown = f"`{value}`" if isinstance(value, str) else describe(value)
-            self.wrong(node, f"`{name}` is {wanted}, not {shown}")
+            self.wrong(node, f"`{name}` is {wanted}, not {shown}", told)
 
     def done(self, *, positional: int = 0) -> bool:
         """Whether all was right; reports what no one took."""
@@ -92,8 +95,7 @@ class Arguments:
         for argument in self.positional[positional:]:
             self.wrong(argument, f"`{self.call.name}` takes no such argument", takes)
         for name, argument in self._named.items():
-            close = nearest(name, self.known)
-            told = f"did you mean `{close[0]}`?" if close else takes
+            told = meant(name, self.known, takes)
             self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", told)
         return self.ok
 
@@ -109,8 +111,7 @@ def word(expression: tree.Expr, scope: Scope) -> Value:
 
 def unknown(call: tree.Call, known: tuple[str, ...], what: str, scope: Scope) -> None:
     """PL105: an action that the section does not have."""
-    close = nearest(call.name, known)
-    told = f"did you mean `{close[0]}`?" if close else f"there is {one_of(known, last='and')}"
+    told = meant(call.name, known, f"there is {one_of(known, last='and')}")
     scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=told)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from planc.diagnostic import Sink, nearest, one_of
+from planc.diagnostic import Sink, meant, one_of
 from planc.ir.adapters import adapters
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
@@ -132,8 +132,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
             used.add(axis.path)
             if axis.path in names:
                 continue
-            close = nearest(axis.path, names)
-            told = f"did you mean `{close[0]}`?" if close else f"it has {one_of(names, last='and')}"
+            told = meant(axis.path, names, f"it has {one_of(names, last='and')}")
             program.sink.error(
                 "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=told
             )

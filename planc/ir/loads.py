@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planc.diagnostic import Label, nearest, one_of
+from planc.diagnostic import Label, meant, one_of
 from planc.ir.arguments import word
 from planc.ir.claims import flatten
 from planc.ir.evaluate import describe
@@ -58,8 +58,7 @@ def load(program: Program) -> Load | None:
 def _setting(item: tree.Setting, said: dict[str, _Said], program: Program) -> None:
     sink = program.sink
     if item.name not in WORDS:
-        close = nearest(item.name, WORDS)
-        told = f"did you mean `{close[0]}`?" if close else f"there is {one_of(WORDS, last='and')}"
+        told = meant(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
         sink.error("PL105", f"there is no setting `{item.name}`", item.name_origin, help=told)
         return
     earlier = said.get(item.name)
@@ -90,5 +89,6 @@ def _value(item: tree.Setting, program: Program) -> str | None:
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
         wanted = one_of(f"`{w}`" for w in words)
         message = f"`{item.name}` is {wanted}, not {shown}"
-        program.sink.error("PL012", message, item.value.origin)
+        told = meant(value, words) if isinstance(value, str) else None
+        program.sink.error("PL012", message, item.value.origin, help=told)
     return None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from planc.diagnostic import Label, nearest, one_of
+from planc.diagnostic import Label, meant, one_of
 from planc.ir.evaluate import describe, evaluate, truth
 from planc.ir.plan import Axis, Mesh
 from planc.ir.program import Program
@@ -116,12 +116,11 @@ def _axis(item: tree.Setting, found: dict[str, tree.Setting], program: Program) 
         )
         return
     if item.override and not earlier:
-        close = nearest(item.name, found)
         program.sink.error(
             "PL103",
             f"there is no earlier axis `{item.name}` to override",
             item.name_origin,
-            help=f"did you mean `{close[0]}`?" if close else "take `override` away",
+            help=meant(item.name, found, "take `override` away"),
         )
     if program.scope.definitions.get(item.name):
         program.sink.error(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planc.diagnostic import Label, Sink, nearest, one_of
+from planc.diagnostic import Label, Sink, meant, one_of
 from planc.ir.evaluate import describe, truth
 from planc.ir.plan import Mesh
 from planc.ir.scope import Definition, Failed, Scope, mentioned
@@ -260,10 +260,8 @@ def _unknown_settings(given: dict[str, tree.Literal], program: Program) -> None:
     for name, literal in given.items():
         if name in known:
             continue
-        close = nearest(name, known)
-        told = f"did you mean {one_of(f'`{c}`' for c in close)}?" if close else None
-        if told is None and known:
-            told = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}"
+        has = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}" if known else None
+        told = meant(name, known, has)
         source = literal.origin.source
         program.sink.error(
             "PL106",
@@ -310,8 +308,7 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
                 help=f"planc has {one_of(known, last='and')} sections today",
             )
             continue
-        close = nearest(section.name, known)
-        told = f"did you mean `{close[0]}`?" if close else f"known are {one_of(known, last='and')}"
+        told = meant(section.name, known, f"known are {one_of(known, last='and')}")
         told = _ITEMS.get(section.name, told)
         program.sink.error(
             "PL011", f"there is no section `{section.name}`", section.name_origin, help=told

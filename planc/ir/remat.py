@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from planc.diagnostic import nearest, one_of
+from planc.diagnostic import meant, one_of
 from planc.ir.arguments import Arguments, unknown, word
 from planc.ir.claims import Claim, Claims, flatten
 from planc.ir.evaluate import evaluate
@@ -203,13 +203,12 @@ def _named(name: str, item: tree.Expr, arguments: Arguments, every: int) -> Save
             help="name those that it becomes: a linear layer is `matmul`, or `aten.mm.default`",
         )
         return None
-    close = nearest(name, like(name) if "." in name else GROUPS)
+    known = like(name) if "." in name else GROUPS
     groups = one_of([f"`{g}`" for g in GROUPS])
-    told = one_of([f"`{c}`" for c in close]) if close else ""
     sink.error(
         "PL470",
         f"there are no operators `{name}`",
         item.origin,
-        help=f"did you mean {told}?" if told else f"it is {groups}, or a name of torch's",
+        help=meant(name, known, f"it is {groups}, or a name of torch's"),
     )
     return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from planc.diagnostic import Label, Sink, nearest, one_of
+from planc.diagnostic import Label, Sink, meant, one_of
 from planc.ir.plan import Mesh
 from planc.model.facts import Facts
 from planc.source import Span
@@ -139,13 +139,12 @@ class Scope:
                 continue
             before = ".".join(["config", *path[:i]])
             known = [str(k) for k in value] if isinstance(value, Mapping) else []
-            close = nearest(key, known)
             self.sink.error(
                 "PL100",
                 f"`{before}` has no field `{key}`",
                 name.origin,
                 facts=[f"model_type = {self.facts.family}  ({self.facts.config_name})"],
-                help=f"did you mean {one_of(close)}?" if close else None,
+                help=meant(key, known),
             )
             return FAILED
         if not path:
@@ -160,13 +159,10 @@ class Scope:
 
     def _unknown(self, name: tree.Name) -> Value:
         known = [*self.definitions, *self.axis_names]
-        close = nearest(name.path, known)
-        if close:
-            told = f"did you mean {one_of(f'`{c}`' for c in close)}?"
-        elif known:
+        told = "declare an `option` or a `let`, or put a text in quotes"
+        if known:
             told = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
-        else:
-            told = "declare an `option` or a `let`, or put a text in quotes"
+        told = meant(name.path, known, told) or told
         self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=told)
         return FAILED
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from planc.diagnostic import nearest, one_of
+from planc.diagnostic import meant, one_of
 from planc.ir.scope import Failed, Scope
 from planc.model.facts import Modules
 from planc.model.indices import Indices
@@ -270,9 +270,8 @@ def _path(selector: tree.Selector | None) -> str:
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
     """What the user may have meant by a name that is not there."""
-    close = nearest(pattern, names)
-    if close:
-        return f"did you mean {one_of(f'`{c}`' for c in close)}?"
+    if close := meant(pattern, names):
+        return close
     if _length(at):
         return f"`{at}` is a list: write `{at}.*.{pattern}`, or pick entries with `[0:4]`"
     elsewhere = [m for m in scope.facts.model.below() if m.path and m.path[-1] == pattern]

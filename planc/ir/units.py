@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import one_of
+from planc.diagnostic import meant, one_of
 from planc.ir.arguments import Arguments, unknown
 from planc.ir.claims import Claims, Placed
 from planc.ir.plan import Precision, Unit
@@ -226,6 +226,8 @@ def _dtype(arguments: Arguments) -> str | None:
     if isinstance(value, tree.Name) and value.path in DTYPES:
         return DTYPES[value.path]
     told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
+    if isinstance(value, tree.Name):
+        told = meant(value.path, DTYPES, told) or told
     arguments.wrong(value or arguments.call, "`dtype` names a type of parameters", told)
     return None
 

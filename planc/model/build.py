@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink, nearest, one_of
+from planc.diagnostic import Sink, meant, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.table import facts_of
@@ -179,8 +179,7 @@ def _known(config: Config, sink: Sink) -> bool:
     family = config.values["model_type"]
     if family in CONFIG_MAPPING_NAMES:
         return True
-    close = nearest(family, CONFIG_MAPPING_NAMES)
-    told = f"did you mean {one_of(close)}?" if close else "a newer transformers may know it"
+    told = meant(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
     if config.own_code:
         told = "the model brings its own code, which planc runs only with --allow-code"
     message = f"transformers knows no model_type {family!r}"

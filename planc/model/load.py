@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planc.diagnostic import Sink, nearest, one_of
+from planc.diagnostic import Sink, meant, one_of
 from planc.model import cache as store
 from planc.model.config import Config, in_hand, locate, read, shipped
 from planc.model.facts import Facts
@@ -96,8 +96,5 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
 
 def _nowhere(model: str, sink: Sink) -> None:
     known = shipped()
-    close = nearest(model, known)
-    told = f"did you mean {one_of(close)}?" if close else None
-    if told is None:
-        told = f"give a folder with config.json, or one of {one_of(known)}"
+    told = meant(model, known, f"give a folder with config.json, or one of {one_of(known)}")
     sink.error("PL600", f"there is no model {model!r}", help=told)

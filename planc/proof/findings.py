@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from planc.diagnostic import Label, Sink
-from planc.ir.derive import NAME, styles
-from planc.ir.plan import Plan, TensorRule
-from planc.model.facts import Modules, below
+from planc.ir.plan import Plan
+from planc.model.facts import below
+from planc.proof.govern import rules
 from planc.runtime.outcome import Outcome, Part
 
 _SEEN = "seen on a shrunken model, with all ranks of the axis simulated (2)"
@@ -34,19 +34,19 @@ def unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
     for kind in ("boundary", "unstated"):
         for group in [g for g in _alike(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
             part, subject = group[0], generic(group[0].subject)
-            rules = _labels(subject, small)
+            labels = list(rules(part.subject, small))
             facts = [*_source(part), _SEEN]
             if kind == "boundary":
                 report = sink.error if wrong else sink.warning
                 message = f"what arrives at `{subject}` is not what the plan says: {part.detail}"
                 stated, _, arrives = part.detail.removesuffix(" arrives").partition(" is stated, ")
                 told = f"state it as it arrives: `{arrives} -> ...` instead of `{stated} -> ...`"
-                report("PL505", message, *rules, facts=facts, help=told)
+                report("PL505", message, *labels, facts=facts, help=told)
             elif not wrong:
                 message = f"no rule says that `{subject or 'the model'}` changes {part.detail}"
-                rules = _with_before(rules, part, small)
+                labels = _with_before(labels, part, small)
                 told = "state it with a style, `input(...)` or `output(...)`, or leave it as it is"
-                sink.warning("PL506", message, *rules, facts=facts, help=told)
+                sink.warning("PL506", message, *labels, facts=facts, help=told)
 
 
 def _alike(outcome: Outcome) -> list[list[Part]]:
@@ -67,29 +67,16 @@ def _source(part: Part) -> list[str]:
     return [f"the model's own code: {part.line}"] if part.line else []
 
 
-def _labels(module: str, small: Plan) -> list[Label]:
-    return [
-        Label(span=r.origin, text=f"decides `{_last(r.modules)}`" if r.modules.path else "")
-        for r in _rules(module, small)
-    ]
-
-
-def _last(modules: Modules) -> str:
-    """The name of a module; of an adapter's half, not of the adapter, which is `default`."""
-    path = [s for s in modules.path if s != NAME]
-    return str(path[-1])
-
-
 def _with_before(labels: list[Label], part: Part, small: Plan) -> list[Label]:
     """The labels, and the rules of the module that ended last."""
     marked = {label.span for label in labels}
-    before = [r for r in _rules(generic(part.before), small) if r.origin not in marked]
-    return [*labels, *(Label(span=r.origin, text="ended just before") for r in before)]
+    before = [label.span for label in rules(part.before, small) if label.span not in marked]
+    return [*labels, *(Label(span=span, text="ended just before") for span in before)]
 
 
 def _crash(group: list[Part], small: Plan, sink: Sink) -> None:
     part, subject = group[0], generic(group[0].subject)
-    labels = _with_before(_labels(subject, small), part, small)
+    labels = _with_before(list(rules(part.subject, small)), part, small)
     message = f"the model dies at `{subject}` under this plan"
     facts = [part.detail, *_source(part), _SEEN]
     sink.error("PL503", message, *labels, facts=facts)
@@ -101,12 +88,12 @@ def _output(group: list[Part], small: Plan, sink: Sink) -> None:
     facts += [part.detail] if part.detail else []
     message = f"`{subject or 'the model'}` computes something else under this plan"
     facts += [*_source(part), _SEEN]
-    sink.error("PL501", message, *_labels(subject, small), facts=facts)
+    sink.error("PL501", message, *rules(part.subject, small), facts=facts)
 
 
 def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:
     part, subject = group[0], generic(group[0].subject)
-    module = subject.rpartition(".")[0]
+    module = part.subject.rpartition(".")[0]
     worst = max(p.error for p in group)
     help = None
     if part.kind == "partial":
@@ -118,7 +105,7 @@ def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:
         message = f"the gradient of `{subject}` is wrong under this plan"
         told = f"relative error {worst:.1e}"
     facts = [told, *_source(part), _SEEN]
-    sink.error("PL502", message, *_labels(module, small), facts=facts, help=help)
+    sink.error("PL502", message, *rules(module, small), facts=facts, help=help)
 
 
 def _size(group: list[Part], small: Plan, sink: Sink) -> None:
@@ -127,7 +114,7 @@ def _size(group: list[Part], small: Plan, sink: Sink) -> None:
     sink.error(
         "PL507",
         message,
-        *_labels(subject, small),
+        *rules(part.subject, small),
         facts=[*_source(part), _SEEN],
         help="hand the split activations on as a DTensor, which knows the whole size: "
         "`local = false`",
@@ -163,28 +150,3 @@ _TOLD: dict[str, Callable[[list[Part], Plan, Sink], None]] = {
     "output": _output,
     "size": _size,
 }
-
-
-def _rules(module: str, small: Plan) -> Iterable[TensorRule]:
-    """The rules on a module, else those right around it, else those of its block."""
-    parts = module.split(".") if module else []
-    for length in range(len(parts), 0, -1):
-        around = parts[:length]
-        on = [r for r in (*small.tensor, *styles(small)) if _names(r.modules, around)]
-        if on:
-            return on
-        beside = [
-            r
-            for r in small.tensor
-            if len(r.modules.path) == length + 1 and _names(r.modules, around, inside=True)
-        ]
-        if beside:
-            return list({r.origin: r for r in beside}.values())
-    return []
-
-
-def _names(modules: Modules, parts: list[str], *, inside: bool = False) -> bool:
-    path = modules.path[: len(parts)] if inside else modules.path
-    return len(path) == len(parts) and all(
-        s == p if isinstance(s, str) else p == "*" for s, p in zip(path, parts, strict=True)
-    )

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Sink
 from planc.ir.plan import Plan
 from planc.lowering.ops import Lowered
-from planc.model.facts import Modules, below
+from planc.proof.govern import rules, units
 from planc.runtime.certificate import number
 from planc.runtime.verify import LIMITS, Comparison, Trouble
-from planc.source import Span
 
 _WORDS = {
     "logits": "the logits",
@@ -40,7 +39,7 @@ def parted(
         what = "the output of" if first["what"] == "output" else "the gradient of"
         told = f"{what} {first['name']} is the first to differ, by {number(first['error'])}"
     message = f"the plan trains another model: {told}"
-    labels = list(_governing(name, plan))
+    labels = [*rules(name, plan), *units(name, plan)]
     facts = [
         f"{kind} {number(found.errors[kind])}  (limit {number(LIMITS[kind])})" for kind in LIMITS
     ]
@@ -89,27 +88,3 @@ def _frames(traceback: str) -> Iterator[str]:
 
 def _tensor(lowered: Lowered) -> bool:
     return any(type(op).__name__ == "Parallelize" for op in lowered.ops)
-
-
-def _governing(name: str, plan: Plan) -> Iterator[Label]:
-    """The rules for a module, else those inside it, else of what holds it; and its unit."""
-    rules: list[tuple[Modules, Span]] = [(r.modules, r.origin) for r in plan.tensor]
-    units = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
-    inside = dict.fromkeys(o for m, o in rules if any(below(n, name) for n in m.names()))
-    if inside and not any(m.has(name) for m, _ in rules):
-        yield from (Label(span=origin, text=f"inside {name or 'the model'}") for origin in inside)
-    else:
-        yield from _nearest(name, rules, "rule")
-    yield from _nearest(name, units, "unit")
-
-
-def _nearest(name: str, near: list[tuple[Modules, Span]], what: str) -> Iterator[Label]:
-    """What names the module, or the nearest one that holds it."""
-    parts = name.split(".") if name else []
-    for count in range(len(parts), -1, -1):
-        at = ".".join(parts[:count])
-        spans = dict.fromkeys(origin for modules, origin in near if modules.has(at))
-        if spans:
-            told = f"its {what}" if at == name else f"{what} of {at or 'the model'}"
-            yield from (Label(span=span, text=told) for span in spans)
-            return

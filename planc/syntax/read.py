@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from planc.diagnostic import Sink, nearest, one_of
+from planc.diagnostic import Sink, meant, one_of
 from planc.share import PLANS
 from planc.source import Source, Span
 from planc.syntax import tree
@@ -88,12 +88,7 @@ def read(plan: str, sink: Sink) -> tuple[tree.File, ...]:
     place = locate(plan)
     if place is None:
         names = shipped()
-        close = nearest(plan, names)
-        told = (
-            f"did you mean {one_of(close)}?"
-            if close
-            else f"planc ships {one_of(names, last='and')}"
-        )
+        told = meant(plan, names, f"planc ships {one_of(names, last='and')}")
         sink.error("PL006", f"there is no plan {plan!r}: no such file, and none ships", help=told)
         return ()
     chain.add(place, None)
