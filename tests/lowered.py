@@ -27,6 +27,7 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
+    Draw,
     Freeze,
     FullyShard,
     Load,
@@ -277,6 +278,7 @@ blocks = st.builds(
 any_op = st.one_of(
     st.builds(Freeze, modules=paths, trainable=st.booleans(), place=places),
     st.builds(Divide, factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]), place=places),
+    st.builds(Draw, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
     st.builds(
         Prefetch,
         units=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from test_cli import CASES
+from test_library import CASES
 
 from planc.cli import main
 from planc.diagnostic import Sink

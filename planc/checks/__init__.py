@@ -17,6 +17,7 @@ from planc.checks.checkpoints import checkpoints
 from planc.checks.compiled import compiled
 from planc.checks.containers import containers
 from planc.checks.coverage import coverage
+from planc.checks.draws import draws
 from planc.checks.dtypes import dtypes
 from planc.checks.fused import fused
 from planc.checks.graphs import graphs
@@ -81,6 +82,7 @@ RULES: tuple[Rule, ...] = (
     compiled,
     graphs,
     adapters,
+    draws,
     coverage,
 )
 

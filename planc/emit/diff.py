@@ -184,6 +184,8 @@ def _whole(change: Change) -> str:
             return ", ".join(f"{name} {words.dtype(str(v))}" for name, v in parts.items())
         case "training":
             return "trainable" if parts["trainable"] else "frozen"
+        case "random":
+            return "drawn alike on all ranks"
         case "divide":
             return f"gradients by {parts['factor']}"
         case "prefetch":

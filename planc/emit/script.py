@@ -25,6 +25,7 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
+    Draw,
     Freeze,
     FullyShard,
     Load,
@@ -62,6 +63,7 @@ _COMPILE = _Stage("compile_blocks", "Compiles the blocks, each by itself.")
 _SHARD = _Stage("shard", "Shards parameters, gradients and optimizer state.", True)
 _REPLICATE = _Stage("copies", "Averages the gradients of whole copies.", True)
 _DIVIDE = _Stage("divide", "Sets what summed gradients are divided by.", True)
+_DRAW = _Stage("draw", "Lets ranks that work on the same activations draw alike.", True)
 _PREFETCH = _Stage("prefetch", "Gathers the parameters of the next blocks ahead of time.")
 
 
@@ -114,6 +116,8 @@ def _stage(op: AnyOp) -> _Stage:
             return _DIVIDE
         case Prefetch():
             return _PREFETCH
+        case Draw():
+            return _DRAW
         case _:
             assert_never(op)
 
@@ -150,6 +154,9 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 yield from divide(op)
             case Prefetch():
                 yield from prefetch(op)
+            case Draw():
+                note = remark(", ".join(op.fields))
+                yield from lay(f"draw_alike(mesh, {quoted(op.axis)})", IN, note=note)
 
 
 def _adapt(op: Adapt, lowered: Lowered) -> Lines:

@@ -14,6 +14,7 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
+    Draw,
     Freeze,
     FullyShard,
     Load,
@@ -45,6 +46,7 @@ KINDS = (
     "fsdp",
     "divide",
     "prefetch",
+    "random",
 )
 """What a change can be about, in the order in which a diff lists it."""
 
@@ -143,6 +145,9 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             yield from _unit(op, common)
         case Divide():
             yield Entry(kind="divide", facts=(("factor", op.factor),), place=op.place)
+        case Draw():
+            fields: Facts = (("fields", op.fields),)
+            yield Entry(kind="random", label=op.axis, facts=fields)
         case Prefetch():
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:

@@ -19,6 +19,7 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
+    Draw,
     Freeze,
     FullyShard,
     Load,
@@ -76,6 +77,10 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
             yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
         if isinstance(op, Prefetch):
             yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
+    for op in lowered.ops:
+        if isinstance(op, Draw):
+            told = f"drawn alike on all ranks of {op.axis}, from the first one's state"
+            yield _head("random", f"{told}: {', '.join(op.fields)}" if op.fields else told)
     if not lowered.ops:
         yield _head("nothing", "to do: the model stays as it is")
     yield _head("per rank", _total(lowered))

@@ -19,6 +19,7 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
+    Draw,
     Freeze,
     FullyShard,
     Load,
@@ -183,6 +184,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = _unit(op)
         case Divide():
             body = {"op": "divide", "factor": op.factor}
+        case Draw():
+            body = {"op": "draw", "axis": op.axis, "fields": list(op.fields)}
         case Prefetch():
             body = {
                 "op": "prefetch",
@@ -284,6 +287,8 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Load(**body)
         case "divide":
             return Divide(**body)
+        case "draw":
+            return Draw(**{**body, "fields": tuple(body["fields"])})
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:

@@ -21,6 +21,7 @@ from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.lowering.draws import draws
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     Adapt,
@@ -77,6 +78,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         *units,
         *_settings(plan, facts),
+        *draws(plan, facts),
     ]
     return Lowered(
         plan=plan.name,

@@ -225,6 +225,19 @@ class Divide(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draw(Op):
+    """The random state of an axis's first rank on all its ranks, so that they draw alike.
+
+    Args:
+        axis: whose ranks work on the same activations.
+        fields: what draws, as `name = value` of the configuration; for the reader.
+    """
+
+    axis: str
+    fields: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch(Op):
     """`set_modules_to_forward_prefetch` and `..._backward_prefetch` along a list of units.
 
@@ -260,6 +273,7 @@ AnyOp = (
     | Compile
     | FullyShard
     | Divide
+    | Draw
     | Prefetch
 )
 

@@ -158,4 +158,5 @@ LIMITS = {
 
 NESTED = frozenset({"encoder", "decoder", "attn_config", "ffn_config"})
 DROPOUT = re.compile(r"dropout|_pdrop$|_drop$|drop_rate|layerdrop|resid_pdrop|jitter_noise")
+JITTER = re.compile(r"jitter_(noise|eps)$")
 TOKEN = re.compile(r"_token_ids?$|_token_index$|^(un|mas)k_index$|_token_idx$")

@@ -26,6 +26,7 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
+    Draw,
     Freeze,
     FullyShard,
     Load,
@@ -36,6 +37,7 @@ from planc.lowering.ops import (
 )
 from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
+from planc.runtime.drawing import draw_alike
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.styles import build, imported
@@ -200,6 +202,8 @@ class Worker:
                 divide(self.model, op.factor, self.meshes.root)
             case Prefetch():
                 prefetch(op, self.modules)
+            case Draw():
+                draw_alike(self.meshes.root, op.axis)
             case _:
                 assert_never(op)
 

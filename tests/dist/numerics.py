@@ -16,7 +16,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.lowering.ops import Parallelize
+from planc.lowering.ops import Draw, Parallelize
 from planc.runtime.shards import ordered, orders
 
 LENGTH, BATCH = 16, 4
@@ -117,7 +117,7 @@ def plain(name):
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def compare(model, plan, overrides=(), changes=None, script=False, without=None):
+def compare(model, plan, overrides=(), changes=None, script=False, without=None, seed=None):
     """How far a parallel model is from the single process, on this rank.
 
     Args:
@@ -126,7 +126,9 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
         overrides: settings of a plan that is not lowered.
         changes: configuration fields that differ from those of `MODELS`.
         script: whether the emitted Python spreads the model, instead of planc's own apply.
-        without: leave out the operations on modules of this name, to break the plan on purpose.
+        without: leave out the operations on modules of this name, to break the plan on purpose;
+            `draw`, those that let ranks draw alike.
+        seed: of what the single process draws in training; ranks but the first have other ones.
 
     Returns:
         Relative errors of `logits`, `loss` and the worst `gradient`, whose name is `worst`; and
@@ -134,6 +136,8 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
     """
     single = build(model, **(changes or {}))
     inputs = sample(single.config)
+    if seed is not None:
+        torch.manual_seed(seed)
     right = single(**inputs, use_cache=False)
     right.loss.backward()
     parallel = build(model, **(changes or {}))
@@ -144,6 +148,8 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
         kept = tuple(op for op in plan.ops if not names(op, without))
         assert len(kept) < len(plan.ops), f"nothing is named {without}"
         plan = replace(plan, ops=kept)
+    if seed is not None:
+        torch.manual_seed(seed + distributed.get_rank())
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
@@ -178,7 +184,9 @@ def lowered(model, document):
 
 
 def names(op, last):
-    """Whether an operation gives a style to modules of a name."""
+    """Whether an operation gives a style to modules of a name, or is of that name itself."""
+    if isinstance(op, Draw):
+        return last == "draw"
     return isinstance(op, Parallelize) and str(op.modules).endswith(last)
 
 
