@@ -1,5 +1,6 @@
 """The command line, as a user meets it: exit codes, streams, formats, and bad input."""
 
+import io
 import json
 import os
 import subprocess
@@ -47,6 +48,16 @@ def test_strict_makes_a_warning_a_finding(planc, tmp_path):
 
 def test_check_says_what_it_did_not_check(planc):
     assert "not checked: real processes" in planc("check", *GOOD)[1]
+
+
+def test_a_plan_from_standard_input_is_proved_too(planc, monkeypatch):
+    """It is read once, and compiled twice: for the model and for the small one."""
+    text = (PLANS / "qwen3.plan").read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    code, out, _ = planc("check", "qwen3-8b", "-", "--world-size", "8", "--set", "tp=2")
+    assert code == 0 and "layout flow (proved" in out
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"plan a fro b\n")))
+    assert planc("check", "qwen3-8b", "-")[0] == 1
 
 
 @pytest.mark.parametrize("format", ["full", "concise", "json", "github", "sarif"])

@@ -30,7 +30,6 @@ UNREACHED = {
     "PL475": "a call of run.load; tests/dist/test_arrival.py makes one",
     "PL650": "the model of the plan's header is taken; tests/test_elaborate.py gives another",
     "PL508": "needs a model of one's own; tests/test_flow.py makes one",
-    "PL504": "reads standard input; tests/test_flow.py makes one",
     "PL172": "only apply imports; tests/test_custom.py does",
     "PL900": "a bug in planc; tests/test_cli.py makes one",
 }

@@ -201,8 +201,6 @@ def _small(
         return _own(facts, ir, plan, settings, axes)
     if "model_type" not in facts.config:
         return Outcome(verdict="unknown", reason="the model has no configuration to shrink")
-    if plan == "-":
-        return Outcome(verdict="unknown", reason="a plan from standard input is read only once")
     quiet = Sink()
     try:
         values = shrink(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.ir import style as ir
 from planc.lowering.ops import Checkpoint, Configure, Freeze, Lowered, Parallelize, Tie
@@ -89,10 +90,23 @@ def _ranks(count: int) -> Iterator[None]:
 
     distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
-        with LocalTensorMode(count):
+        with LocalTensorMode(count), _Waits():
             yield
     finally:
         distributed.destroy_process_group()
+
+
+class _Waits(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
+    """Waits for each collective at once: torch warns at exit of those that nobody waited for.
+
+    A checkpoint that is run again has such: what it ends with is needed by no one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and isinstance(out, torch.Tensor):
+            torch.ops._c10d_functional.wait_tensor(out)
+        return out
 
 
 @contextmanager
