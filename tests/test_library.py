@@ -74,6 +74,7 @@ CASES = [
     ("bamba-9b", "falcon_h1", ["tp=2"]),
     ("falcon-h1-0.5b", "falcon_h1", ["tp=2"]),
     ("zamba2-2.7b", "zamba2", ["tp=2"]),
+    ("diffusiongemma-26b-a4b", "diffusion_gemma", ["tp=2"]),
     ("minimax-text-01", "minimax", ["tp=2"]),
     ("smollm3-3b", "llama", ["tp=2"]),
     ("exaone-4.0-32b", "exaone4", ["tp=2"]),
@@ -102,7 +103,8 @@ NAMED = """
 llama llama4 mistral mixtral ministral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next gemma gemma2
 gemma3 gemma4 phi phi3 phimoe gpt2 gpt_neox gptj gpt_oss opt bloom falcon falcon_h1 mpt stablelm
 starcoder2 olmo2 olmoe deepseek_v2 deepseek_v3 glm4 glm4_moe cohere cohere2 granite granitemoe
-nemotron nemotron_h bamba jamba mamba2 zamba2 minimax smollm3 exaone4 ernie4_5_moe bert
+nemotron nemotron_h bamba jamba mamba2 zamba2 minimax smollm3 exaone4 ernie4_5_moe
+diffusion_gemma bert
 """
 """Families that the library has by name, whatever file their plan is in."""
 

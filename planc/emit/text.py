@@ -15,6 +15,7 @@ from planc.ir.style import style_name
 from planc.lowering.ops import (
     FORMAT_VERSION,
     Adapt,
+    AnyOp,
     Checkpoint,
     Compile,
     Configure,
@@ -73,17 +74,21 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         yield from _listed("compile", [str(op.modules) for op in own], note)
     yield from _fsdp(lowered)
     for op in lowered.ops:
-        if isinstance(op, Divide):
-            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
-        if isinstance(op, Prefetch):
-            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
-    for op in lowered.ops:
-        if isinstance(op, Draw):
-            told = f"drawn alike on all ranks of {op.axis}, from the first one's state"
-            yield _head("random", f"{told}: {', '.join(op.fields)}" if op.fields else told)
+        yield from _setting(op)
     if not lowered.ops:
         yield _head("nothing", "to do: the model stays as it is")
     yield _head("per rank", _total(lowered))
+
+
+def _setting(op: AnyOp) -> Iterator[str]:
+    """What is set once all else is done."""
+    if isinstance(op, Divide):
+        yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
+    if isinstance(op, Prefetch):
+        yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
+    if isinstance(op, Draw):
+        told = f"drawn alike on all ranks of {op.axis}, from the first one's state"
+        yield _head("random", f"{told}: {', '.join(op.fields)}" if op.fields else told)
 
 
 def _ties(ops: list[Tie]) -> Iterator[str]:
@@ -216,8 +221,10 @@ def _together(one: FullyShard, two: FullyShard) -> bool:
 
 def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, str, str]]:
     """(unit, reshard, bytes, a precision of its own) of each unit."""
+    folded = list(_folded(ops))
+    ops = [op for op, _ in folded]
     columns = (
-        [f"{len(op.members[0])} x " if _several(op) else "" for op in ops],
+        [f"{times} x " if times > 1 else "" for _, times in folded],
         [words.size(op.nbytes) for op in ops],
         [words.size(op.gathered) for op in ops],
     )
@@ -234,5 +241,26 @@ def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, s
         )
 
 
-def _several(op: FullyShard) -> bool:
-    return not op.group and len(op.members[0]) > 1
+def _folded(ops: Sequence[FullyShard]) -> Iterator[tuple[FullyShard, int]]:
+    """Each unit with how many it is; the groups of one line that are of like sizes as one."""
+    groups: list[tuple[FullyShard, int]] = []
+    for op in ops:
+        before = groups[-1][0] if groups else None
+        both = _joined(before, op) if before and before.group and op.group else None
+        if both:
+            groups[-1] = (both, groups[-1][1] + 1)
+        else:
+            groups.append((op, 1 if op.group else len(op.members[0])))
+    return iter(groups)
+
+
+def _joined(one: FullyShard, two: FullyShard) -> FullyShard | None:
+    """Two groups of entries of the same lists as one."""
+    if one.place != two.place or len(one.members) != len(two.members):
+        return None
+    unions = tuple(a.union(b) for a, b in zip(one.members, two.members, strict=True))
+    members = tuple(m for m in unions if m is not None)
+    joined = replace(one, members=members)
+    return (
+        joined if len(members) == len(unions) and replace(two, members=members) == joined else None
+    )

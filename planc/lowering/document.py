@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from planc.diagnostic import Sink
@@ -187,12 +188,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case Draw():
             body = {"op": "draw", "axis": op.axis, "fields": list(op.fields)}
         case Prefetch():
-            body = {
-                "op": "prefetch",
-                "units": [str(m) for m in op.units],
-                "forward": op.forward,
-                "backward": op.backward,
-            }
+            body = {"op": "prefetch", "units": [str(m) for m in op.units]}
+            body |= {"forward": op.forward, "backward": op.backward}
     return {**body, "place": op.place}
 
 
@@ -254,6 +251,14 @@ def _read_plan(data: dict[str, Any]) -> Lowered:
     )
 
 
+_PLAIN: dict[str, Callable[..., AnyOp]] = {
+    "compile": Compile,
+    "freeze": Freeze,
+    "load": Load,
+    "divide": Divide,
+}
+
+
 def _read_op(data: dict[str, Any]) -> AnyOp:
     body = {k: v for k, v in data.items() if k != "op"}
     if "modules" in body:
@@ -279,16 +284,10 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
                 for s in body.get("save", ())
             )
             return Checkpoint(**body)
-        case "compile":
-            return Compile(**body)
-        case "freeze":
-            return Freeze(**body)
-        case "load":
-            return Load(**body)
-        case "divide":
-            return Divide(**body)
+        case "compile" | "freeze" | "load" | "divide" as name:
+            return _PLAIN[name](**body)
         case "draw":
-            return Draw(**{**body, "fields": tuple(body["fields"])})
+            return Draw(axis=body["axis"], fields=tuple(body["fields"]), place=body["place"])
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:

@@ -428,6 +428,29 @@ FAMILIES = {
         boi_token_index=101,
         eoi_token_index=102,
     ),
+    "diffusion_gemma": dict(
+        model_type="diffusion_gemma",
+        architectures=["DiffusionGemmaForBlockDiffusion"],
+        canvas_length=16,
+        image_token_id=127,
+        text_config=dict(
+            {k: v for k, v in GEMMA4.items() if k != "model_type"},
+            num_key_value_heads=4,
+            num_global_key_value_heads=2,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=48,
+        ),
+        vision_config=dict(
+            model_type="gemma4_vision",
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+        ),
+    ),
     "persimmon": dict(model_type="persimmon", **COMMON),
 }
 """By a name of this suite's own: the fields of a configuration."""

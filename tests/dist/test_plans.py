@@ -66,6 +66,7 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("gemma4-experts", "gemma4"),
     ("zamba2", "zamba2"),
     ("zamba2-adapters", "zamba2"),
+    ("diffusion_gemma", "diffusion_gemma"),
     ("bert", "bert"),
     ("bert-classes", "bert"),
     ("gemma3-vision", "gemma3_vision"),
