@@ -1,12 +1,17 @@
 """The adapters section: what it means, what is wrong in it, and what it lowers to."""
 
 import builtins
+import json
 import re
+from dataclasses import replace
 
+import jsonschema
 import pytest
 
 from planc.checks import check
 from planc.diagnostic import PlanError, Sink
+from planc.emit.delta import compare
+from planc.emit.diff import document
 from planc.emit.script import render as script
 from planc.emit.text import render
 from planc.emit.why import why
@@ -15,9 +20,10 @@ from planc.ir.derive import adapted, of_layer
 from planc.ir.style import Colwise, Input, Output, Partial, Replicate, Rowwise, Sequence, Shard
 from planc.lowering import lower
 from planc.lowering.document import digest, dumps, loads
-from planc.lowering.ops import Adapt, Freeze, FullyShard, Parallelize
+from planc.lowering.ops import Adapt, Freeze, FullyShard, Parallelize, Quantize
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.load import load
+from planc.share import GRAMMARS
 from planc.source import Source
 from planc.syntax import parse
 
@@ -28,6 +34,8 @@ TENSOR = (
 )
 UNITS = "fsdp on dp_shard {\n model.layers.* : unit\n root : unit\n}\n"
 Q = "model.layers.*.self_attn.q_proj"
+O_PROJ = "model.layers.*.self_attn.o_proj"
+BF16 = UNITS.replace("{\n", "{\n precision(param = bf16, reduce = fp32)\n", 1)
 
 
 def plan_of(body, tensor=TENSOR, units=UNITS, world=8, mesh=MESH):
@@ -197,7 +205,6 @@ def test_an_embedding_keeps_its_adapter_whole():
 # Mistakes ----------------------------------------------------------------------------------------
 
 MISTAKES = [
-    ("PL010", f"{Q} : qlora(rank = 4)", "12"),
     ("PL011", "precision(param = bf16)", "12"),
     ("PL011", f"{Q} : lora(rank = 4)\nranks = 3", "13"),
     ("PL012", f"{Q} : lora", "12"),
@@ -222,6 +229,16 @@ MISTAKES = [
     ("PL183", f"{Q} : none", "11"),
     ("PL185", f"{Q} : lora(rank = 4, dropout = 0.1)", "12"),
     ("PL186", "model.embed_tokens : lora(rank = 4)\nunits = own", "12"),
+    ("PL012", f"{Q} : lora(rank = 4, quant = nf4)", "12"),
+    ("PL012", f"{Q} : qlora(rank = 4, quant = int4)", "12"),
+    ("PL012", f"{Q} : qlora(rank = 4, storage = uint8)", "12"),
+    ("PL012", f"{Q} : qlora(rank = 4, double = 1)", "12"),
+    ("PL181", f"{Q} : qlora(rank = 4, block = 48)", "12"),
+    ("PL681", "model.embed_tokens : qlora(rank = 4)", "12"),
+    ("PL180", "model.norm : qlora(rank = 4)", "12"),
+    ("PL683", f"{Q} : qlora(rank = 4)\n}}\ntrain {{\n model.layers[3] : trainable", "12"),
+    ("PL684", f"{O_PROJ} : qlora(rank = 4, block = 4096)", "12"),
+    ("PL684", f"{Q} : qlora(rank = 4, double = true)", "12"),
 ]
 
 
@@ -230,6 +247,122 @@ def test_a_mistake_and_its_line(code, body, line):
     _, _, found = plan_of(body)
     assert [d.code for d in found] == [code]
     assert found[0].labels[0].span.place.rpartition(":")[2] == line
+
+
+def test_a_bad_rank_hides_no_bad_name():
+    _, _, found = plan_of("model.layers.*.self_attn.q_prj : lora(rank = 0)")
+    assert [d.code for d in found] == ["PL181", "PL101"]
+
+
+def test_a_tied_head_in_4_bits():
+    sink, facts = Sink(), load("llama-3.1-8b", Sink())
+    facts = replace(facts, ties=(("model.embed_tokens.weight", "lm_head.weight"),))
+    text = f"plan t for llama\n{MESH}adapters {{\n lm_head : qlora(rank = 4)\n}}\n{UNITS}"
+    plan = elaborate([parse(Source("t.plan", text), sink)], facts, sink, world_size=8)
+    check(plan, facts, sink)
+    found = [d for d in sink if d.code == "PL682"]
+    assert len(found) == 1 and found[0].labels[0].span.place == "t.plan:7"
+
+
+def test_4_bits_that_would_be_cast():
+    body = f"{Q} : qlora(rank = 4, storage = fp32)"
+    assert [d.code for d in plan_of(body, units=BF16)[2]] == ["PL680"]
+    own = UNITS.replace("* : unit", "* : unit(precision(param = fp16))")
+    assert [d.code for d in plan_of(f"{Q} : qlora(rank = 4, storage = bf16)", units=own)[2]] == [
+        "PL680"
+    ]
+    assert not plan_of(body)[2]  # nothing is cast
+
+
+# 4 bits ------------------------------------------------------------------------------------------
+
+
+def test_the_arguments_of_qlora():
+    (op,) = ops(lowered(f"{Q} : qlora(rank = 4)", units=BF16), Quantize)
+    assert op == Quantize(members=op.members, kind="nf4", storage="bfloat16", block=64)
+    assert [str(m) for m in op.members] == ["model.layers[0:32].self_attn.q_proj.base_layer"]
+    said = "quant = fp4, storage = bf16, compute = fp32, double = true, block = 128"
+    one = MESH.replace("2", "1")
+    (op,) = ops(lowered(f"{Q} : qlora(rank = 4, {said})", mesh=one), Quantize)
+    assert (op.kind, op.storage, op.compute, op.double, op.block) == (
+        ("fp4", "bfloat16", "float32", True, 128)
+    )
+    (op,) = ops(lowered(f"{Q} : qlora(rank = 4)"), Quantize)
+    assert op.storage == "bfloat16"  # the model's own: its configuration says so
+    (op,) = ops(lowered(f"{Q} : qlora(rank = 4)\n}}\nload {{\n dtype = fp16"), Quantize)
+    assert op.storage == "float16"  # what it is cast to before
+
+
+def test_weights_are_packed_between_freezing_and_units():
+    kinds = [type(op).__name__ for op in lowered(f"{Q} : qlora(rank = 4)").ops]
+    assert kinds.index("Freeze") < kinds.index("Quantize") < kinds.index("FullyShard")
+
+
+def test_the_bytes_of_4_bits():
+    four, whole = (lowered(f"{Q} : {w}(rank = 4)", units=BF16) for w in ("qlora", "lora"))
+    weight = 4096 * 4096 // 2  # over tp = 2
+    gathered = [ops(plan, FullyShard)[0].gathered for plan in (whole, four)]
+    assert gathered[0] - gathered[1] == weight * 2 - weight // 2
+    scales = 32 * weight // 64 * 4
+    assert whole.parameters - four.parameters == 32 * (weight * 2 - weight // 2) // 4 - scales
+    one = MESH.replace("2", "1")
+    double = lowered(f"{Q} : qlora(rank = 4, double = true)", units=BF16, mesh=one)
+    plain = lowered(f"{Q} : qlora(rank = 4)", units=BF16, mesh=one)
+    blocks = 4096 * 4096 // 64
+    assert plain.parameters - double.parameters == 32 * (4 * blocks - blocks - 4 * blocks // 256)
+
+
+def test_4_bits_in_json_text_and_script():
+    plan = lowered(f"{Q} : qlora(rank = 4, quant = fp4, compute = bf16)", units=BF16)
+    sink = Sink()
+    again = loads(dumps(plan), "t.json", sink)
+    assert again is not None, [d.message for d in sink]
+    assert digest(again) == digest(plan) and dumps(again) == dumps(plan)
+    broken = dumps(plan).replace('"fp4"', '"fp5"')
+    assert loads(broken, "t.json", sink) is None
+    text = render(plan, digest="0" * 64)
+    assert "quantize    frozen weights in 4 bits, by bitsandbytes\n" in text
+    line = "model.layers[0:32].self_attn.q_proj  fp4 in bf16, blocks of 64, computes in bf16\n"
+    assert line in text
+    written = script(plan, digest="0" * 64)
+    compile(written, "emitted.py", "exec")
+    modules = set(re.findall(r"^(?:from|import) (\w+)", written, re.M))
+    assert modules == {"torch", "peft", "bitsandbytes"}
+
+
+def test_a_diff_and_why_of_4_bits():
+    lora, four = (lowered(f"{Q} : {w}(rank = 4)", units=BF16) for w in ("lora", "qlora"))
+    delta = compare(lora, four)
+    assert [(c.kind, c.subject) for c in delta.added] == [
+        ("quantize", "model.layers[0:32].self_attn.q_proj")
+    ]
+    schema = json.loads((GRAMMARS / "diff.schema.json").read_text())
+    for one, two in ((lora, four), (lowered(f"{O_PROJ} : lora(rank = 4)"), lora)):
+        jsonschema.validate(json.loads(json.dumps(document(compare(one, two)))), schema)
+    sink = Sink()
+    answer = why("model.layers.3.self_attn.q_proj", load("llama-3.1-8b", sink), four, None, sink)
+    (held,) = answer.held
+    assert (held.shape, held.local, held.shard) == ((4194304, 1), (2097152, 1), (524288, 1))
+    assert held.at_rest == 4096 * 4096 // 2 // 8
+    assert [r.what for r in answer.adapter][1] == "in 4 bits, nf4 in bf16, blocks of 64"
+
+
+def test_without_bitsandbytes_apply_says_so(monkeypatch):
+    from planc.runtime.adapters import require
+
+    real = builtins.__import__
+
+    def hidden(name, *rest, **named):
+        if name == "bitsandbytes":
+            raise ImportError("No module named 'bitsandbytes'")
+        return real(name, *rest, **named)
+
+    pytest.importorskip("peft")
+    monkeypatch.setattr(builtins, "__import__", hidden)
+    with pytest.raises(PlanError) as caught:
+        require(lowered(f"{Q} : qlora(rank = 4)"))
+    assert [d.code for d in caught.value.diagnostics] == ["PL685"]
+    require(lowered(f"{Q} : lora(rank = 4)"))
 
 
 def test_dropout_where_the_inputs_are_split():

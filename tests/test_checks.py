@@ -223,6 +223,11 @@ def test_norms_inside_split_attention():
     assert judged(facts("qwen3-8b"), tensor(rules + more, family="qwen3")) == []
 
 
+def test_a_norm_before_what_is_split_sees_no_heads():
+    rules = " model.visual.merger {\n  linear_fc1 : colwise\n  linear_fc2 : rowwise\n }"
+    assert judged(facts("qwen3-vl-8b"), tensor(rules, family="qwen3_vl")) == []
+
+
 def test_norms_beside_split_linears_of_the_block():
     """OPT has no module for its MLP: what stands beside fc1 works on the stream."""
     rules = " model.decoder.layers.* {\n  fc1 : colwise\n  fc2 : rowwise\n }"

@@ -17,6 +17,7 @@ from planc.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEMO = re.compile(r"^\$ (planc [^\n]*)\n.*?(?=\n\n(?:== |\$ )|\n```)", re.M | re.S)
 BLOCK = re.compile(r"^```(plan|console)\n(.*?)^```$", re.M | re.S)
 
 
@@ -58,6 +59,21 @@ def test_page(page, tmp_path, monkeypatch, request):
         page.write_text(new)
         return
     assert new == text, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
+
+
+def test_the_demo_as_it_ran(monkeypatch, request):
+    """What the README shows of `make demo`: all of planc's commands, not the training beside."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    page = ROOT / "README.md"
+    before, fence, demo = page.read_text().partition("```text\n== ")
+    new = DEMO.sub(lambda match: f"$ {match[1]}\n{run(match[1]).rstrip()}", demo)
+    assert len(DEMO.findall(demo)) > 5
+    if request.config.getoption("--update"):
+        page.write_text(f"{before}{fence}{new}")
+        return
+    assert new == demo, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
 
 
 def test_the_language_page_shows_every_construct():

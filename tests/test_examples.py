@@ -25,6 +25,9 @@ EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
 UNREACHED = {
     "PL189": "a run on processes; tests/dist/test_adapting.py has it",
     "PL187": "peft is a part of the tests; tests/test_adapters.py hides it",
+    "PL685": "tests/test_adapters.py hides bitsandbytes",
+    "PL686": "a run on processes; tests/dist/test_fourbit.py has it",
+    "PL687": "a run on processes; tests/dist/test_fourbit.py has it",
     "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",
     "PL474": "the model that apply was given; tests/dist/test_arrival.py gives one",
     "PL475": "a call of run.load; tests/dist/test_arrival.py makes one",

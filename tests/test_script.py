@@ -83,6 +83,9 @@ def ruff(source, *arguments):
     )
 
 
+LOADING = {"json", "pathlib", "re", "safetensors"}
+
+
 def well_made(source):
     """What every emitted file is."""
     imported = set()
@@ -91,7 +94,8 @@ def well_made(source):
             imported |= {a.name.partition(".")[0] for a in node.names}
         if isinstance(node, ast.ImportFrom):
             imported.add(node.module.partition(".")[0])
-    assert imported - {"functools"} == {"torch"}
+    assert imported - {"functools", "itertools", "math"} - LOADING == {"torch"}
+    assert bool(imported & LOADING) == ("def read_" in source)
     formatted = ruff(source, "format", "--diff")
     assert formatted.returncode == 0, formatted.stdout
     checked = ruff(source, "check", "--select", "E,F,I,B,UP,SIM,RUF,ARG")

@@ -26,13 +26,15 @@ def resolved(family, **changes):
 def trained(config):
     """The small model after one backward pass, and the seconds that all of it took."""
     import torch
+    import transformers
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 
     began = time.perf_counter()
     values = dict(config)
     made = AutoConfig.for_model(values.pop("model_type"), **values)
-    cls = CAUSAL[type(made)]
+    named = (values.get("architectures") or [""])[0]
+    cls = CAUSAL[type(made)] if type(made) in CAUSAL else getattr(transformers, named)
     part = made if isinstance(made, cls.config_class) else made.get_text_config()
     model = cls._from_config(part, attn_implementation="eager").float().train()
     tokens = torch.randint(8, 64, (2, 16))

@@ -32,6 +32,7 @@ from planc.checks.pairs import pairs
 from planc.checks.partners import partners
 from planc.checks.precision import precision
 from planc.checks.prefetch import prefetch
+from planc.checks.quantised import four_bits
 from planc.checks.reshard import reshard
 from planc.checks.roots import roots
 from planc.checks.spread import spread
@@ -83,6 +84,7 @@ RULES: tuple[Rule, ...] = (
     graphs,
     adapters,
     draws,
+    four_bits,
     coverage,
 )
 
@@ -94,7 +96,8 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
         plan: what elaboration made of it.
         facts: the model that it was elaborated for.
         sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx (shapes
-            and parameters), PL35x (axes) and PL4xx (composition).
+            and parameters), PL35x (axes), PL4xx (composition) and
+            PL68x (weights in 4 bits).
     """
     plan, facts = adapted(plan, facts)
     for rule in RULES:

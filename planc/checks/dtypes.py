@@ -15,7 +15,7 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None:
         return
-    found: dict[int, dict[str, str]] = {}
+    found: dict[int, dict[str, tuple[str, bool]]] = {}
     origins: dict[int, Unit] = {}
     for own in owned(plan, facts):
         if own.unit is None:
@@ -24,13 +24,23 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
         for parameter in own.modules.module.parameters:
             if own.trains(parameter):
                 name = f"{own.modules}.{parameter.name}"
-                found.setdefault(id(own.unit), {}).setdefault(plan.dtype(parameter), name)
+                dtype = plan.dtype(parameter)
+                island = plan.load is not None and plan.load.dtype not in (None, dtype)
+                found.setdefault(id(own.unit), {}).setdefault(dtype, (name, island))
     for key, by_type in found.items():
         if len(by_type) > 1:
+            islands = any(island for _, island in by_type.values())
             sink.error(
                 "PL415",
                 f"the unit `{origins[key].members[0]}` mixes {' and '.join(sorted(by_type))}",
                 origins[key].origin,
-                facts=[f"{name} is {dtype}" for dtype, name in sorted(by_type.items())],
-                help="give the modules of one dtype a unit of their own, or cast the model",
+                facts=[
+                    f"{name} {'stays' if island else 'is'} {dtype}"
+                    f"{', as the model asks' if island else ''}"
+                    for dtype, (name, island) in sorted(by_type.items())
+                ],
+                help="`dtype(fp32) : unit` makes them units of their own; `islands = none` in the "
+                "load section casts them too"
+                if islands
+                else "give the modules of one dtype a unit of their own, or cast the model",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from planc.checks.table import active, around, splits_output
@@ -9,6 +10,8 @@ from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan, TensorRule
 from planc.ir.style import Rowwise, Sequence, Shard
 from planc.model.facts import Facts, Modules
+
+_OF_HEADS = re.compile(r"(^|_)[qkv](_|$)|query|key|value")
 
 
 def norms(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -26,7 +29,7 @@ def norms(plan: Plan, facts: Facts, sink: Sink) -> None:
         sequence = [r for r in own if isinstance(r.style, Sequence) and not r.style.local]
         heads = bool(split) and not _is_block(parent)
         for norm in _without_rule(parent, own):
-            if heads:
+            if heads and not _before(norm, parent, split):
                 _on_heads(norm, split, sink)
             elif sequence and _residual_is_split(parent, rules):
                 _on_sequence(norm, sequence, sink)
@@ -39,6 +42,18 @@ def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modu
         at = Modules((*parent.path, child.segment), child.module)
         if not any(r.modules.overlap(at) for r in own):
             yield at
+
+
+def _before(norm: Modules, parent: Modules, split: list[TensorRule]) -> bool:
+    """Whether a norm stands before everything that is split, so that it sees what comes in whole.
+
+    A norm of queries or keys works on what is split wherever it stands.
+    """
+    if _OF_HEADS.search(str(norm.path[-1])):
+        return False
+    order = [child.segment for child in parent.module.children]
+    after = [order.index(r.modules.path[-1]) for r in split if r.modules.path[-1] in order]
+    return bool(after) and order.index(norm.path[-1]) < min(after)
 
 
 def _is_block(parent: Modules) -> bool:

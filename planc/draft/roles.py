@@ -19,7 +19,7 @@ from planc.model.facts import Facts, Module, Modules
 
 CLOSES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
-    r"|linear_2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
+    r"|linear_2|linear_fc2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
     r"|output\.dense|output|out)$"
 )
 """Linears that close a segment, by the names that the families of transformers give them."""
@@ -28,6 +28,10 @@ ATTENTION = re.compile(r"att|self_attention", re.I)
 ROUTER = re.compile(
     r"(^|\.)(gate|router|classifier|wg|shared_expert_gate|gate_weight|router\.\w+)$"
 )
+TOWER = re.compile(r"vis|image|audio|speech|sound", re.I)
+"""Lists of blocks that belong to a tower, by their path."""
+_BETWEEN = re.compile(f"{TOWER.pattern}|projector|merger|connector|adapter", re.I)
+"""Modules of a tower, and those that hand what it gives to the language model."""
 _LINEAR = ("linear", "conv1d")
 
 
@@ -118,7 +122,7 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
         ran: what one run of it showed, None where it could not run: then the order is the table's.
     """
     lists = [m for m in block_lists(facts.model) if m.module.count]
-    blocks = [_blocks(at, ran) for at in lists]
+    blocks = sorted((_blocks(at, ran) for at in lists), key=lambda b: bool(TOWER.search(b.path)))
     outside = [
         m
         for m in _all(facts.model)
@@ -137,7 +141,9 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
     heads = [
         str(m)
         for m in outside
-        if m.module.kind == "linear" and m.module.parameters[0].shape[0] == vocabulary
+        if m.module.kind == "linear"
+        and m.module.parameters[0].shape[0] == vocabulary
+        and not _BETWEEN.search(str(m))
     ]
     norms = [str(m) for m in outside if m.module.kind == "norm"]
     others = [str(m) for m in tables if str(m) != embedding]

@@ -21,7 +21,7 @@ def run(maker: Maker | Own) -> Ran | None:
 
     from planc.runtime.trace import Trace
 
-    model, trace = maker.build(0), Trace()
+    model, trace, inputs = maker.build(0), Trace(), maker.sample()
     gives: dict[str, int] = {}
     positional: dict[str, int] = {}
 
@@ -36,7 +36,7 @@ def run(maker: Maker | Own) -> Ran | None:
     handles = [m.register_forward_hook(hook(n)) for n, m in modules.items()]
     try:
         with trace.of(modules), torch.no_grad():
-            model(**maker.sample())
+            model(**inputs)
     except Exception:
         return None
     finally:

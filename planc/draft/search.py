@@ -231,7 +231,7 @@ class Search:
         boundaries = [p.subject for p in outcome.parts if p.kind == "boundary"]
         for subject in (*boundaries[:1], *subjects):
             path, inner = self._inside(subject)
-            inner = inner.removeprefix("$block.").removeprefix("$block2.")
+            inner = re.sub(r"^\$(block|tower)\d*\.", "", inner)
             some = self.parts.get(path, []) if path else [*self.all]
             for choice in some:
                 if choice not in found and _concerns(choice, inner):

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from planc.draft.roles import TOWER
+
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
@@ -54,13 +56,13 @@ def render(draft: Draft) -> str:
         lines.append("#")
     if draft.comment:
         lines[-1] = ""
-    tensor, units = list(_tensor(draft)), list(_fsdp(draft))
+    tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), lets(draft.blocks)
     wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
-    again = [f"        ${_let(i)} : full" for i in wrapped] if draft.checkpoint else []
+    again = [f"        ${names[i]} : full" for i in wrapped] if draft.checkpoint else []
     lines += [f"option {text}  # {why}" for text, why in _options(draft, bool(again))]
     for i, path in enumerate(draft.blocks):
-        if any(f"${_let(i)} " in line for line in (*tensor, *units, *again)):
-            lines.append(f"let {_let(i)} = {path}.*")
+        if any(f"${names[i]} " in line for line in (*tensor, *units, *again)):
+            lines.append(f"let {names[i]} = {path}.*")
     axes = ["    dp_replicate = 1", "    dp_shard = auto", *(["    tp = 1"] if tensor else [])]
     lines += ["", "mesh {", *axes, "}", ""]
     if tensor:
@@ -88,8 +90,18 @@ def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
     ]
 
 
-def _let(index: int) -> str:
-    return "block" if index == 0 else f"block{index + 1}"
+def lets(blocks: Iterable[str]) -> list[str]:
+    """What the plan calls each list of blocks: those of a tower apart from the language model's.
+
+    Args:
+        blocks: their paths.
+    """
+    names: list[str] = []
+    for path in blocks:
+        kind = "tower" if TOWER.search(path) else "block"
+        many = sum(name.startswith(kind) for name in names)
+        names.append(f"{kind}{many + 1}" if many else kind)
+    return names
 
 
 def _wrapped(text: str) -> list[str]:
@@ -101,12 +113,12 @@ def _wrapped(text: str) -> list[str]:
 def _tensor(draft: Draft) -> Iterable[str]:
     """The rules: what both ways share first, then what differs."""
     sequence = draft.sequence
-    for i, path in enumerate(draft.blocks):
+    for name, path in zip(lets(draft.blocks), draft.blocks, strict=True):
         plain = draft.plain.get(path, {})
         other = None if sequence is None else sequence.get(path, {})
         inner = list(_ways(plain, other, draft.notes))
         if inner:
-            yield from [f"${_let(i)} {{", *(f"    {line}" for line in inner), "}"]
+            yield from [f"${name} {{", *(f"    {line}" for line in inner), "}"]
     plain = draft.plain.get("", {})
     yield from _ways(plain, None if sequence is None else sequence.get("", {}), draft.notes)
 
@@ -176,12 +188,12 @@ def _joined(words: list[str]) -> list[str]:
 def _fsdp(draft: Draft) -> Iterable[str]:
     yield "fsdp on dp_shard, replicate on dp_replicate {"
     yield "    precision(param = param_dtype, reduce = reduce_dtype)"
-    for i, path in enumerate(draft.blocks):
+    for name, path in zip(lets(draft.blocks), draft.blocks, strict=True):
         classes = draft.units.get(path)
         if path in draft.called and classes is None:
-            yield f"    ${_let(i)} : unit(reshard = except_last)"
+            yield f"    ${name} : unit(reshard = except_last)"
         elif path in draft.called:
-            yield from (f"    {path}.*<{name}> : unit" for name in classes or ())
+            yield from (f"    {path}.*<{cls}> : unit" for cls in classes or ())
     ends = [*draft.tail, *([draft.head] if draft.head else [])]
     apart = list(_apart(draft.embedding, ends))
     together = [*([draft.embedding] if draft.embedding else []), *ends]

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _RUNTIME = Path(__file__).resolve().parent.parent / "runtime"
-_FILES = ("parts.py", "remat.py", "arrival.py", "drawing.py")
+_FILES = ("parts.py", "remat.py", "slices.py", "arrival.py", "fourbit.py", "drawing.py")
 
 
 def carried(body: str) -> list[str]:

@@ -186,6 +186,8 @@ def _whole(change: Change) -> str:
             return "trainable" if parts["trainable"] else "frozen"
         case "random":
             return "drawn alike on all ranks"
+        case "quantize":
+            return f"{parts['kind']} in {words.dtype(str(parts['storage']))}"
         case "divide":
             return f"gradients by {parts['factor']}"
         case "prefetch":

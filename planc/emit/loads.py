@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planc.emit.python import lay, remark
+from planc.emit.python import Group, lay, remark
 from planc.emit.reach import IN
 from planc.lowering.ops import Adapt, Load, Lowered
 
@@ -22,7 +22,8 @@ def prepared(op: Load) -> Iterator[str]:
     if op.meta:
         yield from lay("on_meta(model)", IN, note=remark(op.place))
     if op.dtype:
-        yield from lay(f"keep_in(model, torch.{op.dtype})", IN, note=remark(op.place))
+        arguments = ("model", f"torch.{op.dtype}", *([f'fp32=r"{op.pattern}"'] if op.fp32 else []))
+        yield from lay(Group("keep_in(", arguments), IN, note=remark(op.place))
 
 
 def filled(lowered: Lowered) -> list[str]:

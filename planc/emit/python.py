@@ -17,19 +17,24 @@ from planc.ir import style as ir
 
 WIDTH = 88  # the default of ruff and black
 
+_STANDARD: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("functools", ("partial", "wraps")),
+    ("itertools", ("product",)),
+    ("math", ("prod",)),
+    ("pathlib", ("Path",)),
+)
 _PARALLEL = "torch.distributed.tensor.parallel"
 _IMPORTS = (
+    ("bitsandbytes", ("matmul_4bit",)),
+    ("bitsandbytes.functional", ("quantize_4bit",)),
     ("peft", ("LoraConfig", "inject_adapter_in_model")),
+    ("safetensors", ("safe_open",)),
     ("torch", ("distributed", "nn")),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         ("CheckpointImpl", "checkpoint_wrapper"),
     ),
-    ("torch.distributed.checkpoint", ("FileSystemReader", "HuggingFaceStorageReader", "load")),
-    (
-        "torch.distributed.checkpoint.state_dict",
-        ("StateDictOptions", "set_model_state_dict"),
-    ),
+    ("torch.distributed.checkpoint", ("FileSystemReader", "load")),
     ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
     (
         "torch.distributed._composable.replicate_with_fsdp",
@@ -125,8 +130,11 @@ def imports(body: str, own: Iterable[str] = ()) -> str:
         own: modules of the user's.
     """
     used_names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    standard = [n for n in ("partial", "wraps") if n in used_names]
-    lines = [f"from functools import {', '.join(standard)}", ""] if standard else []
+    lines = [f"import {name}" for name in ("json", "re") if name in used_names]
+    for module, those in _STANDARD:
+        some = ", ".join(n for n in those if n in used_names)
+        lines += [f"from {module} import {some}"] if some else []
+    lines += [""] if lines else []
     plain = {*own, *(["torch"] if "torch" in used_names else [])}
     lines += [f"import {name}" for name in sorted(plain)]
     found: dict[str, list[str]] = {}

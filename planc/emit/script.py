@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from textwrap import dedent
+from textwrap import dedent, fill
 from typing import assert_never
 
 from planc.emit import remat
 from planc.emit.carried import carried
 from planc.emit.loads import filled, prepared
-from planc.emit.python import Group, assign, imports, lay, quoted, remark, style_source
+from planc.emit.python import WIDTH, Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
 from planc.lowering.ops import (
@@ -32,6 +32,7 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.model.facts import Modules, Segment
@@ -53,11 +54,17 @@ class _Stage:
     meshed: bool = False
 
 
+_WHOLE = "full_state_dict"
+_PACKED = """
+Weights of several projections are held rank by rank, and not in the model's own order:
+`full_state_dict(model)` gives them in that order.
+"""
 _CONFIGURE = _Stage("configure", "Sets what training needs of the configuration.")
 _LOAD = _Stage("prepare", "Says where weights begin, and what type they are kept in.")
 _ADAPT = _Stage("add_adapters", "Puts LoRA around layers, and freezes all else.")
 _TENSOR = _Stage("tensor_parallel", "Splits weights and activations over the tensor axes.", True)
 _FREEZE = _Stage("freeze", "Says which parameters take gradients.")
+_QUANTIZE = _Stage("quantize_weights", "Keeps frozen weights in 4 bits.", True)
 _CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to save memory.")
 _COMPILE = _Stage("compile_blocks", "Compiles the blocks, each by itself.")
 _SHARD = _Stage("shard", "Shards parameters, gradients and optimizer state.", True)
@@ -89,9 +96,12 @@ def render(lowered: Lowered, *, digest: str) -> str:
         calls.append(f"    {name}{arguments}\n")
     functions += filled(lowered)
     own = carried("\n\n".join(functions))
+    packed = any("_rank_order" in source for source in own)
+    if packed:  # what leaves such a model has to be put in order
+        own = carried("\n\n".join([*functions, _WHOLE]))
     body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
     modules = {path.partition(":")[0] for path in lowered.code}
-    return f"{_docstring(lowered, digest)}\n{imports(body, modules)}\n{body}"
+    return f"{_docstring(lowered, digest, packed)}\n{imports(body, modules)}\n{body}"
 
 
 def _stage(op: AnyOp) -> _Stage:
@@ -106,6 +116,8 @@ def _stage(op: AnyOp) -> _Stage:
             return _TENSOR
         case Freeze():
             return _FREEZE
+        case Quantize():
+            return _QUANTIZE
         case Checkpoint():
             return _CHECKPOINT
         case Compile():
@@ -142,6 +154,8 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 loop = loop_over(op.modules, lowered.layers)
                 call = f"{loop.item}.requires_grad_({op.trainable})"
                 yield from looped(loop.head, call, op.place)
+            case Quantize():
+                yield from _quantize(op, lowered)
             case Checkpoint():
                 loop = loop_over(op.modules, lowered.layers, assigned=True)
                 wrapped = replace(loop, "checkpoint_wrapper", *remat.arguments(op))
@@ -178,6 +192,18 @@ def _adapt(op: Adapt, lowered: Lowered) -> Lines:
             yield from looped(loop.head, f"{loop.item}.{half}.to(torch.{op.dtype})", "")
 
 
+def _quantize(op: Quantize, lowered: Lowered) -> Lines:
+    """Each weight by itself, where the mesh is: a model on meta gets room for it alone."""
+    arguments = [quoted(op.kind), f"torch.{op.storage}", "mesh.device_type"]
+    arguments += [f"compute=torch.{op.compute}"] if op.compute else []
+    arguments += ["double=True"] if op.double else []
+    arguments += [f"block={op.block}"] if op.block != 64 else []
+    for members in op.members:
+        loop = loop_over(members, lowered.layers)
+        call = Group("quantize(", (loop.item, *arguments))
+        yield from looped(loop.head, call, op.place)
+
+
 def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
     """Operations with what is inside another's modules before it: a wrapper hides its module.
 
@@ -196,16 +222,22 @@ def _inner_first(ops: Sequence[AnyOp]) -> Sequence[AnyOp]:
 # The frame ---------------------------------------------------------------------------------------
 
 
-def _docstring(lowered: Lowered, digest: str) -> str:
+def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     needed = "torch alone"
+    if any(isinstance(op, Load) and op.weights in ("slices", "rank0") for op in lowered.ops):
+        needed = "torch and safetensors alone"
     if any(isinstance(op, Adapt) for op in lowered.ops):
         needed = "torch and peft alone"
+    if any(isinstance(op, Quantize) for op in lowered.ops):
+        needed = "torch, peft and bitsandbytes alone"
     if lowered.code:
         needed = needed.replace("alone", "and the styles of the plan's own")
+    told = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
-        f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}.\n\n"
-        '    model = parallelize(model, build_mesh("cuda"))\n"""\n'
+        f"{fill(told, WIDTH)}\n\n"
+        '    model = parallelize(model, build_mesh("cuda"))\n'
+        f'{_PACKED if packed else ""}"""\n'
     )
 
 

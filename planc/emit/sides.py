@@ -21,6 +21,7 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.model.facts import Modules
@@ -41,6 +42,7 @@ KINDS = (
     "tensor output",
     "tie",
     "training",
+    "quantize",
     "checkpoint",
     "compile",
     "fsdp",
@@ -115,6 +117,10 @@ def entries(lowered: Lowered, common: set[Group]) -> Iterator[Entry]:
         yield replace(entry, at=at)
 
 
+_ADAPTED = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+_QUANTIZED = ("kind", "storage", "compute", "double", "block")
+
+
 def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
     match op:
         case Configure():
@@ -125,10 +131,14 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Parallelize():
             yield _tensor(op)
         case Adapt():
-            names = ("rank", "alpha", "dropout", "dtype", "init", "seed")
-            own: Facts = tuple((name, getattr(op, name)) for name in names)
+            own: Facts = tuple((name, getattr(op, name)) for name in _ADAPTED)
             for members in op.members:
                 yield Entry(kind="adapters", modules=members, facts=own, place=op.place)
+        case Quantize():
+            kept: Facts = tuple((name, getattr(op, name)) for name in _QUANTIZED)
+            for members in op.members:
+                inner = words.layer(members)
+                yield Entry(kind="quantize", modules=inner, facts=kept, place=op.place)
         case Checkpoint():
             yield _checkpoint(op)
         case Compile():
@@ -137,6 +147,7 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Load():
             way: Facts = (("weights", op.weights), ("dtype", op.dtype))
             way = ((("meta", True),) if op.meta else ()) + way
+            way += (("fp32", tuple(words.islands(op))),) if op.fp32 else ()
             yield Entry(kind="load", facts=way, place=op.place)
         case Freeze():
             state: Facts = (("trainable", op.trainable),)
@@ -146,8 +157,7 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Divide():
             yield Entry(kind="divide", facts=(("factor", op.factor),), place=op.place)
         case Draw():
-            fields: Facts = (("fields", op.fields),)
-            yield Entry(kind="random", label=op.axis, facts=fields)
+            yield Entry(kind="random", label=op.axis, facts=(("fields", op.fields),))
         case Prefetch():
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:

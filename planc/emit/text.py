@@ -27,6 +27,7 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 
@@ -63,6 +64,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     for word, state in (("frozen", False), ("trainable", True)):
         states = [o for o in lowered.ops if isinstance(o, Freeze) and o.trainable is state]
         yield from _listed(word, [str(o.modules) for o in states])
+    yield from _four_bits(lowered)
     checkpoints = [op for op in lowered.ops if isinstance(op, Checkpoint)]
     for i, how in enumerate(dict.fromkeys(map(words.recomputing, checkpoints))):
         alike = [str(op.modules) for op in checkpoints if words.recomputing(op) == how]
@@ -153,6 +155,19 @@ def _adapters(lowered: Lowered) -> Iterator[str]:
         (path, "lora", words.lora(op))
         for op in ops
         for path in words.together(map(str, op.members))
+    )
+
+
+def _four_bits(lowered: Lowered) -> Iterator[str]:
+    """The layers whose weights are in 4 bits; those that are kept alike share a line."""
+    ops = [op for op in lowered.ops if isinstance(op, Quantize)]
+    if not ops:
+        return
+    yield _head("quantize", "frozen weights in 4 bits, by bitsandbytes")
+    yield from words.table(
+        (path, words.four_bit(op))
+        for op in ops
+        for path in words.together(str(words.layer(m)) for m in op.members)
     )
 
 

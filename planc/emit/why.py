@@ -7,17 +7,16 @@ adds what lowering leaves out because it has no effect, and the words of each li
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from math import prod
 
 from planc.diagnostic import Sink
 from planc.emit import words
 from planc.emit.answer import Answer, Held, Reason
+from planc.emit.applied import as_applied
 from planc.emit.named import found
-from planc.ir import plan as ir
-from planc.ir.derive import adapted
-from planc.ir.plan import AdapterRule, Adapters, Meaning, Mesh, Plan
+from planc.ir.derive import FOUR_BIT
+from planc.ir.plan import Meaning, Plan
 from planc.ir.style import Custom, Split, part_sizes, style_name, weight_split
 from planc.lowering.memory import split_dim
 from planc.lowering.ops import (
@@ -32,10 +31,10 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
-from planc.source import Source
 
 _LONGEST = 100
 
@@ -51,7 +50,7 @@ def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink
         plan: the plan's meaning, None for one that was read back from JSON.
         sink: receives PL130 for a name that is not there.
     """
-    kept, facts = _as_applied(facts, lowered)
+    kept, facts = as_applied(facts, lowered)
     named = found(name, facts, sink)
     return None if named is None else _Question(facts, lowered, plan, kept, named).answer()
 
@@ -157,6 +156,11 @@ class _Question:
                 if self.at.inside(members) is not None:
                     target = self._part(len(members.path))
                     yield self._reason(f"lora, {words.lora(op)}", target, op)
+        for four in (o for o in self.lowered.ops if isinstance(o, Quantize)):
+            for members in map(words.layer, four.members):
+                if self.at.overlap(members) is not None:
+                    said = f"in 4 bits, {words.four_bit(four)}"
+                    yield self._reason(said, self._part(len(members.path)), four)
 
     def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
         for op in self.lowered.ops:
@@ -274,9 +278,12 @@ class _Question:
         for op in self.styles:
             for shape in op.shapes if self._is(op) else ():
                 if shape.name == parameter.name:
-                    local = shape.local
-                    split = weight_split(op.style, kind, shape.name, len(local))
+                    split = weight_split(op.style, kind, shape.name, len(shape.local))
                     ranks = self.lowered.axis_size(op.axis)
+                    if self.at.module.cls == FOUR_BIT and shape.name == "weight":
+                        local = (-(-parameter.shape[0] // ranks), 1)  # of a column of bytes
+                        continue
+                    local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
         unit = None if self.ignored else self.shard
         shard = _at_rest(local, unit, self.lowered)
@@ -297,32 +304,6 @@ class _Question:
             computed=computed,
             ties=tuple(n for n in group if n != full),
         )
-
-
-def _as_applied(facts: Facts, lowered: Lowered) -> tuple[Plan, Facts]:
-    """The model with the adapters that a plan puts in, and what knows the dtypes that it keeps."""
-    nowhere = Source("", "").span(0, 0)
-    rules = tuple(
-        AdapterRule(
-            modules=Modules(members.path, facts.at(next(members.names())).module),
-            rank=op.rank,
-            alpha=op.alpha,
-            dropout=op.dropout,
-            dtype=op.dtype,
-            init=op.init,
-            origin=nowhere,
-        )
-        for op in lowered.ops
-        if isinstance(op, Adapt)
-        for members in op.members
-    )
-    mesh = Mesh(axes=(), origin=nowhere)
-    adapters = Adapters(rules=rules, origin=nowhere)
-    plan = Plan(name="", families=(), options={}, mesh=mesh, adapters=adapters, origin=nowhere)
-    for op in lowered.ops:
-        if isinstance(op, Load):
-            plan = replace(plan, load=ir.Load(dtype=op.dtype, origin=nowhere))
-    return adapted(plan, facts)
 
 
 def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) -> tuple[int, ...]:

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planc.ir import style as ir
-from planc.lowering.ops import Adapt, Checkpoint, FullyShard, Load, Lowered, Prefetch, Shape
+from planc.lowering.ops import (
+    Adapt,
+    Checkpoint,
+    FullyShard,
+    Load,
+    Lowered,
+    Prefetch,
+    Quantize,
+    Shape,
+)
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
@@ -135,9 +144,18 @@ def arrival(op: Load) -> str:
         "checkpoint": "from a distributed checkpoint",
     }
     parts = [ways[op.weights]] if op.weights else []
-    parts += [f"kept in {dtype(op.dtype)}"] if op.dtype else []
+    parts += [f"kept in {dtype(op.dtype)}{_except(op)}"] if op.dtype else []
     parts += ["built on meta"] if op.meta else []
     return ", ".join(parts) or "as the call says"
+
+
+def _except(op: Load) -> str:
+    return f" but for {', '.join(islands(op))} in fp32" if op.fp32 else ""
+
+
+def islands(op: Load) -> list[str]:
+    """The parameters that a cast leaves in float32, those of one module as one."""
+    return together(map(str, op.fp32))
 
 
 def saves(op: Checkpoint) -> tuple[str, ...]:
@@ -186,6 +204,14 @@ def lora(op: Adapt) -> str:
     parts += [f"dropout {number(op.dropout)}"] if op.dropout else []
     parts += [dtype(op.dtype)] if op.dtype else []
     parts += [f"init {op.init}"] if op.init != "default" else []
+    return ", ".join(parts)
+
+
+def four_bit(op: Quantize) -> str:
+    """How weights are kept in 4 bits; defaults of planc are left out."""
+    parts = [f"{op.kind} in {dtype(op.storage)}", f"blocks of {op.block:,}"]
+    parts += ["scales quantised too"] if op.double else []
+    parts += [f"computes in {dtype(op.compute)}"] if op.compute else []
     return ", ".join(parts)
 
 

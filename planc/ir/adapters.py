@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from planc.ir.arguments import Arguments, unknown, word
 from planc.ir.claims import Claims, Placed, flatten
-from planc.ir.evaluate import describe, evaluate
+from planc.ir.evaluate import describe
+from planc.ir.lora import Lora, lora
 from planc.ir.plan import AdapterRule, Adapters
 from planc.ir.program import Program
-from planc.ir.scope import FAILED, Failed, Scope
+from planc.ir.scope import FAILED, Failed
 from planc.ir.select import select
-from planc.source import Span
 from planc.syntax import tree
 
-ACTIONS = ("lora", "none")
-INITS = ("default", "gaussian", "random")
-_ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init")
-_DTYPES = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-}
+ACTIONS = ("lora", "qlora", "none")
 _UNITS = {"with_layer": False, "own": True}
 
 
@@ -33,9 +23,6 @@ class _Terms:
         self.own = False
         self.seed = 0
         self.said: dict[str, tree.Setting] = {}
-
-
-Lora = tuple[int, float, float, str | None, str]
 
 
 def adapters(program: Program) -> Adapters | None:
@@ -56,15 +43,7 @@ def adapters(program: Program) -> Adapters | None:
         for placed in flatten(section, program.scope):
             _item(placed, claims, terms, program)
     rules = tuple(
-        AdapterRule(
-            modules=claim.modules,
-            rank=claim.value[0],
-            alpha=claim.value[1],
-            dropout=claim.value[2],
-            dtype=claim.value[3],
-            init=claim.value[4],
-            origin=claim.origin,
-        )
+        AdapterRule(modules=claim.modules, origin=claim.origin, **claim.value)
         for claim in claims.claims
         if claim.value is not None
     )
@@ -98,72 +77,18 @@ def _item(placed: Placed, claims: Claims[Lora | None], terms: _Terms, program: P
 def _rule(rule: tree.Rule, placed: Placed, claims: Claims[Lora | None], program: Program) -> None:
     scope = program.scope
     assert isinstance(rule.target, tree.Selector)
-    if rule.action.name == "qlora":
-        scope.sink.error(
-            "PL010",
-            "`qlora`, adapters on 4-bit weights, is not supported yet",
-            rule.action.origin,
-            help="`lora` on weights in bf16",
-        )
-        return
     if rule.action.name not in ACTIONS:
         unknown(rule.action, ACTIONS, "adapter", scope)
         return
-    value = None
+    value, right = None, True
     if rule.action.name == "none":
-        if not Arguments(rule.action, scope).done():
-            return
+        right = Arguments(rule.action, scope).done()
     else:
-        value = _lora(rule.action, scope)
-        if value is None:
-            return
-    found = select(rule.target, placed.bases, scope, optional=rule.optional)
-    claims.add(found, "adapters", value, rule.origin, override=rule.override)
-
-
-def _lora(call: tree.Call, scope: Scope) -> Lora | None:
-    """The arguments of `lora(...)`, or None after a finding (PL012, PL181)."""
-    arguments = Arguments(call, scope, _ARGUMENTS)
-    places = {a.name: a.value.origin for a in call.arguments}
-    rank = _number(arguments, "rank")
-    alpha = _number(arguments, "alpha")
-    dropout = _number(arguments, "dropout")
-    dtype = arguments.word("dtype", _DTYPES, None)
-    init = arguments.word("init", {name: name for name in INITS}, "default")
-    if not arguments.done():
-        return None
-    if rank is None:
-        arguments.wrong(call, "`lora` needs a rank", "write `lora(rank = 16, alpha = 32)`")
-        return None
-    before = scope.sink.errors
-    if not isinstance(rank, int) or rank < 1:
-        _range(scope, f"the rank of an adapter is a positive integer, not {rank}", places["rank"])
-    if alpha is not None and alpha <= 0:
-        _range(scope, f"`alpha` is a positive number, not {alpha}", places["alpha"])
-    if dropout is not None and not 0 <= dropout < 1:
-        text = f"`dropout` is a share of the inputs, from 0 to less than 1, not {dropout}"
-        _range(scope, text, places["dropout"])
-    if scope.sink.errors > before:
-        return None
-    assert isinstance(rank, int)
-    return rank, rank if alpha is None else alpha, dropout or 0.0, dtype, init
-
-
-def _range(scope: Scope, message: str, origin: Span) -> None:
-    scope.sink.error("PL181", message, origin)
-
-
-def _number(arguments: Arguments, name: str) -> int | float | None:
-    expression = arguments.take(name)
-    if expression is None:
-        return None
-    value = evaluate(expression, arguments.scope)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    arguments.ok = False
-    if not isinstance(value, Failed):
-        arguments.wrong(expression, f"`{name}` is a number, not {describe(value)}")
-    return None
+        value = lora(rule.action, scope)
+        right = value is not None
+    found = select(rule.target, placed.bases, scope, optional=rule.optional)  # both are said
+    if right:
+        claims.add(found, "adapters", value, rule.origin, override=rule.override)
 
 
 def _setting(item: tree.Setting, terms: _Terms, program: Program) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
-from planc.ir.plan import AdapterRule, Plan, TensorRule, Unit
+from planc.ir.plan import AdapterRule, Plan, Quant, TensorRule, Unit
 from planc.ir.style import (
     Change,
     Colwise,
@@ -25,10 +26,11 @@ from planc.ir.style import (
     Shard,
     Style,
 )
-from planc.model.facts import Child, Facts, Module, Modules, Parameter, Segment
+from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter, Segment
 
 NAME = "default"  # of the adapter, as peft has it where no other is given
 BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
+FOUR_BIT = "FourBit"  # the class of a quantised layer
 
 KINDS = ("linear", "conv1d", "embedding")
 """The modules that take an adapter; that of an embedding is parameters, not modules."""
@@ -46,7 +48,9 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
-    rules, own_units = plan.adapters.rules, plan.adapters.own
+    rules = tuple(replace(r, quant=_stored(r, plan)) for r in plan.adapters.rules)
+    own_units = plan.adapters.own
+    plan = replace(plan, adapters=replace(plan.adapters, rules=rules))
     root = _module(facts.root, tuple((r.modules.path, r) for r in rules), plan)
     if plan.load is not None:  # its cast comes before the adapters, and is in the facts by now
         plan = replace(plan, load=replace(plan.load, dtype=None))
@@ -81,10 +85,36 @@ def _module(module: Module, rules: _Rest, plan: Plan) -> Module:
     children = [c for child in module.children for c in _split(child, rules, plan)]
     kept = tuple(replace(p, trainable=False, dtype=plan.dtype(p)) for p in module.parameters)
     module = replace(module, parameters=kept)
-    return replace(
-        module,
-        children=(*children, *(c for r in own for c in _children(module, r))),
-    )
+    children += [c for r in own for c in _children(module, r)]
+    for rule in own:
+        module = _packed(module, rule)
+    return replace(module, children=tuple(children))
+
+
+def _packed(module: Module, rule: AdapterRule) -> Module:
+    """The module with its weight in 4 bits: a column of the dtype that its bytes are seen as."""
+    quant = rule.quant
+    if quant is None or quant.storage is None or module.kind != "linear":
+        return module
+    weight = next(p for p in module.parameters if p.name == "weight")
+    width = 2 * DTYPE_BYTES[quant.storage]
+    packed = replace(weight, shape=(-(-prod(weight.shape) // width), 1), dtype=quant.storage)
+    kept = tuple(packed if p is weight else p for p in module.parameters)
+    return replace(module, cls=FOUR_BIT, parameters=kept)
+
+
+def _stored(rule: AdapterRule, plan: Plan) -> Quant | None:
+    """How a rule's layers are quantised, with a storage; None where they are not.
+
+    The storage is the dtype that FSDP gathers in where the rule says none: FSDP casts what has
+    another, and packed bytes are no numbers.
+    """
+    if rule.quant is None or rule.quant.storage is not None:
+        return rule.quant
+    weight = next((p for p in rule.modules.module.parameters if p.name == "weight"), None)
+    common = plan.fsdp.precision.param if plan.fsdp and plan.fsdp.precision else None
+    own = plan.dtype(weight) if weight else "float32"
+    return replace(rule.quant, storage=common or own)
 
 
 def _split(child: Child, rules: _Rest, plan: Plan) -> Iterator[Child]:

@@ -19,6 +19,7 @@ WORDS: dict[str, dict[str, str]] = {
     "init": {"meta": "meta"},
     "weights": {"slices": "slices", "rank0": "rank0", "checkpoint": "checkpoint"},
     "dtype": DTYPES,
+    "islands": {"model": "model", "none": "none"},
 }
 
 
@@ -47,12 +48,22 @@ def load(program: Program) -> Load | None:
     if not any(s.value for s in said.values()):
         return None
     values = {name: s.value for name, s in said.items()}
-    return Load(
+    if "islands" in said and values.get("dtype") is None:
+        program.sink.error(
+            "PL690",
+            "`islands` says what a cast leaves in fp32, and nothing is cast",
+            said["islands"].setting.origin,
+            help="say what parameters are kept in, such as `dtype = bf16`, or take this out",
+        )
+    found = Load(
         meta=values.get("init") == "meta",
         weights=values.get("weights"),
         dtype=values.get("dtype"),
+        islands=values.get("islands") != "none",
         origin=next(s.setting.origin for s in said.values() if s.value),
     )
+    program.scope.kept = found.kept
+    return found
 
 
 def _setting(item: tree.Setting, said: dict[str, _Said], program: Program) -> None:

@@ -7,7 +7,7 @@ every node carries the span that it comes from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from planc.ir.kernels import Save
@@ -65,11 +65,19 @@ class Load(Meaning):
         meta: the model is built on the meta device, without memory.
         weights: how they arrive: `slices`, `rank0` or `checkpoint`; None where a call says it.
         dtype: torch's name of the type that parameters are kept in, None for the model's own.
+        islands: whether those that the model says must stay in float32 stay there.
     """
 
     meta: bool = False
     weights: str | None = None
     dtype: str | None = None
+    islands: bool = True
+
+    def kept(self, parameter: Parameter) -> str:
+        """The type that a parameter is kept in."""
+        if self.dtype is None:
+            return parameter.dtype
+        return (parameter if self.islands else replace(parameter, island="")).cast(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +213,25 @@ class Fsdp(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quant:
+    """The frozen weight below an adapter in 4 bits, as bitsandbytes has it (QLoRA).
+
+    Args:
+        kind: `nf4` or `fp4`.
+        storage: the dtype that packed bytes are seen as, None for the one that FSDP gathers in.
+        compute: what a product is computed in, None for the dtype of its input.
+        double: whether the scales of blocks are quantised too.
+        block: the weights that share a scale.
+    """
+
+    kind: str = "nf4"
+    storage: str | None = None
+    compute: str | None = None
+    double: bool = False
+    block: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRule(Meaning):
     """LoRA on a set of modules: W x + alpha / rank * B A x, as peft has it.
 
@@ -214,6 +241,7 @@ class AdapterRule(Meaning):
         dropout: the share of A's inputs that training drops.
         dtype: of A and B, a torch dtype's name; None for that of the layer.
         init: `default` (B is 0), `gaussian`, or `random` (A and B).
+        quant: how the layer's own weight is kept, None where that stays as it is.
     """
 
     modules: Modules
@@ -222,6 +250,7 @@ class AdapterRule(Meaning):
     dropout: float = 0.0
     dtype: str | None = None
     init: str = "default"
+    quant: Quant | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,5 +298,4 @@ class Plan(Meaning):
 
     def dtype(self, parameter: Parameter) -> str:
         """The type that a parameter is kept in: its own, or what the load section says."""
-        cast = self.load is not None and "float" in parameter.dtype
-        return (self.load.dtype if self.load and cast else None) or parameter.dtype
+        return parameter.dtype if self.load is None else self.load.kept(parameter)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final
 
 from planc.diagnostic import Label, Sink, meant, one_of
 from planc.ir.plan import Mesh
-from planc.model.facts import Facts
+from planc.model.facts import Facts, Parameter
 from planc.source import Span
 from planc.syntax import tree
 
@@ -45,6 +46,7 @@ class Scope:
         sink: receives PL100 (unknown name) and PL108 (a let that needs itself).
         evaluate: the evaluator, given from outside because it needs a scope itself.
         solve: sizes the mesh the first time that an axis is asked for.
+        kept: the type that a parameter is kept in, once the load section is read.
     """
 
     facts: Facts
@@ -53,6 +55,7 @@ class Scope:
     solve: Callable[[], Mesh | None]
     definitions: dict[str, Definition] = field(default_factory=dict)
     axis_names: tuple[str, ...] = ()
+    kept: Callable[[Parameter], str] = attrgetter("dtype")
     _values: dict[str, Value] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
 

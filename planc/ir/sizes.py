@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts, Modules, Parameter
 from planc.model.indices import Indices
 
 
@@ -49,19 +49,24 @@ class _Sizes:
         return own
 
 
-def by_dtype(facts: Facts, dtype: str, taken: Sequence[Modules]) -> tuple[Modules, ...]:
+def by_dtype(
+    facts: Facts, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
+) -> tuple[Modules, ...]:
     """The largest modules all of whose parameters have a dtype, and that the plan does not name.
 
     Args:
         facts: the model.
         dtype: a torch name.
         taken: the units that the plan names; what is inside them is looked at.
+        kept: the type that a parameter is kept in.
     """
-    return tuple(_uniform(facts.model, dtype, taken))
+    return tuple(_uniform(facts.model, dtype, taken, kept))
 
 
-def _uniform(modules: Modules, dtype: str, taken: Sequence[Modules]) -> Iterator[Modules]:
-    found = {p.dtype for below in modules.below() for p in below.module.parameters}
+def _uniform(
+    modules: Modules, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
+) -> Iterator[Modules]:
+    found = {kept(p) for below in modules.below() for p in below.module.parameters}
     if dtype not in found:
         return
     if found == {dtype} and modules.path and not modules.module.container:
@@ -69,7 +74,7 @@ def _uniform(modules: Modules, dtype: str, taken: Sequence[Modules]) -> Iterator
             yield modules
         return
     for child in _children(modules, taken):
-        yield from _uniform(child, dtype, taken)
+        yield from _uniform(child, dtype, taken, kept)
 
 
 def _children(modules: Modules, taken: Iterable[Modules]) -> Iterator[Modules]:

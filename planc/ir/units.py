@@ -217,12 +217,12 @@ def _by_dtype(
     dtype = _dtype(arguments)
     if dtype is None or not arguments.done(positional=1):
         return None
-    facts = arguments.scope.facts
-    found = {p.dtype for m in facts.model.below() for p in m.module.parameters}
+    facts, kept = arguments.scope.facts, arguments.scope.kept
+    found = {kept(p) for m in facts.model.below() for p in m.module.parameters}
     message = f"no module has {dtype} parameters alone"
     if found == {dtype}:
         return (), f"all parameters of the model are {dtype}"
-    return by_dtype(facts, dtype, (*taken, *ignored)), message
+    return by_dtype(facts, dtype, (*taken, *ignored), kept), message
 
 
 def _dtype(arguments: Arguments) -> str | None:

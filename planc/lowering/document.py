@@ -28,6 +28,7 @@ from planc.lowering.ops import (
     MeshAxis,
     Parallelize,
     Prefetch,
+    Quantize,
     Shape,
     Tie,
 )
@@ -151,6 +152,7 @@ def _plan(lowered: Lowered) -> dict[str, Any]:
 
 
 _ADAPT = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+_QUANTIZE = ("kind", "storage", "compute", "double", "block")
 
 
 def _op(op: AnyOp) -> dict[str, Any]:
@@ -163,20 +165,19 @@ def _op(op: AnyOp) -> dict[str, Any]:
                 "modules": str(op.modules),
                 "axis": op.axis,
                 "style": style_data(op.style),
-                "shapes": [
-                    {"name": s.name, "shape": list(s.shape), "local": list(s.local)}
-                    for s in op.shapes
-                ],
+                "shapes": [_shape(s) for s in op.shapes],
             }
         case Tie():
             body = {"op": "tie", "parameter": op.parameter, "source": op.source}
         case Load():
-            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype}
+            own = {"fp32": [str(m) for m in op.fp32]} if op.fp32 else {}
+            body = {"op": "load", "meta": op.meta, "weights": op.weights, "dtype": op.dtype, **own}
         case Freeze():
             body = {"op": "freeze", "modules": str(op.modules), "trainable": op.trainable}
-        case Adapt():
-            body = {"op": "adapt", "members": [str(m) for m in op.members]}
-            body |= {name: getattr(op, name) for name in _ADAPT}
+        case Adapt() | Quantize():
+            name, fields = ("adapt", _ADAPT) if isinstance(op, Adapt) else ("quantize", _QUANTIZE)
+            body = {"op": name, "members": [str(m) for m in op.members]}
+            body |= {field: getattr(op, field) for field in fields}
         case Checkpoint():
             body = {"op": "checkpoint", "modules": str(op.modules), **_recomputing(op)}
         case Compile():
@@ -191,6 +192,10 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = {"op": "prefetch", "units": [str(m) for m in op.units]}
             body |= {"forward": op.forward, "backward": op.backward}
     return {**body, "place": op.place}
+
+
+def _shape(shape: Shape) -> dict[str, Any]:
+    return {"name": shape.name, "shape": list(shape.shape), "local": list(shape.local)}
 
 
 def _recomputing(op: Checkpoint) -> dict[str, Any]:
@@ -254,7 +259,6 @@ def _read_plan(data: dict[str, Any]) -> Lowered:
 _PLAIN: dict[str, Callable[..., AnyOp]] = {
     "compile": Compile,
     "freeze": Freeze,
-    "load": Load,
     "divide": Divide,
 }
 
@@ -275,19 +279,21 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
             return Parallelize(**body)
         case "tie":
             return Tie(**body)
-        case "adapt":
+        case "adapt" | "quantize":
             body["members"] = tuple(modules_of(m) for m in body["members"])
-            return Adapt(**body)
+            return Adapt(**body) if data["op"] == "adapt" else Quantize(**body)
         case "checkpoint":
             body["save"] = tuple(
                 Save(name=s["name"], every=s["every"], ops=tuple(s["ops"]))
                 for s in body.get("save", ())
             )
             return Checkpoint(**body)
-        case "compile" | "freeze" | "load" | "divide" as name:
+        case "compile" | "freeze" | "divide" as name:
             return _PLAIN[name](**body)
         case "draw":
             return Draw(axis=body["axis"], fields=tuple(body["fields"]), place=body["place"])
+        case "load":
+            return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:

@@ -1,19 +1,20 @@
 """IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
 
-mesh, configure, adapters, tensor, ties, freezing, checkpoint, compile, FSDP (inner before outer,
-the root last), and what is set on its units.
+mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (inner
+before outer, the root last), and what is set on its units.
 
 Adapters come first because peft reads the size of a layer off its weight, of which a split one
 shows a rank's part. Tensor parallelism comes before FSDP, which shards what it leaves; a
 checkpoint wrapper goes inside compile and FSDP so that recomputing happens while the unit's
 parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. Freezing
 comes after tensor parallelism, which may make new parameters, and before FSDP, which looks at
-them. (The order of torchtitan's `parallelize_llama`.)
+them; so do 4-bit weights, of which no style knows how to split one. (The order of torchtitan's
+`parallelize_llama`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,18 +22,17 @@ from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.lists import lists
 from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.lowering.adapting import adapt, quantize, scales
 from planc.lowering.draws import draws
+from planc.lowering.first import arrive, configure
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
-    Adapt,
     AnyOp,
     Checkpoint,
     Compile,
-    Configure,
     Divide,
     Freeze,
     FullyShard,
-    Load,
     Lowered,
     MeshAxis,
     Parallelize,
@@ -54,16 +54,15 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
         `replicate`, which only says that a module stays as it is.
     """
-    given = plan
+    first: tuple[AnyOp, ...] = (*configure(facts), *arrive(plan, facts))
     plan, facts = adapted(plan, facts)
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
     units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
     ops: list[AnyOp] = [
-        *_configure(facts),
-        *_load(given),
-        *_adapt(plan),
+        *first,
+        *adapt(plan),
         *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
         *_ties(facts, tensor, plan),
         *_freeze(tensor, plan),
@@ -71,6 +70,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
             Freeze(modules=t.modules, trainable=t.trainable, place=t.origin.place)
             for t in plan.train
         ),
+        *quantize(plan),
         *_joined(_checkpoint(rule) for rule in _inside_out(plan.checkpoint)),
         *_joined(
             Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
@@ -91,7 +91,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         data=_data(plan),
         ops=tuple(ops),
-        parameters=holdings.at_rest(),
+        parameters=holdings.at_rest() + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
     )
 
@@ -146,27 +146,6 @@ def _data(plan: Plan) -> tuple[str, ...]:
         return ()
     names = {*plan.fsdp.shard, *plan.fsdp.replicate} - {"cp"}
     return tuple(a.name for a in plan.mesh.axes if a.name in names)
-
-
-def _configure(facts: Facts) -> Iterator[Configure]:
-    """A key/value cache is for generation; in training it costs memory and breaks checkpointing.
-
-    A model of several towers has the field in the configuration of each (`text_config`).
-    """
-    inner = {
-        f"{name}.": value for name, value in facts.config.items() if isinstance(value, Mapping)
-    }
-    for owner, values in {"": facts.config, **inner}.items():
-        if values.get("use_cache") is True:
-            reason = "training keeps no key/value cache"
-            yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
-
-
-def _load(plan: Plan) -> Iterator[Load]:
-    if plan.load is not None:
-        own = plan.load
-        place = own.origin.place
-        yield Load(meta=own.meta, weights=own.weights, dtype=own.dtype, place=place)
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
@@ -260,40 +239,6 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     if isinstance(rule.style, Input | Output | MlaKv):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
-
-
-def _adapt(plan: Plan) -> Iterator[Adapt]:
-    """One for each rule, with a seed of its own: two rules would begin with the same values."""
-    ops: dict[tuple[Adapt, str], list[Modules]] = {}
-    for rule in plan.adapters.rules if plan.adapters else ():
-        op = Adapt(
-            members=(),
-            rank=rule.rank,
-            alpha=rule.alpha,
-            dropout=rule.dropout,
-            dtype=rule.dtype,
-            init=rule.init,
-            place=rule.origin.place,
-        )
-        ops.setdefault((op, op.place), []).append(rule.modules)
-    for number, ((op, _), members) in enumerate(ops.items()):
-        assert plan.adapters is not None
-        seed = plan.adapters.seed + number
-        yield replace(op, members=_merged(members), seed=seed)
-
-
-def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of modules as few, where unlike blocks parted them."""
-    result: list[Modules] = []
-    for modules in sets:
-        for i, other in enumerate(result):
-            union = other.union(modules)
-            if union is not None:
-                result[i] = union
-                break
-        else:
-            result.append(modules)
-    return tuple(result)
 
 
 def _checkpoint(rule: CheckpointRule) -> Checkpoint:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from planc.ir.derive import FOUR_BIT
 from planc.ir.owners import owned
 from planc.ir.plan import Plan, Precision, TensorRule, Unit
 from planc.ir.style import Input, Output, part_sizes, weight_split
@@ -63,7 +64,7 @@ class Holdings:
             for part, rule in _ruled(own.modules, rules)
             for parameter in part.module.parameters
             if not _again(part, parameter, tied)
-            for local in [local_shape(parameter, rule, plan)]
+            for local in [_local(part, parameter, rule, plan)]
         ]
 
     def ranks(self, unit: Unit | None) -> int:
@@ -86,6 +87,16 @@ class Holdings:
             len(h.modules) * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h.unit)))
             for h in self.all
         )
+
+
+def _local(
+    part: Modules, parameter: Parameter, rule: TensorRule | None, plan: Plan
+) -> tuple[int, ...]:
+    """The shape that a rule leaves; of a 4-bit weight, whose dims are gone, its share of bytes."""
+    if rule is None or part.module.cls != FOUR_BIT or parameter.name != "weight":
+        return local_shape(parameter, rule, plan)
+    split = weight_split(rule.style, rule.modules.module.kind, "weight", 2)
+    return (-(-parameter.shape[0] // (plan.mesh.size(rule.axis) if split else 1)), 1)
 
 
 def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:

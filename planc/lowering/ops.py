@@ -53,11 +53,19 @@ class Load(Op):
         weights: what `Run.load` does with a folder: `slices`, each rank reads its own; `rank0`, it
             reads and sends; `checkpoint`, of torch.distributed.checkpoint. None: the call says it.
         dtype: torch's name of the type that parameters are cast to, None for their own.
+        fp32: parameters that are cast to float32 instead; the last part of a path is a
+            parameter's name.
     """
 
     meta: bool = False
     weights: str | None = None
     dtype: str | None = None
+    fp32: tuple[Modules, ...] = ()
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the names in `fp32`, and no others."""
+        return _pattern(self.fp32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +120,21 @@ class Adapt(Op):
     @property
     def pattern(self) -> str:
         """The regular expression that peft finds these layers by, and no others."""
-        last: dict[tuple[Segment, ...], list[str]] = {}
-        for members in self.members:
-            last.setdefault(members.path[:-1], []).append(_spelled(members.path[-1]))
-        return "|".join(
-            r"\.".join([*map(_spelled, path), names[0] if len(names) == 1 else _either(names)])
-            for path, names in last.items()
-        )
+        return _pattern(self.members)
 
     def names(self) -> Iterator[str]:
         """The torch names of all layers."""
         return (name for members in self.members for name in members.names())
+
+
+def _pattern(every: Iterable[Modules]) -> str:
+    last: dict[tuple[Segment, ...], list[str]] = {}
+    for members in every:
+        last.setdefault(members.path[:-1], []).append(_spelled(members.path[-1]))
+    return "|".join(
+        r"\.".join([*map(_spelled, path), names[0] if len(names) == 1 else _either(names)])
+        for path, names in last.items()
+    )
 
 
 def _spelled(segment: Segment) -> str:
@@ -151,6 +163,27 @@ def _any(digits: Sequence[str]) -> str:
 
 def _either(parts: Iterable[str]) -> str:
     return f"({'|'.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(Op):
+    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become a column.
+
+    Args:
+        members: linear layers, as peft calls those that it is around (`base_layer`).
+        kind: `nf4` or `fp4`.
+        storage: the dtype that the bytes are seen as, a torch dtype's name.
+        compute: what a product is computed in, None for the dtype of its input.
+        double: whether scales are quantised too.
+        block: the weights that share a scale.
+    """
+
+    members: tuple[Modules, ...]
+    kind: str
+    storage: str
+    compute: str | None = None
+    double: bool = False
+    block: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +302,7 @@ AnyOp = (
     | Parallelize
     | Tie
     | Freeze
+    | Quantize
     | Checkpoint
     | Compile
     | FullyShard

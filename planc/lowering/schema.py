@@ -126,7 +126,7 @@ def _op_problems(at: int, op: dict[str, Any]) -> Iterator[tuple[Where, str]]:
     paths: list[tuple[Where, str]] = []
     if "modules" in op:
         paths.append((("ops", at, "modules"), op["modules"]))
-    for field in ("members", "ignored", "units"):
+    for field in ("members", "ignored", "units", "fp32"):
         paths += [(("ops", at, field, i), m) for i, m in enumerate(op.get(field, ()))]
     for where, text in paths:
         try:

@@ -19,7 +19,7 @@ from planc import whole
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
-_FORMAT = 2
+_FORMAT = 3
 """Counts the changes of what `planc.model.table` records and of how it is written here."""
 
 
@@ -116,7 +116,7 @@ def _encode(facts: Facts) -> dict[str, Any]:
                 [add(c.module), c.name, None if c.indices is None else hex(c.indices.bits)]
                 for c in module.children
             ]
-            own = [[p.name, p.shape, p.dtype, p.trainable] for p in module.parameters]
+            own = [[p.name, p.shape, p.dtype, p.trainable, p.island] for p in module.parameters]
             modules.append([module.cls, module.kind, own, module.facts, children])
             known[id(module)] = len(modules) - 1
         return known[id(module)]
@@ -139,7 +139,7 @@ def _decode(data: dict[str, Any], config_name: str, given: frozenset[str]) -> Fa
             Module(
                 cls=cls,
                 kind=kind,
-                parameters=tuple(Parameter(n, tuple(s), d, t) for n, s, d, t in own),
+                parameters=tuple(Parameter(n, tuple(s), d, t, i) for n, s, d, t, i in own),
                 facts=tuple((n, v) for n, v in facts),
                 children=tuple(
                     Child(modules[i], name, None if bits is None else Indices(int(bits, 16)))

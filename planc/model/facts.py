@@ -40,12 +40,25 @@ class Parameter:
         shape: its global shape.
         dtype: the name of its torch dtype, such as `float32`.
         trainable: whether it takes a gradient.
+        island: what the model's library says of it where a model is cast: it stays in float32 under
+            `float16` alone, or under every `half` type; empty where it is cast as all.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    island: str = ""
+
+    def cast(self, dtype: str) -> str:
+        """The type that it has after the model was cast.
+
+        Source: `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers.
+        """
+        if "float" not in self.dtype:
+            return self.dtype
+        whole = {"float16": ("float16", "half"), "bfloat16": ("half",)}.get(dtype, ())
+        return "float32" if self.island in whole else dtype
 
     @property
     def numel(self) -> int:

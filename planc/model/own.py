@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from planc.model.inputs import Choice, Shape
 from planc.model.real import SPREAD, Maker
 
 if TYPE_CHECKING:
@@ -99,15 +100,16 @@ class Own:
         made.register_forward_hook(self._gives)
         return made.float().train()
 
-    def sample(self, seed: int = 3) -> dict[str, Any]:
-        """Token ids and labels, [4, 16]."""
-        import torch
+    choice = Choice()
+    """A model of the user's own is run on tokens alone."""
 
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            name: torch.randint(1, self.vocabulary, (4, 16), generator=generator)
-            for name in ("input_ids", "labels")
-        }
+    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+        """Token ids and labels, [rows, length] each.
+
+        Args:
+            shape: of the text.
+        """
+        return (shape or Shape()).text(self.vocabulary)
 
     def _given(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         renamed = {"input_ids": self._ids, "labels": self._target}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from planc.diagnostic import PlanError, Sink
 from planc.model.build import prepare, quiet
 from planc.model.config import in_hand
+from planc.model.inputs import Choice, Shape, arguments, choose, takes_more, with_towers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +34,7 @@ class Maker:
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared
+        self._choice: Choice | None = None
 
     @property
     def configuration(self) -> Any:
@@ -42,7 +44,9 @@ class Maker:
     @property
     def vocabulary(self) -> int:
         """The number of tokens, where the configuration says it."""
-        return int(getattr(self._part, "vocab_size", 0) or 64)
+        text = self._part.get_text_config(decoder=True)
+        own = getattr(self._part, "vocab_size", 0) or getattr(text, "vocab_size", 0)
+        return int(own or 64)
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, with eager attention.
@@ -68,21 +72,37 @@ class Maker:
                 part.use_cache = False
         return model
 
-    def sample(self, seed: int = 3) -> dict[str, Any]:
-        """Token ids [4, 16] and labels [4, 16], or [4] for a classifier, that the model can take.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the model's forward takes."""
+        return arguments(self._cls)
+
+    @property
+    def choice(self) -> Choice:
+        """What it is run on beside text; found out once, by running the model."""
+        if self._choice is None:
+            self._choice = Choice()
+            if takes_more(self._cls):
+                model = self.build(0)
+                self._choice = choose(model, self._part, lambda c: self._inputs(c, Shape()))
+        return self._choice
+
+    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+        """What the model can take: token ids and labels, [rows, length] each (labels of a
+        classifier: [rows]), and what goes into its towers.
 
         Args:
-            seed: of the tokens; 0 is never among them, it often stands for padding.
+            shape: of the text; rows are as long as what stands for images needs, at least.
         """
-        import torch
+        return self._inputs(self.choice, shape or Shape())
 
-        generator = torch.Generator().manual_seed(seed)
-        sample = {
-            name: torch.randint(1, self.vocabulary, (4, 16), generator=generator)
-            for name in ("input_ids", "labels")
-        }
+    def _inputs(self, choice: Choice, shape: Shape) -> dict[str, Any]:
+        least = choice.tokens + shape.length // 2 if choice.tokens else 0
+        sample = shape.text(self.vocabulary, least)
         if self._cls.__name__.endswith("ForSequenceClassification"):
-            sample["labels"] = torch.randint(self._part.num_labels, (4,), generator=generator)
+            sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
+        if takes_more(self._cls):
+            sample = with_towers(sample, choice, self._part, self.names)
         return sample
 
 

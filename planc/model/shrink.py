@@ -30,6 +30,7 @@ from planc.model.scales import (
     VOCABULARY,
     WIDE,
 )
+from planc.model.towers import towers
 
 Config = Mapping[str, Any]
 HEAD = 16  # of a head: even halves for rotary embeddings, also where only a quarter is rotated
@@ -59,7 +60,9 @@ def shrink(
     """
     axes = {"tp": ranks} if isinstance(ranks, int) else dict(ranks)
     made = _Shrinker(axes.get("tp", 1), axes.get("ep", 1), layers, blocks or {})
-    return made.config(config)
+    small = made.config(config)
+    towers(config, small)
+    return small
 
 
 def _joined(config: Config) -> list[int]:
@@ -261,10 +264,12 @@ def _numbered_layers(
 ) -> None:
     """Lists that name some layers by their number."""
     for name, value in small.items():
-        if name in done or not re.search(r"layer_ids$|layers$|_idxs$|_indices$", name):
+        if name in done or not re.search(r"layer_ids$|layers$|_idxs$|_indices$|_indexes$", name):
             continue
         if isinstance(value, list) and all(isinstance(v, int) and 0 <= v < depth for v in value):
             small[name] = [kept.index(v) for v in value if v in kept]
+            if value and not small[name] and re.search(r"_indexes$|_layers_indices$", name):
+                small[name] = [len(kept) - 1]  # a tower hands on what some layer gives
 
 
 def _period(config: Config, depth: int) -> int:

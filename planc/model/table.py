@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planc.model.facts import Child, Facts, Module, Parameter
@@ -46,7 +47,7 @@ def facts_of(
         family=str(values.get("model_type") or name),
         config=values,
         config_name=config_name,
-        root=_Table().module(module),
+        root=_Table(_islands(module)).module(module),
         ties=_ties(module),
         given=given,
     )
@@ -69,18 +70,23 @@ def already_parallel(module: Any) -> str | None:
 class _Table:
     """Builds the table; like modules become one object, so that comparing them is quick."""
 
-    def __init__(self) -> None:
+    def __init__(self, islands: Sequence[tuple[re.Pattern[str], str]]) -> None:
+        self._islands = islands
         self._known: dict[tuple[Any, ...], Module] = {}
         self._shared: dict[tuple[Any, ...], Parameter] = {}
 
-    def module(self, module: Any) -> Module:
+    def module(self, module: Any, path: str = "") -> Module:
         from torch import nn
 
         kind = _kind(module)
         own = tuple(
-            self._parameter(name, p) for name, p in module._parameters.items() if p is not None
+            self._parameter(name, p, self._island(path, name))
+            for name, p in module._parameters.items()
+            if p is not None
         )
-        children = [(n, self.module(c)) for n, c in module._modules.items() if c is not None]
+        children = [
+            (n, self.module(c, f"{path}{n}.")) for n, c in module._modules.items() if c is not None
+        ]
         numbered = all(n.isdecimal() for n, _ in children)  # an nn.Sequential may name its entries
         listed = numbered and isinstance(module, nn.ModuleList | nn.Sequential)
         facts = _facts(module)
@@ -101,16 +107,34 @@ class _Table:
             )
         return self._known[key]
 
-    def _parameter(self, name: str, parameter: Any) -> Parameter:
-        key = (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+    def _island(self, path: str, name: str) -> str:
+        """What is said of a parameter; the stronger word where there are two."""
+        return max((word for p, word in self._islands if p.search(path + name)), default="")
+
+    def _parameter(self, name: str, parameter: Any, island: str) -> Parameter:
+        key = (name, parameter.shape, parameter.dtype, parameter.requires_grad, island)
         if key not in self._shared:
             self._shared[key] = Parameter(
                 name=name,
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 trainable=parameter.requires_grad,
+                island=island,
             )
         return self._shared[key]
+
+
+def _islands(module: Any) -> list[tuple[re.Pattern[str], str]]:
+    """The names that a transformers model keeps in float32, as `from_pretrained` looks for them.
+
+    Source: `build_glob_alternation` in `transformers.core_model_loading`: a star is any text.
+    """
+    said = {"_keep_in_fp32_modules": "float16", "_keep_in_fp32_modules_strict": "half"}
+    return [
+        (re.compile(name.replace("*", r".*")), word)
+        for field, word in said.items()
+        for name in sorted(getattr(module, field, None) or ())
+    ]
 
 
 def _named(children: list[tuple[str, Module]]) -> Iterator[Child]:

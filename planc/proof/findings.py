@@ -88,7 +88,8 @@ def _output(group: list[Part], small: Plan, sink: Sink) -> None:
     facts += [part.detail] if part.detail else []
     message = f"`{subject or 'the model'}` computes something else under this plan"
     facts += [*_source(part), _SEEN]
-    sink.error("PL501", message, *rules(part.subject, small), facts=facts)
+    labels = _with_before(list(rules(part.subject, small)), part, small)
+    sink.error("PL501", message, *labels, facts=facts)
 
 
 def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:

@@ -31,7 +31,7 @@ from planc.runtime.outcome import Outcome, outcome_of
 PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
 """Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
 
-_FORMAT = 4
+_FORMAT = 5
 _RANKS = 2
 """Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
 
@@ -257,6 +257,7 @@ def judge(values: dict[str, Any], compiled: Compiled) -> Outcome:
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
     outcome = simulate(lambda: maker.build(0), maker.sample(), compiled.lowered)
+    outcome = replace(outcome, unfed=maker.choice.missing)
     if outcome.verdict != "unknown" and not own:  # what is unknown now may be known elsewhere
         cache.keep(key, outcome.document())
     return outcome

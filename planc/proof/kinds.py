@@ -47,6 +47,9 @@ class Kind:
 _TOWER = re.compile(r"vision|audio|speech")
 """A tower's configuration says nothing of the language model's layers, as many as there may be."""
 
+_APART = re.compile(r"^rope_|_(indexes|indices|idxs|ids)$")
+"""Fields whose lists have no entry for each layer: of frequencies, of layers by their number."""
+
 _Key = tuple[Any, ...]
 
 
@@ -73,23 +76,40 @@ def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
     for key, group in _groups(facts, facts):
         names = seen.get(key, [])
         if names and not any(_in(r, name) for r in ran for name in names):
-            found.append(_not_run(group, groups[key], small.plan))
+            found.append(_not_run(group, groups[key], small.plan, outcome.unfed))
         else:
             found.append(_judged(str(group.modules), group.label, names, outcome))
     blocks = [name for names in seen.values() for name in names]
     rest = [n for n, _ in outcome.modules if not any(_in(n, b) or _in(b, n) for b in blocks)]
-    return (*found, _judged("root", "", rest, outcome)) if rest else tuple(found)
+    if rest:
+        found.append(_judged("root", "", rest, outcome))
+    return (*found, *_not_used(small, blocks, ran, outcome.unfed))
 
 
-def _not_run(group: _Group, modules: Modules, plan: Plan) -> Kind:
+def _not_used(small: Compiled, blocks: list[str], ran: set[str], unfed: str) -> Iterator[Kind]:
+    """Modules in no list of blocks that a rule is about and the run neither calls nor trains."""
+    assert small.plan is not None
+    for rule in small.plan.tensor:
+        names = [n for n in rule.modules.names() if not any(_in(n, b) for b in blocks)]
+        if rule.modules.module.count and names and not any(_in(r, n) for n in names for r in ran):
+            reason = _unreached(unfed)
+            yield Kind(modules=str(rule.modules), label="", verdict="unknown", reason=reason)
+
+
+def _not_run(group: _Group, modules: Modules, plan: Plan, unfed: str) -> Kind:
     """Blocks that the run has no input for, such as a tower that waits for images."""
     split = any(rule.modules.within(modules) for rule in plan.tensor)
     return Kind(
         modules=str(group.modules),
         label=group.label,
         verdict="unknown" if split else "proved",
-        reason="the small model's run, on text, does not come there" if split else "",
+        reason=_unreached(unfed) if split else "",
     )
+
+
+def _unreached(unfed: str) -> str:
+    told = "the small model's run does not come there"
+    return f"{told}: {unfed}" if unfed else told
 
 
 def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Kind:
@@ -153,12 +173,14 @@ def _columns(
 ) -> Iterator[tuple[str, list[Any]]]:
     """The lists of a configuration that say something of each layer of the list at `path`."""
     for name, value in named.items():
+        if _APART.search(name):
+            continue
         if isinstance(value, Mapping) and isinstance(config.get(name), Mapping):
             if _TOWER.findall(name) == _TOWER.findall(path):
                 yield from _columns(config[name], value, length, path)
         elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
             own = config.get(name)
-            if isinstance(own, list):
+            if isinstance(own, list) and not isinstance(value[0], list):  # sizes of images
                 yield name, own
 
 

@@ -13,7 +13,7 @@ from planc.ir import elaborate
 from planc.ir.plan import Plan
 from planc.lowering import lower
 from planc.lowering.document import digest
-from planc.lowering.ops import Compile, FullyShard, Lowered
+from planc.lowering.ops import Compile, FullyShard, Lowered, Quantize
 from planc.model.blocks import sorts
 from planc.model.facts import Facts
 from planc.model.load import load, of_values
@@ -262,5 +262,7 @@ def _left_out(lowered: Lowered) -> Iterable[str]:
     """What the small run does otherwise, on purpose."""
     if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
         yield "mixed precision: everything runs in float32"
+    if any(isinstance(op, Quantize) for op in lowered.ops):
+        yield "4 bits: frozen weights keep all of theirs"
     if any(isinstance(op, Compile) for op in lowered.ops):
         yield "compile: the modules run as they are"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from planc.diagnostic import PlanError
-from planc.lowering.ops import Adapt, Freeze, Lowered
-from planc.runtime.agree import problem
+from planc.lowering.ops import Adapt, Freeze, Lowered, Quantize
+from planc.runtime.agree import problem, stop
 from planc.runtime.shards import held, local, orders, plain, runs, take
 
 NAME = "default"  # of the adapter, peft's own
@@ -38,10 +38,16 @@ def require(lowered: Lowered) -> None:
     """What the adapters of a plan need is there.
 
     Raises:
-        PlanError: PL187, peft cannot be imported.
+        PlanError: PL187, peft cannot be imported; PL685, bitsandbytes cannot.
     """
     if missing := missing_peft(lowered):
         raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
+    if any(isinstance(op, Quantize) for op in lowered.ops):
+        try:
+            import bitsandbytes  # noqa: F401
+        except Exception as error:  # its own libraries may fail to load, in many ways
+            text = f"the plan has weights in 4 bits, and bitsandbytes cannot be imported: {error}"
+            raise stop("PL685", text, help="pip install 'planc[qlora]'") from error
 
 
 def inject(model: nn.Module, op: Adapt) -> None:

@@ -20,6 +20,7 @@ from planc.lowering.ops import (
     Op,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.model.facts import Modules
@@ -79,7 +80,7 @@ def members_of(op: Op) -> tuple[Modules, ...]:
         return (*op.members, *op.ignored)
     if isinstance(op, Prefetch):
         return op.units
-    if isinstance(op, Adapt):
+    if isinstance(op, Adapt | Quantize):
         return op.members
     modules: Modules | None = getattr(op, "modules", None)
     return (modules,) if modules is not None else ()

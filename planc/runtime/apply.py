@@ -33,6 +33,7 @@ from planc.lowering.ops import (
     Lowered,
     Parallelize,
     Prefetch,
+    Quantize,
     Tie,
 )
 from planc.runtime.adapters import inject, require
@@ -191,6 +192,8 @@ class Worker:
             case Freeze():
                 for self.at in op.modules.names():
                     self.modules[self.at].requires_grad_(op.trainable)
+            case Quantize():
+                self._quantize(op)
             case Checkpoint():
                 self._checkpoint(op)
             case Compile():
@@ -228,6 +231,13 @@ class Worker:
             layer = self.model.get_submodule(name)
             inner = layer.named_modules()
             self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
+
+    def _quantize(self, op: Quantize) -> None:
+        from planc.runtime import quantising  # which needs bitsandbytes
+
+        for members in op.members:
+            for self.at in members.names():
+                quantising.quantise(self.modules[self.at], op, self.meshes.root.device_type)
 
     def _checkpoint(self, op: Checkpoint) -> None:
         options = recomputing(op)

@@ -24,10 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.ir import style as ir
 from planc.lowering.ops import Checkpoint, Configure, Freeze, Lowered, Parallelize, Tie
+from planc.model.facts import below
 from planc.runtime.adapters import alone, missing_peft
 from planc.runtime.apply import Worker
 from planc.runtime.arrivals import by_rank, layouts, resized, says, stated
 from planc.runtime.implicit import Implicit, redistributions
+from planc.runtime.literals import Literals
 from planc.runtime.meshes import Meshes
 from planc.runtime.numerics import FLOOR, named, relative
 from planc.runtime.outcome import LIMIT, Outcome, Part
@@ -90,7 +92,7 @@ def _ranks(count: int) -> Iterator[None]:
 
     distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
-        with LocalTensorMode(count), _Waits():
+        with LocalTensorMode(count), Literals(), _Waits():
             yield
     finally:
         distributed.destroy_process_group()
@@ -193,9 +195,15 @@ def _first_part(runs: _Runs) -> Part | None:
             continue
         if error > LIMIT and not layouts(mine.output, right.output, LIMIT):
             told = f"`{last}` before it gives a part of a sum that nothing adds up" if last else ""
-            return Part(kind="output", subject=name, error=error, line=mine.line, detail=told)
+            before = last or ""
+            return Part(
+                kind="output", subject=name, error=error, line=mine.line, detail=told, before=before
+            )
         partial = layouts(mine.output, right.output, LIMIT) == (ir.Partial(),)
-        last = name if partial and not isinstance(mine.output, DTensor) else None
+        if not partial or isinstance(mine.output, DTensor):
+            last = None
+        elif last is None or not below(last, name):  # what holds it gives what it gave
+            last = name
     return None
 
 

@@ -107,7 +107,10 @@ class Run:
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
-        """The whole weights by their first names, on rank 0 or on all; every rank calls it."""
+        """The whole weights by their first names, on rank 0 or on all; every rank calls it.
+
+        Weights in 4 bits are left out.
+        """
         return training.full_state_dict(self.model, every_rank=every_rank)
 
     # weights: planc/runtime/loading.py, saving.py
@@ -176,8 +179,8 @@ class Run:
             adapters: of a plan that has some, `merged` into the weights, or `left_out`.
 
         Raises:
-            PlanError: PL189, adapters, and not a word about them; PL497, the folder holds weights
-                already, or it could not be written.
+            PlanError: PL189, adapters, and not a word about them; PL686, weights in 4 bits; PL497,
+                the folder holds weights already, or it could not be written.
         """
         saving.export(
             self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from planc.runtime.agree import problem
 from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry, listing, reading
 from planc.runtime.pieces import Piece, Stored, fill, made, one
+from planc.runtime.quantising import pack, packed, source
 from planc.runtime.shards import (
     Order,
     adapter,
@@ -73,7 +75,8 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
     together(unlike(model, values))
     materialise(model, values, device)
     with torch.no_grad():
-        failure = _slices(model, matched) if weights == "slices" else _sent(model, matched, device)
+        read = _slices if weights == "slices" else _sent
+        failure = read(model, matched, device)
     together([problem("PL497", f"reading failed midway: {failure}")] if failure else [])
 
 
@@ -114,7 +117,11 @@ def _stored(
 
 
 def match(
-    model: nn.Module, entries: Mapping[str, Stored], findings: list[Diagnostic]
+    model: nn.Module,
+    entries: Mapping[str, Stored],
+    findings: list[Diagnostic],
+    *,
+    without: Collection[str] = (),
 ) -> dict[str, Stored]:
     """What each tensor of a model is filled from, by the first of its names.
 
@@ -122,9 +129,10 @@ def match(
         model: names are those that it had before anything was wrapped.
         entries: what the checkpoint holds; one without any adapter is of the model below them.
         findings: receives PL496, one each for what is missing, unexpected and wrongly shaped.
+        without: names that need not be there.
     """
     renamed = {name: entries[own] for own, name in _renaming(model, entries).items()}
-    tensors = held(model)
+    tensors, four = held(model), packed(model)
     out: dict[str, Stored] = {}
     missing: list[str] = []
     wrong: list[str] = []
@@ -134,11 +142,12 @@ def match(
         if not present and adapter(names[0]) and not tuned:
             continue
         if not present:
-            missing.append(names[0])
+            missing += [names[0]] if names[0] not in without else []
             continue
         out[names[0]] = renamed[present[0]]
         tensor = tensors[names[0]]
-        wrong += [text for name in present if (text := _unlike(name, tensor, renamed[name]))]
+        shape = source(four[names[0]]).shape if names[0] in four else tuple(tensor.shape)
+        wrong += [text for name in present if (text := _unlike(name, tensor, shape, renamed[name]))]
     ignored = [*_STALE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     extra = [n for n in renamed if n not in tensors and not any(re.search(i, n) for i in ignored)]
     where = next(iter(entries.values())).folder if entries else "the folder"
@@ -164,9 +173,9 @@ def keys(what: str, names: Iterable[str]) -> Diagnostic:
     )
 
 
-def _unlike(name: str, tensor: Tensor, entry: Stored) -> str | None:
-    if tuple(tensor.shape) != entry.shape:
-        return f"{name} is {list(entry.shape)}, the model's {list(tensor.shape)}"
+def _unlike(name: str, tensor: Tensor, shape: tuple[int, ...], entry: Stored) -> str | None:
+    if shape != entry.shape:
+        return f"{name} is {list(entry.shape)}, the model's {list(shape)}"
     if tensor.is_floating_point() != entry.floating:
         return f"{name} is of {entry.dtype}, the model's of {tensor.dtype}"
     return None
@@ -253,27 +262,46 @@ def materialise(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """A tensor of the model and where its values are."""
+    """A tensor of the model and where its values are.
+
+    Args:
+        layer: of a 4-bit weight, which takes whole values and keeps its bytes.
+    """
 
     tensor: Tensor
     stored: Stored | None
     order: Order | None = None
+    layer: nn.Module | None = None
+
+    @property
+    def whole(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and the dtype of all the values."""
+        if self.layer is not None:
+            own = source(self.layer)
+            return own.shape, own.dtype
+        return tuple(self.tensor.shape), self.tensor.dtype
+
+    @property
+    def bytes(self) -> int:
+        shape, dtype = self.whole
+        return int(prod(shape) * dtype.itemsize)
 
 
 def _wishes(model: nn.Module, matched: Mapping[str, Stored]) -> list[_Wish]:
     """Every distinct tensor but adapters, in an order that is the same on every rank."""
-    tensors, own = held(model), orders(model)
+    tensors, own, four = held(model), orders(model), packed(model)
     return [
-        _Wish(tensors[names[0]], matched.get(names[0]), own.get(names[0]))
-        for names in aliases(model)
-        if not adapter(names[0])
+        _Wish(tensors[n[0]], matched.get(n[0]), own.get(n[0]), four.get(n[0]))
+        for n in aliases(model)
+        if not adapter(n[0])
     ]
 
 
-def _slices(model: nn.Module, matched: Mapping[str, Stored]) -> str | None:
+def _slices(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str | None:
     """Every rank reads its own; gives what went wrong, or None."""
     files: dict[Path, list[tuple[Piece, _Wish]]] = {}
-    for wish in _wishes(model, matched):
+    wishes = _wishes(model, matched)
+    for wish in (w for w in wishes if w.layer is None):
         assert wish.stored is not None
         for piece in wish.stored.pieces:
             files.setdefault(piece.entry.file, []).append((piece, wish))
@@ -282,9 +310,24 @@ def _slices(model: nn.Module, matched: Mapping[str, Stored]) -> str | None:
             with reading(file) as opened:
                 for piece, wish in wanted:
                     fill(local(wish.tensor), opened, piece, runs(wish.tensor, wish.order))
+        for wish in wishes:
+            if wish.layer is not None:
+                _quantised(wish, device)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _quantised(wish: _Wish, device: str) -> None:
+    """One weight at a time is there in all its bits, and goes when it is packed."""
+    assert wish.layer is not None and wish.stored is not None
+    own = source(wish.layer)
+    sizes = [sum(stop - start for start, stop in some) for some in own.ranges]
+    weight = torch.empty(sizes, dtype=own.dtype)
+    for piece in wish.stored.pieces:
+        with reading(piece.entry.file) as opened:
+            fill(weight, opened, piece, own.ranges)
+    pack(wish.layer, weight, device)
 
 
 def _sent(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str | None:
@@ -292,12 +335,12 @@ def _sent(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str |
     failure: str | None = None
     wishes = _wishes(model, matched)
     # one memory for all, for a backend may hold on to what it sent for a while
-    room = torch.empty(
-        max((_bytes(w.tensor) for w in wishes), default=0), dtype=torch.uint8, device=device
-    )
-    for tensor, stored, order in ((w.tensor, w.stored, w.order) for w in wishes):
+    room = torch.empty(max((w.bytes for w in wishes), default=0), dtype=torch.uint8, device=device)
+    for wish in wishes:
+        tensor, stored = wish.tensor, wish.stored
         # in the model's dtype, not the file's, which only rank 0 knows
-        whole = room[: _bytes(tensor)].view(tensor.dtype).view(tuple(tensor.shape))
+        shape, dtype = wish.whole
+        whole = room[: wish.bytes].view(dtype).view(shape)
         if stored is not None and failure is None:
             everything = tuple(((0, size),) for size in whole.shape)
             try:
@@ -309,10 +352,9 @@ def _sent(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str |
                 failure = f"{type(error).__name__}: {error}"
         if distributed.get_world_size() > 1:
             distributed.broadcast(whole, src=0)
-        mine = take(whole, runs(tensor, order)) if isinstance(tensor, DTensor) else whole
+        if wish.layer is not None:
+            pack(wish.layer, take(whole, source(wish.layer).ranges), device)
+            continue
+        mine = take(whole, runs(tensor, wish.order)) if isinstance(tensor, DTensor) else whole
         local(tensor).copy_(mine)
     return failure
-
-
-def _bytes(tensor: Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())

@@ -17,6 +17,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.lowering.ops import Divide, Lowered
+from planc.model.inputs import Shape, part_of
 from planc.model.own import Own
 from planc.model.real import Maker
 from planc.runtime.adapters import alone
@@ -89,9 +90,7 @@ def prove(
         SingleError: the model gives no loss, no gradient, or no finite number by itself.
     """
     report("single")
-    batches = [
-        tuple(t.to(device) for t in batch(maker, lowered, seed, step)) for step in range(STEPS)
-    ]
+    batches = [moved(batch(maker, lowered, seed, step), device) for step in range(STEPS)]
     scale = scaled(lowered)
     single = alone(maker.build(seed).to(device), lowered)
     right = _train(single, batches, mean=lambda loss: loss, scale=scale)
@@ -100,8 +99,8 @@ def prove(
     model = maker.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
-    rows = rows_of(run, len(batches[0][0]))
-    mine = _train(model, [(t[rows], k[rows]) for t, k in batches], mean=_mean)
+    mine = _train(model, [own_part(run, b) for b in batches], mean=_mean)
+    rows = rows_of(run, len(right.logits))
     report("compare")
     return {
         "logits": relative(mine.logits, right.logits[rows]),
@@ -111,15 +110,21 @@ def prove(
     }
 
 
-def batch(maker: Maker | Own, lowered: Lowered, seed: int, step: int) -> tuple[torch.Tensor, ...]:
-    """Tokens and labels; the ends of the vocabulary, where special tokens are, stay out."""
-    generator = torch.Generator().manual_seed(1000 * (step + 1) + seed)
+def batch(maker: Maker | Own, lowered: Lowered, seed: int, step: int) -> dict[str, torch.Tensor]:
+    """What one step reads; the ends of the vocabulary, where special tokens are, stay out."""
     ways = lowered.axis_size(*lowered.data)
-    shape = (ways * max(1, 4 // ways), math.lcm(LENGTH, lowered.world_size))
-    high = max(9, maker.vocabulary - 8)
-    low = min(8, high - 1)
-    tokens = torch.randint(low, high, shape, generator=generator)
-    return tokens, torch.randint(low, high, shape, generator=generator)
+    rows, length = ways * max(1, 4 // ways), math.lcm(LENGTH, lowered.world_size)
+    return maker.sample(Shape(rows=rows, length=length, seed=1000 * (step + 1) + seed, ends=8))
+
+
+def moved(inputs: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """The same on a device."""
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def own_part(run: Run, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this rank reads of a batch."""
+    return part_of(inputs, run.data_rank, run.data_size)
 
 
 def scaled(lowered: Lowered) -> float:
@@ -143,7 +148,7 @@ def _mean(loss: torch.Tensor) -> torch.Tensor:
 
 def _train(
     model: nn.Module,
-    batches: list[tuple[torch.Tensor, ...]],
+    batches: list[dict[str, torch.Tensor]],
     *,
     mean: Callable[[torch.Tensor], torch.Tensor],
     scale: float = 1.0,
@@ -152,8 +157,8 @@ def _train(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
     sample, own = None, orders(model)
-    for tokens, labels in batches:
-        output = model(input_ids=tokens, labels=labels, use_cache=False)
+    for inputs in batches:
+        output = model(**inputs, use_cache=False)
         loss = getattr(output, "loss", None)
         if loss is None:
             raise SingleError("its forward gives no loss")

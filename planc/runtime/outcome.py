@@ -45,6 +45,7 @@ class Outcome:
         modules: the largest error of each module's output and own gradients, by name; None
             where the run did not get there.
         again: a module that the model's own code runs once more in the backward pass, if any.
+        unfed: why a tower of the model got no input, empty where all did.
     """
 
     verdict: str
@@ -55,6 +56,7 @@ class Outcome:
     gradient: float = 0.0
     modules: tuple[tuple[str, float | None], ...] = ()
     again: str = ""
+    unfed: str = ""
 
     @property
     def worst(self) -> float:

@@ -23,7 +23,7 @@ from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
-from planc.runtime.numerics import SingleError, batch, device_for, prove, rows_of
+from planc.runtime.numerics import SingleError, batch, device_for, moved, own_part, prove
 
 _MAKERS: dict[str, Maker | Own] = {}
 
@@ -32,7 +32,8 @@ def prepare(job: Job) -> None:
     """What all ranks have in common, done once before they part."""
     torch.set_num_threads(1)
     try:
-        _MAKERS[job.digest] = maker_of(job.config, job.code)
+        maker = _MAKERS[job.digest] = maker_of(job.config, job.code)
+        _ = maker.choice  # found out once for all
     except Exception:  # each rank tries again, and says so
         _MAKERS.clear()
 
@@ -112,11 +113,10 @@ def _locate(
     The first module whose output differs; where all outputs are right, the wrong gradient that
     backward comes to first, which is that of the module that forward came to last.
     """
-    tokens, labels = (t.to(device) for t in batch(maker, lowered, seed, 0))
+    whole_batch = moved(batch(maker, lowered, seed, 0), device)
     model = maker.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
-    rows = rows_of(run, len(tokens))
-    inputs = {"input_ids": tokens[rows], "labels": labels[rows], "use_cache": False}
+    inputs = {**own_part(run, whole_batch), "use_cache": False}
     single = alone(maker.build(seed).to(device), lowered)
     right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
     mine = outputs_of(model, taker(run, lowered), **inputs)

@@ -19,6 +19,7 @@ from planc.runtime.buffers import recompute
 from planc.runtime.files import Entry
 from planc.runtime.loading import Weights, load_files, lost, match, materialise, together, unlike
 from planc.runtime.pieces import Stored, one
+from planc.runtime.quantising import packed
 from planc.runtime.ranges import Pieces
 from planc.runtime.saving import METADATA, reason, saved
 from planc.runtime.shards import held, irregular, orders, reshard
@@ -90,14 +91,18 @@ def load_checkpoint(
         The step that was saved, None if none was.
 
     Raises:
-        PlanError: PL496, all names and shapes that don't fit; PL497, files. On every rank.
+        PlanError: PL496, all names and shapes that don't fit; PL497, files; PL687, weights in 4
+            bits. On every rank.
     """
     findings: list[Diagnostic] = []
     reshard(model)
     stored = _metadata(folder, findings)
     nested = any(_MODEL + name in stored for name in held(model))
     start = _MODEL if nested else ""
-    matched = match(model, _entries(folder, stored, start), findings) if not findings else {}
+    matched: dict[str, Stored] = {}
+    if not findings:
+        matched = match(model, _entries(folder, stored, start), findings, without=packed(model))
+        findings += _four_bits(model, matched, folder)
     values, unknown = recompute(model)
     findings += lost(unknown)
     flat = {k[len(_OPTIMIZER) :]: m for k, m in stored.items() if k.startswith(_OPTIMIZER)}
@@ -126,6 +131,18 @@ def load_checkpoint(
         optimizers.incoming(model, optimizer, loaded)
     step = target.get(_STEP)
     return int(step) if step is not None else None
+
+
+def _four_bits(model: nn.Module, matched: Mapping[str, Stored], folder: Path) -> list[Diagnostic]:
+    """PL687 over 4-bit weights that the folder holds whole, or that have no values yet."""
+    four = packed(model)
+    if found := [name for name in matched if name in four]:
+        text = f"{folder} holds {found[0]}, which the plan keeps in 4 bits"
+        return [problem("PL687", text, help="read it from a folder of safetensors")]
+    if missing := [name for name, layer in four.items() if layer.quant_state is None]:
+        text = f"{folder} holds no weights in 4 bits, and {missing[0]} has no values yet"
+        return [problem("PL687", text, help="call `run.load` before, on the base model's folder")]
+    return []
 
 
 def _metadata(folder: Path, findings: list[Diagnostic]) -> Mapping[str, Any]:

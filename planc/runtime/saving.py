@@ -21,6 +21,7 @@ from planc.runtime.agree import problem
 from planc.runtime.files import INDEX, SINGLE
 from planc.runtime.loading import together
 from planc.runtime.optimizers import moved, outgoing
+from planc.runtime.quantising import packed
 from planc.runtime.ranges import Pieces
 from planc.runtime.shards import Order, adapter, aliases, held, irregular, orders, reshard, whole
 from planc.runtime.tuned import Tuned, change, unmerged
@@ -34,7 +35,8 @@ def save(
     """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
 
     It is written beside the folder and renamed when it is whole: whatever dies meanwhile, the last
-    good one can be loaded. Every rank calls it, and all see the folder.
+    good one can be loaded. Every rank calls it, and all see the folder. Weights in 4 bits are left
+    out: they never change, and the files that they were made of hold more of them.
 
     Args:
         model: with a plan applied.
@@ -48,9 +50,10 @@ def save(
     new, old = _beside(folder)
     together(_first(lambda: _clear(folder, new)))
     reshard(model)
-    tensors, own = held(model), orders(model)
+    tensors, own, four = held(model), orders(model), packed(model)
+    names = [n[0] for n in aliases(model) if n[0] not in four]
     state: dict[str, Any] = {
-        "model": {n[0]: _storable(tensors[n[0]].detach(), own.get(n[0])) for n in aliases(model)}
+        "model": {n: _storable(tensors[n].detach(), own.get(n)) for n in names}
     }
     if optimizer is not None:
         flat = outgoing(model, optimizer)
@@ -164,7 +167,8 @@ def export(
 
     Raises:
         PlanError: PL189, adapters, and not a word about them, or tied weights that they would
-            part; PL497, the folder holds weights already, or writing failed. On every rank.
+            part; PL686, weights in 4 bits; PL497, the folder holds weights already, or writing
+            failed. On every rank.
     """
     together(unmerged(model, adapters))
     together(_first(lambda: _empty(folder)))

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.quantising import packed
 from planc.runtime.shards import groups, local, orders, plain, reshard, split, units, whole
 
 
@@ -169,15 +170,16 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         every_rank: whether all ranks get it; otherwise rank 0 alone, and the others an empty one.
 
     Returns:
-        Names as the model had them before anything was wrapped, tied ones under each name.
+        Names as the model had them before anything was wrapped, tied ones under each name; of
+        weights in 4 bits none, whose bytes mean nothing without their scales.
     """
     reshard(model)
     keep = every_rank or distributed.get_rank() == 0
     out: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
-    own = orders(model)
+    own, four = orders(model), packed(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or plain(name) in four:
             continue
         if id(tensor) not in done:
             full = whole(tensor, own.get(plain(name)))

@@ -20,6 +20,7 @@ from planc.runtime.agree import problem
 from planc.runtime.files import Entry, headers, reading
 from planc.runtime.loading import together
 from planc.runtime.pieces import fill, one
+from planc.runtime.quantising import packed
 from planc.runtime.shards import (
     adapter,
     aliases,
@@ -201,7 +202,12 @@ def _unlike(
 
 
 def unmerged(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
-    """PL189 over an export that does not say what becomes of adapters, or that can't merge them."""
+    """PL189 over an export that does not say what becomes of adapters, or that can't merge them;
+    PL686 over weights in 4 bits."""
+    if four := next(iter(packed(model)), None):
+        told = f"{four} is in 4 bits, which no export gives back what it was"
+        how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
+        return [problem("PL686", told, help=how_to)]
     own = layers(model)
     if not own or how == "left_out":
         return []

@@ -24,7 +24,7 @@ _REMAT: Any = remat  # without types, as the scripts that carry it are
 def arrive(model: nn.Module, op: Load) -> None:
     """The types that parameters are kept in, before anything is made of them."""
     if op.dtype is not None:
-        _ARRIVAL.keep_in(model, _dtype(op.dtype))
+        _ARRIVAL.keep_in(model, _dtype(op.dtype), op.pattern)
 
 
 def keywords(op: FullyShard, meshes: Meshes, modules: Mapping[str, nn.Module]) -> dict[str, Any]:

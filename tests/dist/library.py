@@ -81,7 +81,7 @@ def row(pool, model, plan, always):
         for result in pool.run("numerics.compare", model=model, plan=plan, overrides=overrides):
             worst = max(worst, result["logits"], result["loss"], result["gradient"])
     low = lowered(model, plan, runs[0])
-    sequence = "option" if not always else ("none" if plan in ("opt", "llama4", "gemma4", "bert", "gemma3_vision") else "always")
+    sequence = "option" if not always else ("none" if plan in ("opt", "llama4", "gemma4", "bert", "gemma3_vision", "qwen3_vl", "qwen2_5_vl") else "always")
     family = numerics.MODELS[model]["model_type"]
     kind = model.partition("-")[2]
     name = f"{family} ({kind})" if kind else family

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainingjobs import mine
 
 import planc
-from planc.runtime import shards
+from planc.runtime import shards, slices
 from planc.runtime.loading import load_files
 
 
@@ -232,7 +232,7 @@ def everywhere():
             assert torch.equal(rebuilt, part.to_local()), (sizes, rows)
             assert torch.equal(shards.take(full, shards.runs(part)), part.to_local())
             assert torch.equal(shards.whole(part), full), (sizes, rows)
-            assert torch.equal(shards._summed(part), full), (sizes, rows)
+            assert torch.equal(slices.added_up(part), full), (sizes, rows)
             checked += 1
     return checked
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.lowering.ops import Draw, Parallelize
-from planc.model.real import taught
+from planc.model.inputs import part_of
+from planc.model.real import Maker, taught
 from planc.runtime.shards import ordered, orders
 
 LENGTH, BATCH = 16, 4
@@ -92,17 +93,7 @@ def sample(config):
         return {"input_ids": tokens, "labels": labels[:, 0] % config.num_labels}
     if not hasattr(config, "vision_config") or config.model_type == "diffusion_gemma":
         return {"input_ids": tokens, "labels": labels}
-    vision = config.vision_config
-    image = config.image_token_index
-    tokens[tokens == image] = 1
-    tokens[:, 2 : 2 + config.mm_tokens_per_image] = image
-    shape = (BATCH, vision.num_channels, vision.image_size, vision.image_size)
-    return {
-        "input_ids": tokens,
-        "labels": labels,
-        "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(4)),
-        "token_type_ids": (tokens == image).long(),
-    }
+    return Maker(config.to_dict()).sample()
 
 
 def whole(tensor):
@@ -156,7 +147,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
-    output = parallel(**{name: value[mine] for name, value in inputs.items()})
+    output = parallel(**part_of(inputs, rank, size))
     output.loss.backward()
     loss = whole(output.loss).clone()
     distributed.all_reduce(loss)  # ranks with the same data have the same loss

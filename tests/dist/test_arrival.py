@@ -47,6 +47,36 @@ def test_parameters_are_kept_in_the_dtype_of_the_plan(four, plan, tmp_path, scri
         assert (different, dtypes) == ([], ["torch.bfloat16"])
 
 
+ISLANDS = """plan i for ernie4_5_moe
+mesh {
+    dp_shard = auto
+}
+load {
+    init = meta
+    weights = slices
+    dtype = bf16
+}
+fsdp on dp_shard {
+    dtype(fp32)    : unit
+    model.layers.* : unit
+    root           : unit
+}
+"""
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_what_a_model_keeps_in_fp32_stays_there(four, tmp_path, script):
+    path = tmp_path / "i.plan"
+    path.write_text(ISLANDS)
+    folder = str(tmp_path / "w")
+    for kept, other, loss in four.run(
+        "arrivaljobs.islands", plan=str(path), folder=folder, script=script
+    ):
+        assert "model.layers.1.mlp.gate.weight" in kept
+        assert other == []
+        assert loss < 2e-2
+
+
 @pytest.mark.parametrize("script", [False, True])
 def test_tied_parameters_stay_tied(four, plan, tmp_path, script):
     path = plan("init = meta\n    weights = slices")
@@ -112,3 +142,57 @@ def test_what_the_plan_does_not_allow(four, plan, tmp_path, how):
     assert four.run(
         "arrivaljobs.refused", plan=plan("weights = rank0"), folder=str(tmp_path / "v"), how="rank0"
     ) == [[]] * 4
+
+
+# What the emitted Python does of it ---------------------------------------------------------------
+
+
+@pytest.fixture
+def extended(tmp_path):
+    def write(family, weights):
+        path = tmp_path / "e.plan"
+        load = f"load {{\n    init = meta\n    weights = {weights}\n}}\n"
+        path.write_text(
+            f'plan e for {family}\n\nextend "{family}.plan"\n\n{load}\n'
+        )
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0", "checkpoint"])
+@pytest.mark.parametrize("model", ["gpt2", "phi3", "mixtral", "llama-tied"])
+def test_the_script_puts_weights_that_are_held_rank_by_rank_in_their_place(
+    four, extended, tmp_path, model, weights
+):
+    path = extended(model.partition("-")[0], weights)
+    folder = str(tmp_path / "w")
+    for different, wrong in four.run(
+        "arrivaljobs.emitted", model=model, plan=path, folder=folder, way=weights
+    ):
+        assert different == []
+        assert wrong < 1e-4
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+def test_the_script_lists_all_that_does_not_fit(four, plan, tmp_path, weights):
+    path = plan(f"init = meta\n    weights = {weights}")
+    arguments = {"model": "llama", "plan": path, "folder": str(tmp_path / "w"), "weights": weights}
+    for told in four.run("arrivaljobs.refusing", **arguments):
+        folder = arguments["folder"]
+        assert told == (
+            f"nothing was loaded: {folder} lacks model.embed_tokens.weight, lm_head.weight; it holds "
+            "what the model does not: nobody.weight; it holds other shapes: model.norm.weight is "
+            "[63], the model's [64]; a checkpoint of another form, such as one with its experts one "
+            "by one, is for planc's Run.load"
+        )
+
+
+def test_the_script_names_and_refuses_experts_that_are_stored_one_by_one(four, plan, tmp_path):
+    path = plan("init = meta\n    weights = slices", family="mixtral")
+    for told in four.run(
+        "arrivaljobs.one_by_one", model="mixtral", plan=path, folder=str(tmp_path / "w")
+    ):
+        assert "mlp.experts.gate_up_proj" in told
+        assert "mlp.experts.*.w1.weight (" in told or "experts.*" in told
+        assert "one by one" in told and "Run.load" in told

@@ -87,7 +87,7 @@ def test_shards_over_more_ranks_than_there_are_here():
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from planc.runtime.shards import _irregular, _positions
+    from planc.runtime.slices import misplaced, positions_of
 
     wrong = 0
     for rows, shard, tp in itertools.product(range(1, 24), (2, 3, 4), (2, 3)):
@@ -96,18 +96,18 @@ def test_shards_over_more_ranks_than_there_are_here():
         for i, j in itertools.product(range(shard), range(tp)):
             outer = list(torch.tensor(inner[j]).chunk(shard)) if inner[j] else []
             right = outer[i].tolist() if i < len(outer) else []
-            assert _positions((rows,), (shard, tp), (i, j), placements) == [right]
+            assert positions_of((rows,), (shard, tp), (i, j), placements) == [right]
             told, at = _compute_local_shape_and_global_offset(
                 (rows,), (shard, tp), (i, j), placements
             )
             if told != (len(right),) or (right and at != (right[0],)):
                 wrong += 1  # torch's own idea of it, which its checkpoints follow
-                assert _irregular((rows,), (shard, tp), placements)
+                assert misplaced((rows,), (shard, tp), placements)
         if rows % (shard * tp) == 0:
-            assert not _irregular((rows,), (shard, tp), placements)
+            assert not misplaced((rows,), (shard, tp), placements)
     assert wrong > 10
     # packed halves, each split over tp: several ranges, though nothing else splits the dimension
-    assert _irregular((8,), (2,), (_StridedShard(0, split_factor=2),))
+    assert misplaced((8,), (2,), (_StridedShard(0, split_factor=2),))
 
 
 # What is refused ---------------------------------------------------------------------------------

@@ -70,6 +70,8 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("bert", "bert"),
     ("bert-classes", "bert"),
     ("gemma3-vision", "gemma3_vision"),
+    ("qwen3_vl", "qwen3_vl"),
+    ("qwen2_5_vl", "qwen2_5_vl"),
 ]
 ALSO = [  # families that share a plan, and settings of a family that a plan decides by: two ways
     ("gemma", "llama"),

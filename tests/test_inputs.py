@@ -1,0 +1,182 @@
+"""Samples for models that take more than text reach the towers, and layout flow judges them."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from planc.diagnostic import Sink
+from planc.driver import compile_plan
+from planc.model.blocks import sorts
+from planc.model.inputs import Choice, part_of
+from planc.model.load import of_values
+from planc.model.real import Maker
+from planc.model.shrink import shrink
+from planc.proof.flow import flow
+from planc.share import PLANS
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+FAMILIES = {
+    # model type: (class, changes to transformers' defaults, the kinds that win, tokens of a row)
+    "llava": ("LlavaForConditionalGeneration", {}, ["images"], 16),
+    "llava_next": ("LlavaNextForConditionalGeneration", {}, ["crops"], 52),
+    "mistral3": ("Mistral3ForConditionalGeneration", {}, ["sized images"], 4),
+    "idefics3": ("Idefics3ForConditionalGeneration", {}, ["lists of images"], 4),
+    "mllama": ("MllamaForConditionalGeneration", {}, ["tiles"], 0),
+    "lfm2_vl": ("Lfm2VlForConditionalGeneration", {}, ["shapes"], 4),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {"text_config": {"rope_parameters": MROPE}, "vision_config": {"hidden_size": 8192}},
+        ["grids"],
+        4,
+    ),
+    "whisper": ("WhisperForConditionalGeneration", {}, ["spectrum"], 0),
+}
+
+
+def small(family):
+    """What builds the small model of a family, from transformers' defaults."""
+    from transformers import AutoConfig
+
+    name, changes, *_ = FAMILIES[family]
+    values = json.loads(json.dumps(AutoConfig.for_model(family).to_dict(), default=str))
+    for part, fields in changes.items():
+        values[part] |= fields
+    values["architectures"] = [name]
+    facts = of_values(values, family, Sink())
+    less = shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts))
+    return Maker({**json.loads(json.dumps(less, default=str)), "architectures": [name]})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_reaches_the_towers(family):
+    *_, kinds, tokens = FAMILIES[family]
+    maker = small(family)
+    choice = maker.choice
+    assert ([c.kind.name for c in choice.chosen], choice.missing) == (kinds, "")
+    assert choice.tokens == tokens
+    sample, model = maker.sample(), maker.build(0)
+    model(**sample).loss.backward()
+    names = [n for n, p in model.named_parameters() if p.grad is not None]
+    assert any("vis" in n or "encoder" in n for n in names)
+    assert sum(p.grad is not None for p in model.parameters()) > 0.7 * len(list(model.parameters()))
+    if tokens:
+        stand = sample["input_ids"] == choice.chosen[0].token
+        assert stand.sum(1).tolist() == [tokens] * 4
+
+
+def test_a_model_of_text_alone_is_not_run_to_find_out():
+    maker = Maker(
+        {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "vocab_size": 128,
+            "intermediate_size": 64,
+        }
+    )
+    maker.build = None  # whoever builds it fails
+    assert maker.choice == Choice()
+    assert {n: list(v.shape) for n, v in maker.sample().items()} == {
+        "input_ids": [4, 16],
+        "labels": [4, 16],
+    }
+
+
+def test_a_rank_reads_its_rows_of_every_input():
+    inputs = {"input_ids": torch.arange(4), "pixel_values": torch.arange(16)}
+    parts = [part_of(inputs, rank, 2) for rank in range(2)]
+    assert [p["input_ids"].tolist() for p in parts] == [[0, 1], [2, 3]]
+    assert torch.equal(torch.cat([p["pixel_values"] for p in parts]), inputs["pixel_values"])
+
+
+# Layout flow -------------------------------------------------------------------------------------
+
+SHIPPED = [
+    ("gemma-3-4b", "gemma3_vision", "model.vision_tower.encoder.layers[0:27]"),
+    ("qwen3-vl-8b", "qwen3_vl", "model.visual.blocks[0:27]"),
+    ("qwen2.5-vl-7b", "qwen2_5_vl", "model.visual.blocks[0:32]"),
+]
+
+
+def judged(model, plan, settings=("tp=2",)):
+    sink = Sink()
+    compiled = compile_plan(model, str(plan), sink, world_size=8, settings=settings)
+    assert compiled.lowered is not None, [d.message for d in sink]
+    found = Sink()
+    return flow(compiled, str(plan), settings, found), list(found)
+
+
+@pytest.mark.parametrize(("model", "plan", "tower"), SHIPPED)
+def test_shipped_plans_are_proved_with_their_towers(model, plan, tower):
+    verdict, findings = judged(model, plan)
+    assert (verdict.verdict, findings) == ("proved", [])
+    [kind] = [k for k in verdict.kinds if k.modules == tower]
+    assert kind.verdict == "proved" and 0 < kind.error < 1e-5
+
+
+MUTANTS = [
+    # (plan, what is replaced, by what, code, what is in the line that is marked)
+    ("gemma3_vision", "self_attn.out_proj : rowwise", "", "PL503", "{q,k,v}_proj"),
+    ("gemma3_vision", "mlp.fc2 : rowwise", "", "PL503", "mlp.fc1"),
+    (
+        "gemma3_vision",
+        "self_attn.out_proj : rowwise",
+        "self_attn.out_proj : rowwise(-> partial)",
+        "PL501",
+        "self_attn.out_proj",
+    ),
+    (
+        "gemma3_vision",
+        "mlp.fc1 : colwise",
+        "layer_norm1 : sequence\n        mlp.fc1 : colwise",
+        "PL505",
+        "{q,k,v}_proj",
+    ),
+    ("qwen3_vl", "attn.qkv : colwise(-> replicate)", "attn.qkv : colwise", "PL503", "attn."),
+    (
+        "qwen3_vl",
+        "mlp.linear_fc2 : rowwise",
+        "mlp.linear_fc2 : rowwise(-> partial)",
+        "PL501",
+        "mlp.linear_fc2",
+    ),
+]
+MODELS = {"gemma3_vision": "gemma-3-4b", "qwen3_vl": "qwen3-vl-8b"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
+def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, mutant):
+    plan, old, new, code, line = mutant
+    text = re.sub(" +:", " :", (PLANS / f"{plan}.plan").read_text())
+    text = text.replace('extend "llama.plan"', f'extend "{PLANS / "llama.plan"}"')
+    at = text.index(old, text.index("tensor on tp {\n    $tower"))
+    path = tmp_path / "mutant.plan"
+    path.write_text(text[:at] + new + text[at + len(old) :])
+    verdict, findings = judged(MODELS[plan], path)
+    assert verdict.verdict == "refuted", findings
+    [found] = [d for d in findings if d.code == code]
+    marked = [x.span.text for x in found.labels if x.span.source.name == str(path)]
+    assert any(line in text for text in marked), marked
+
+
+def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monkeypatch):
+    """With no recipe that fits, the tower's rules are unknown, as are those of its projector."""
+    from planc.model import inputs
+    from planc.proof import flow as module
+
+    monkeypatch.setattr(
+        inputs,
+        "KINDS",
+        [k for k in inputs.KINDS if k.name == "tiles"]
+        + [k for k in inputs.KINDS if k.name == "lists of images"],
+    )
+    monkeypatch.setattr(module, "_FORMAT", "test")
+    verdict, findings = judged("gemma-3-4b", "gemma3_vision")
+    assert verdict.verdict == "unknown"
+    [kind] = verdict.unsettled
+    assert kind.modules == "model.vision_tower.encoder.layers[0:27]"
+    assert "no input was found for its images: tried lists of images (" in kind.reason
+    assert [d.code for d in findings] == ["PL504"]
