@@ -26,12 +26,14 @@ class Holding:
         unit: who shards them, None where no unit does.
         parameter: as the model has it.
         local: its shape after tensor parallelism, on the rank that holds most.
+        count: how many of the modules have one of their own, and not another's by a second name.
     """
 
     modules: Modules
     unit: Unit | None
     parameter: Parameter
     local: tuple[int, ...]
+    count: int
 
     def sharded(self, ranks: int) -> int:
         """Bytes at rest when FSDP splits a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
@@ -52,18 +54,19 @@ class Holdings:
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan = plan
         rules = [r for r in tensor if not isinstance(r.style, Input | Output)]
-        tied = {name for group in facts.ties for name in group[1:]}
+        tied = _Tied(facts)
         self.all = [
             Holding(
                 modules=part,
                 unit=own.unit,
                 parameter=replace(parameter, dtype=plan.dtype(parameter)),
                 local=local,
+                count=count,
             )
             for own in owned(plan, facts)
             for part, rule in _ruled(own.modules, rules)
             for parameter in part.module.parameters
-            if not _again(part, parameter, tied)
+            if (count := tied.own(part, parameter))
             for local in [_local(part, parameter, rule, plan)]
         ]
 
@@ -78,13 +81,13 @@ class Holdings:
         param = precision.param if precision else None
         own = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
-        rest = sum(len(h.modules) * h.sharded(self.ranks(unit)) for h in own)
-        return rest // calls, sum(len(h.modules) * h.whole(param) for h in own) // calls
+        rest = sum(h.count * h.sharded(self.ranks(unit)) for h in own)
+        return rest // calls, sum(h.count * h.whole(param) for h in own) // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
         return sum(
-            len(h.modules) * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h.unit)))
+            h.count * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h.unit)))
             for h in self.all
         )
 
@@ -116,11 +119,25 @@ def local_shape(parameter: Parameter, rule: TensorRule | None, plan: Plan) -> tu
     return tuple(local)
 
 
-def _again(modules: Modules, parameter: Parameter, tied: set[str]) -> bool:
-    """Whether a parameter is another's second name."""
-    if len(modules) > 1 or not tied:
-        return False
-    return ".".join(filter(None, [next(modules.names()), parameter.name])) in tied
+class _Tied:
+    """Which parameters are another's by a second name.
+
+    Modules are gone through one by one only where some of their like are tied.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.names = {name for group in facts.ties for name in group[1:]}
+        self.keys = {
+            tuple("[]" if part.isdecimal() else part for part in name.split("."))
+            for name in self.names
+        }
+
+    def own(self, modules: Modules, parameter: Parameter) -> int:
+        """How many of the modules have a parameter of their own."""
+        if (*modules.key, parameter.name) not in self.keys:
+            return len(modules)
+        full = (".".join(filter(None, [name, parameter.name])) for name in modules.names())
+        return sum(name not in self.names for name in full)
 
 
 def _ruled(
