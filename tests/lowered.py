@@ -22,16 +22,17 @@ from planc.ir.style import (
     Sequence,
     Shard,
 )
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Checkpoint,
     Compile,
     Configure,
     Divide,
-    Draw,
     Freeze,
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     MeshAxis,
     Parallelize,
     Prefetch,
@@ -324,6 +325,24 @@ any_op = st.one_of(
         place=places,
     ),
     st.builds(Compile, modules=paths, fullgraph=st.booleans(), place=places),
+    st.builds(
+        MegatronShard,
+        members=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),
+        classes=st.sampled_from([("A",), ("A", "B")]),
+        shard=st.just(("dp_shard",)),
+        replicate=st.sampled_from([(), ("ep",)]),
+        strategy=st.sampled_from(["optim", "optim_grads_params"]),
+        outer=st.sampled_from(["no_shard", "optim"]),
+        main_params=dtypes,
+        main_grads=dtypes,
+        grad_comm=dtypes,
+        summed=st.booleans(),
+        experts=st.booleans(),
+        options=st.sampled_from([(), (("nccl_ub", True), ("overlap_grad_reduce", False))]),
+        nbytes=counts,
+        gathered=counts,
+        place=places,
+    ),
     units(),
 )
 

@@ -161,8 +161,8 @@ def test_all_that_is_wrong_is_said_with_its_place():
         "x.json, at ops[5]: axis is missing",
         "x.json, at ops[20].reshard: null is not of type boolean or integer",
         'x.json, at ops[21].op: "explode" is not "configure", "load", "adapt", "parallelize", '
-        '"tie", "freeze", "quantize", "checkpoint", "compile", "fully_shard", "divide", '
-        '"prefetch" or "draw"',
+        '"tie", "freeze", "quantize", "checkpoint", "compile", "fully_shard", '
+        '"megatron_shard", "divide", "prefetch" or "draw"',
         "x.json, at ops[22]: 3 is not of type object",
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planc.checks.table import active, ranks, split_dim
 from planc.diagnostic import Sink
 from planc.ir.derive import styles
+from planc.ir.owners import owned
 from planc.ir.plan import Plan
 from planc.model.facts import Facts, Modules
 
@@ -15,9 +16,10 @@ def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
     if not rules or "tensor" in plan.broken:
         return
     whole: list[tuple[int, str]] = []
+    shared = _shared(rules[0].axis, plan, facts)
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
-            left: list[Modules] = [modules]
+            left: list[Modules] = list(modules.outside(shared))
             for rule in rules:
                 if split_dim(rule, parameter) is not None:
                     left = [rest for part in left for rest in part.minus(rule.modules)]
@@ -35,6 +37,15 @@ def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
         f"{ranks(plan, rules[0])}",
         facts=[f"the largest: {names}"],
     )
+
+
+def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
+    """What FSDP splits over the tensor axis."""
+    section = plan.fsdp
+    if section is None or not any(section.beyond(u) for u in section.units):
+        return []
+    own = ((o.modules, o.unit) for o in owned(plan, facts))
+    return [m for m, unit in own if unit and axis in section.axes(unit)[0]]
 
 
 def _percent(share: float) -> str:

@@ -13,7 +13,7 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
 
     Source: `FSDPParamGroup._init_mp_dtypes` in torch, which raises in the first forward.
     """
-    if plan.fsdp is None:
+    if plan.fsdp is None or plan.fsdp.megatron is not None:  # that has a buffer for each dtype
         return
     found: dict[int, dict[str, tuple[str, bool]]] = {}
     origins: dict[int, Unit] = {}

@@ -11,7 +11,15 @@ from functools import cache
 from pathlib import Path
 
 _RUNTIME = Path(__file__).resolve().parent.parent / "runtime"
-_FILES = ("parts.py", "remat.py", "slices.py", "arrival.py", "fourbit.py", "drawing.py")
+_FILES = (
+    "parts.py",
+    "remat.py",
+    "slices.py",
+    "arrival.py",
+    "fourbit.py",
+    "megatron.py",
+    "drawing.py",
+)
 
 
 def carried(body: str) -> list[str]:

@@ -197,6 +197,10 @@ def _whole(change: Change) -> str:
             return "full graph" if parts["fullgraph"] else ""
         case "fsdp":
             return ", ".join(_unit(parts))
+        case "megatron":
+            return f"{parts['strategy']}, over {_listed(parts['shard'])}"
+        case "megatron unit":
+            return ""
     over = "" if change.reason else f" on {change.over}"  # a reason names the axis
     return ", ".join([f"{parts['style']}{over}", *_locals(change.parts)])
 
@@ -214,6 +218,10 @@ def _locals(parts: Sequence[Part]) -> Iterator[str]:
         if part.name.endswith(".local"):
             value = part.new if part.old is None else part.old
             yield f"{_title(part)} {_value(part, value, 'tensor')}"
+
+
+def _listed(value: Value) -> str:
+    return " * ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _unit(parts: dict[str, Value]) -> Iterator[str]:

@@ -135,7 +135,7 @@ def imports(body: str, own: Iterable[str] = ()) -> str:
         some = ", ".join(n for n in those if n in used_names)
         lines += [f"from {module} import {some}"] if some else []
     lines += [""] if lines else []
-    plain = {*own, *(["torch"] if "torch" in used_names else [])}
+    plain = {*own, *(used_names & {"torch", "megatron_fsdp"})}
     lines += [f"import {name}" for name in sorted(plain)]
     found: dict[str, list[str]] = {}
     for module, names in _IMPORTS:

@@ -12,12 +12,13 @@ from itertools import groupby
 from textwrap import dedent, fill
 from typing import assert_never
 
-from planc.emit import remat
+from planc.emit import megatron, remat
 from planc.emit.carried import carried
 from planc.emit.loads import filled, prepared
 from planc.emit.python import WIDTH, Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
@@ -25,11 +26,11 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
-    Draw,
     Freeze,
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
@@ -69,6 +70,7 @@ _CHECKPOINT = _Stage("checkpoint", "Computes activations again in backward, to s
 _COMPILE = _Stage("compile_blocks", "Compiles the blocks, each by itself.")
 _SHARD = _Stage("shard", "Shards parameters, gradients and optimizer state.", True)
 _REPLICATE = _Stage("copies", "Averages the gradients of whole copies.", True)
+_MEGATRON = _Stage("shard", "Hands the whole model to Megatron-FSDP.", True)
 _DIVIDE = _Stage("divide", "Sets what summed gradients are divided by.", True)
 _DRAW = _Stage("draw", "Lets ranks that work on the same activations draw alike.", True)
 _PREFETCH = _Stage("prefetch", "Gathers the parameters of the next blocks ahead of time.")
@@ -124,6 +126,8 @@ def _stage(op: AnyOp) -> _Stage:
             return _COMPILE
         case FullyShard():
             return _SHARD if op.shard else _REPLICATE
+        case MegatronShard():
+            return _MEGATRON
         case Divide():
             return _DIVIDE
         case Prefetch():
@@ -164,8 +168,10 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 loop = loop_over(op.modules, lowered.layers)
                 how = "fullgraph=True" if op.fullgraph else ""
                 yield from looped(loop.head, f"{loop.item}.compile({how})", op.place)
+            case MegatronShard():
+                yield from megatron.shard(op, lowered)
             case Divide():
-                yield from divide(op)
+                yield from divide(op, lowered)
             case Prefetch():
                 yield from prefetch(op)
             case Draw():
@@ -230,6 +236,8 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
         needed = "torch and peft alone"
     if any(isinstance(op, Quantize) for op in lowered.ops):
         needed = "torch, peft and bitsandbytes alone"
+    if any(isinstance(op, MegatronShard) for op in lowered.ops):
+        needed = f"CUDA, megatron_fsdp{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:
         needed = needed.replace("alone", "and the styles of the plan's own")
     told = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."

@@ -144,8 +144,14 @@ def _offload(op: FullyShard) -> tuple[str, str]:
 # What is set on units ----------------------------------------------------------------------------
 
 
-def divide(op: Divide) -> Lines:
+def divide(op: Divide, lowered: Lowered) -> Lines:
     """Gloo has no reduction that scales first, so on the CPU units sum and then divide."""
+    for members in op.units:
+        loop = loop_over(members, lowered.layers)
+        call = f"{loop.item}.set_gradient_divide_factor({op.factor})"
+        yield from looped(loop.head, call, op.place)
+    if op.units:
+        return
     yield from lay("for unit in model.modules():", IN, note=remark(op.place))
     yield f"{IN}    if isinstance(unit, FSDPModule):"
     yield f"{IN}        unit.set_gradient_divide_factor({op.factor})"

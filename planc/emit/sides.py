@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from planc.emit import words
 from planc.ir import style as ir
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
@@ -14,11 +15,11 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
-    Draw,
     Freeze,
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
@@ -46,6 +47,7 @@ KINDS = (
     "checkpoint",
     "compile",
     "fsdp",
+    "megatron",
     "divide",
     "prefetch",
     "random",
@@ -145,23 +147,29 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             full: Facts = (("fullgraph", op.fullgraph),)
             yield Entry(kind="compile", modules=op.modules, facts=full, place=op.place)
         case Load():
-            way: Facts = (("weights", op.weights), ("dtype", op.dtype))
-            way = ((("meta", True),) if op.meta else ()) + way
-            way += (("fp32", tuple(words.islands(op))),) if op.fp32 else ()
-            yield Entry(kind="load", facts=way, place=op.place)
+            yield _load(op)
         case Freeze():
             state: Facts = (("trainable", op.trainable),)
             yield Entry(kind="training", modules=op.modules, facts=state, place=op.place)
-        case FullyShard():
-            yield from _unit(op, common)
+        case FullyShard() | MegatronShard():
+            yield from _unit(op, common) if isinstance(op, FullyShard) else _megatron(op)
         case Divide():
-            yield Entry(kind="divide", facts=(("factor", op.factor),), place=op.place)
+            factor: Facts = (("factor", op.factor),)
+            for some in op.units or (None,):
+                yield Entry(kind="divide", modules=some, facts=factor, place=op.place)
         case Draw():
             yield Entry(kind="random", label=op.axis, facts=(("fields", op.fields),))
         case Prefetch():
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:
                 yield Entry(kind="prefetch", modules=modules, facts=depth, place=op.place)
+
+
+def _load(op: Load) -> Entry:
+    way: Facts = (("weights", op.weights), ("dtype", op.dtype))
+    way = ((("meta", True),) if op.meta else ()) + way
+    way += (("fp32", tuple(words.islands(op))),) if op.fp32 else ()
+    return Entry(kind="load", facts=way, place=op.place)
 
 
 def _checkpoint(op: Checkpoint) -> Entry:
@@ -211,6 +219,20 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
     group = words.unit(op) if op.group else None
     for members in op.members:
         yield replace(entry, modules=members, facts=(("group", group), *facts))
+
+
+_MEGATRON = (
+    *("shard", "replicate", "strategy", "outer", "main_params", "main_grads", "grad_comm"),
+    *("summed", "experts", "nbytes", "gathered"),
+)
+
+
+def _megatron(op: MegatronShard) -> Iterator[Entry]:
+    """The call by itself, and its units."""
+    facts: Facts = tuple((name, getattr(op, name)) for name in _MEGATRON)
+    yield Entry(kind="megatron", facts=(*facts, *op.options), place=op.place)
+    for members in op.members:
+        yield Entry(kind="megatron unit", modules=members, place=op.place)
 
 
 def _more(op: FullyShard) -> Facts:

@@ -12,19 +12,19 @@ from itertools import takewhile
 
 from planc.emit import words
 from planc.ir.style import style_name
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     FORMAT_VERSION,
     Adapt,
-    AnyOp,
     Checkpoint,
     Compile,
     Configure,
     Divide,
-    Draw,
     Freeze,
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
@@ -75,22 +75,23 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         note = "  as one graph, or fail" if full else ""
         yield from _listed("compile", [str(op.modules) for op in own], note)
     yield from _fsdp(lowered)
-    for op in lowered.ops:
-        yield from _setting(op)
+    yield from _settings(lowered)
     if not lowered.ops:
         yield _head("nothing", "to do: the model stays as it is")
     yield _head("per rank", _total(lowered))
 
 
-def _setting(op: AnyOp) -> Iterator[str]:
-    """What is set once all else is done."""
-    if isinstance(op, Divide):
-        yield _head("divide", f"gradients are summed, then divided by {op.factor:,}")
-    if isinstance(op, Prefetch):
-        yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
-    if isinstance(op, Draw):
-        told = f"drawn alike on all ranks of {op.axis}, from the first one's state"
-        yield _head("random", f"{told}: {', '.join(op.fields)}" if op.fields else told)
+def _settings(lowered: Lowered) -> Iterator[str]:
+    """What is set on units, once they are."""
+    for op in lowered.ops:
+        if isinstance(op, Divide):
+            some = f", of {', '.join(map(str, op.units))}" if op.units else ""
+            yield _head("divide", f"gradients are summed, then divided by {op.factor:,}{some}")
+        if isinstance(op, Prefetch):
+            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
+        if isinstance(op, Draw):
+            told = f"drawn alike on all ranks of {op.axis}, from the first one's state"
+            yield _head("random", f"{told}: {', '.join(op.fields)}" if op.fields else told)
 
 
 def _ties(ops: list[Tie]) -> Iterator[str]:
@@ -215,6 +216,9 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
     """The units in the order of their calls, with a new head where the axes change."""
     ops = [op for op in lowered.ops if isinstance(op, FullyShard)]
     start = 0
+    for call in lowered.ops:
+        if isinstance(call, MegatronShard):
+            yield from _megatron(call, lowered)
     for i, op in enumerate(ops):
         following = ops[i + 1] if i + 1 < len(ops) else None
         if following and _together(following, op):
@@ -227,6 +231,20 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
         start = i + 1
     ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
     yield from _listed("ignored", list(ignored), "  whole on every rank, in no unit")
+
+
+def _megatron(op: MegatronShard, lowered: Lowered) -> Iterator[str]:
+    """The one call of Megatron-FSDP: its units, and what becomes of the rest."""
+    yield _head("megatron", words.megatron(op, lowered))
+    count = sum(len(m) for m in op.members)
+    kept = ": gathered once, and kept" if op.strategy == "optim_grads_params" else ""
+    numbers = f"{count} units of {' and '.join(op.classes)}, at most {words.size(op.gathered)}"
+    yield from words.table(
+        [
+            (", ".join(words.together(map(str, op.members))), f"{numbers} gathered"),
+            ("the rest", f"in no unit{kept}"),
+        ]
+    )
 
 
 def _together(one: FullyShard, two: FullyShard) -> bool:

@@ -29,10 +29,12 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
     Tie,
+    units_of,
 )
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 
@@ -73,6 +75,8 @@ class _Question:
         self.texts = _texts(plan) if plan else {}
         self.name = next(at.names())
         self.full = _joined(self.name, parameter.name) if parameter else self.name
+        self.owner = {id(u): op for op in lowered.ops for u in units_of(op)}
+        self.units = [u for op in lowered.ops for u in units_of(op)]
         self.shard = self._unit()
         around = (m for m in (self.shard.ignored if self.shard else ()) if at.inside(m))
         self.ignored = max(around, key=lambda m: len(m.path), default=None)
@@ -100,7 +104,7 @@ class _Question:
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
-            if self.shard and not self.ignored
+            if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=self.training,
             ties=tuple(self._ties()),
@@ -121,7 +125,7 @@ class _Question:
             target=target or "root",
             place=place,
             text=self.texts.get(place, ""),
-            op=next(i for i, other in enumerate(self.lowered.ops) if other is op),
+            op=next(i for i, o in enumerate(self.lowered.ops) if o is self.owner.get(id(op), op)),
         )
 
     def _tensor(self, op: Parallelize) -> Reason:
@@ -173,8 +177,7 @@ class _Question:
 
     def _unit(self) -> FullyShard | None:
         """The innermost unit around the module."""
-        units = [op for op in self.lowered.ops if isinstance(op, FullyShard)]
-        around = [(len(m.path), u) for u in units for m in u.members if self.at.inside(m)]
+        around = [(len(m.path), u) for u in self.units for m in u.members if self.at.inside(m)]
         return max(around, key=lambda pair: pair[0])[1] if around else None
 
     def _units(self) -> Iterator[Reason]:
@@ -187,8 +190,8 @@ class _Question:
         elif op:
             yield self._sharded(op)
             yield from self._settings(op)
-        for other in self.lowered.ops if self.parameter is None else ():
-            if isinstance(other, FullyShard) and other is not op:
+        for other in self.units if self.parameter is None else ():
+            if other is not op:
                 both = next(filter(None, (m.inside(self.at) for m in other.members)), None)
                 if both is not None:
                     target = words.unit(other) if other.group else str(both)
@@ -199,16 +202,26 @@ class _Question:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
         target = words.unit(op) if op.group else self._part(len(member.path))
         parts = [words.spread(op, self.lowered), words.along(op), words.reshard(op.reshard)]
+        if isinstance(call := self.owner[id(op)], MegatronShard):
+            parts = [f"Megatron-FSDP, {words.megatron(call, self.lowered)}", *parts[2:]]
         return self._reason(", ".join(filter(None, parts)) + words.offload(op), target, op)
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
+        if isinstance(self.owner[id(op)], MegatronShard):
+            return
         target = self._sharded(op).target
         yield self._reason(words.precision(op), target, op, self._line_of_precision(op))
         for other in self.lowered.ops:
-            if isinstance(other, Divide):
+            if isinstance(other, Divide) and other is self._divide(op):
                 yield self._reason(f"gradients are divided by {other.factor}", target, other)
             elif isinstance(other, Prefetch) and any(self.at.inside(m) for m in other.units):
                 yield self._reason(f"gathers {words.ahead(other)}", target, other)
+
+    def _divide(self, op: FullyShard) -> Divide | None:
+        """The last that speaks of a unit, which is the one that holds."""
+        own = [o for o in self.lowered.ops if isinstance(o, Divide)]
+        own = [o for o in own if not o.units or o.units == op.members]
+        return own[-1] if own else None
 
     def _line_of_precision(self, op: FullyShard) -> str:
         section = self.plan.fsdp if self.plan else None
@@ -252,7 +265,7 @@ class _Question:
                 return "no rule: its activations are kept for backward"
             case "compile":
                 return "no rule: it runs as written"
-        if any(isinstance(op, FullyShard) for op in self.lowered.ops):
+        if self.units:
             return "no unit is around it: whole on every rank, and its gradient is not averaged"
         return "no section: whole on every rank"
 

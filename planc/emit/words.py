@@ -12,6 +12,7 @@ from planc.lowering.ops import (
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Prefetch,
     Quantize,
     Shape,
@@ -101,6 +102,19 @@ def spread(op: FullyShard, lowered: Lowered) -> str:
         return f"on {axes(op.replicate, lowered)}"
     text = f"on {axes(op.shard, lowered)}"
     return text + (f", replicated over {axes(op.replicate, lowered)}" if op.replicate else "")
+
+
+def megatron(op: MegatronShard, lowered: Lowered) -> str:
+    """The axes, the strategy and the types of a model that Megatron-FSDP shards."""
+    parts = [f"on {axes(op.shard, lowered)}"]
+    if op.replicate:
+        outer = f", {op.outer}" if op.outer != "no_shard" else ""
+        parts.append(f"replicated over {axes(op.replicate, lowered)}{outer}")
+    parts.append(op.strategy)
+    kinds = (("optimizer", op.main_params), ("gradients", op.main_grads), ("sent", op.grad_comm))
+    parts += [f"{name} {dtype(value)}" for name, value in kinds if value]
+    parts += ["gradients summed"] if op.summed else []
+    return ", ".join((*parts, *(f"{n} = {str(v).lower()}" for n, v in op.options)))
 
 
 def offload(op: FullyShard) -> str:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from planc.diagnostic import Sink, meant, one_of
 from planc.ir.adapters import adapters
+from planc.ir.derived import axes_of, expanded, known
 from planc.ir.evaluate import evaluate
 from planc.ir.fsdp import fsdp
 from planc.ir.loads import load
@@ -125,22 +126,32 @@ def _family(program: Program) -> None:
 
 def _axes(program: Program, mesh: Mesh) -> None:
     """Every `on` names an axis, and every axis with more than one rank is in some `on`."""
-    names = [a.name for a in mesh.axes]
     used: set[str] = set()
     for section in program.sections:
+        # what splits weights or sequences works over an axis; data spread over several
+        spreads = section.name in ("fsdp", "replicate")
+        names = known(mesh.names) if spreads else mesh.names
         for axis in (*section.axes, *section.replicate):
-            used.add(axis.path)
+            used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:
                 continue
             told = meant(axis.path, names, f"it has {one_of(names, last='and')}")
             program.sink.error(
                 "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=told
             )
-        twice = {a.path for a in section.axes if [b.path for b in section.axes].count(a.path) > 1}
-        for name in sorted(twice):
+        found = expanded((a.path for a in section.axes), mesh.names)
+        for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
     for sized in mesh.axes:
-        if sized.size > 1 and sized.name not in used:
+        if sized.name == "ep" and sized.size > 1:
+            program.sink.error(
+                "PL380",
+                f"`ep = {sized.size}`: experts on ranks of their own are not supported yet",
+                sized.origin,
+                facts=["it would be taken out of dp_shard * cp * tp, which is ep_shard without it"],
+                help="set `ep = 1`, and shard experts by `unit(on = ep_shard, shard_dim = auto)`",
+            )
+        elif sized.size > 1 and sized.name not in used:
             program.sink.error(
                 "PL306",
                 f"axis `{sized.name}` has {sized.size:,} ranks, and no section works over it",

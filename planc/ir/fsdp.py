@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from planc.diagnostic import Label
-from planc.ir import policies
+from planc.ir import megatron, policies
 from planc.ir.claims import Claims, Placed, flatten
+from planc.ir.derived import expanded
 from planc.ir.plan import Divide, Fsdp, Ignored, Offload, Precision, Prefetch
 from planc.ir.program import Program
 from planc.ir.scope import Scope
@@ -32,6 +33,7 @@ class _Section:
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     divide: Divide | None = None
+    backend: megatron.Lines = field(default_factory=dict)
 
 
 def fsdp(program: Program) -> Fsdp | None:
@@ -43,7 +45,7 @@ def fsdp(program: Program) -> Fsdp | None:
     sink = program.sink
     state = _Section(program, Claims(sink), Claims(sink))
     for section in sections:
-        if (section.name, *_axes(section)) != (first.name, *_axes(first)):
+        if (section.name, *_axes(section, program)) != (first.name, *_axes(first, program)):
             sink.error(
                 "PL446",
                 "two sections spread the model over different axes",
@@ -67,6 +69,7 @@ def fsdp(program: Program) -> Fsdp | None:
         prefetch=state.prefetch,
         offload=state.offload,
         divide=state.divide,
+        megatron=megatron.read(state.backend, first.name, program.scope),
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
     )
 
@@ -76,13 +79,15 @@ def _dtypes_first(placed: Placed) -> bool:
     return isinstance(item, tree.Rule) and item.target.origin.text.startswith("auto")
 
 
-def _axes(section: tree.Section) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return tuple(a.path for a in section.axes), tuple(a.path for a in section.replicate)
+def _axes(section: tree.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = program.scope.axis_names
+    shard, replicate = (a.path for a in section.axes), (a.path for a in section.replicate)
+    return expanded(shard, names), expanded(replicate, names)
 
 
 def _spread(section: tree.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes over which a section shards, and over which it copies."""
-    axes, copies = _axes(section)
+    axes, copies = _axes(section, program)
     if not axes:
         verb = "shards" if section.name == "fsdp" else "copies"
         program.sink.error(
@@ -92,10 +97,10 @@ def _spread(section: tree.Section, program: Program) -> tuple[tuple[str, ...], t
             help=f"write `{section.name} on dp_shard {{`",
         )
     for name in section.replicate:
-        if name.path in axes:
+        for axis in set(axes).intersection(expanded([name.path], program.scope.axis_names)):
             program.sink.error(
                 "PL310",
-                f"`{name.path}` cannot both shard and replicate",
+                f"`{axis}` cannot both shard and replicate",
                 name.origin,
                 help="take it out of one of the two",
             )
@@ -131,8 +136,10 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
             state.offload = _once(item, "offload", state.offload, policies.offload, state)
         case tree.Setting() if item.name == "divide":
             state.divide = _once(item, "divide", state.divide, policies.divide, state)
-        case tree.Setting() if item.name == "backend":
-            scope.sink.error("PL010", "`backend` is not supported yet", item.origin)
+        case tree.Setting() if item.name in megatron.SETTINGS:
+            megatron.collect(item, item.name, state.backend, scope.sink)
+        case tree.Directive() if item.call.name == megatron.NAME:
+            megatron.collect(item, item.call.name, state.backend, scope.sink)
         case tree.Placement() | tree.Setting() | tree.Directive():
             name = item.call.name if isinstance(item, tree.Directive) else item.name
             message = f"`{name}` has no place in a `{section}` section"

@@ -43,6 +43,10 @@ class Mesh(Meaning):
     def axis(self, name: str) -> Axis | None:
         return next((a for a in self.axes if a.name == name), None)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.axes)
+
     def size(self, *names: str) -> int:
         """The number of ranks along the named axes; an axis that the mesh lacks counts as 1."""
         return prod(a.size for a in self.axes if a.name in names)
@@ -125,9 +129,10 @@ class Unit(Meaning):
         group: all modules of all members are one unit.
         reshard: after forward: True, False, or the number of ranks that keep a shard.
         precision: this unit's own, or None for the section's.
-        shard: the axes of its own, a part of the section's, or None for all of them; over the
-            rest of the section's axes it is copied.
+        shard: the axes of its own, of the section's and of tensor parallelism's, or None for all
+            of the section's; over the rest of these it is copied.
         shard_dim: the dim that is split of those parameters that have it, where it divides.
+        said: the arguments of its line, which defaults do not tell.
     """
 
     members: tuple[Modules, ...]
@@ -136,6 +141,7 @@ class Unit(Meaning):
     precision: Precision | None = None
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
+    said: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def root(self) -> bool:
@@ -180,6 +186,30 @@ class Divide(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron(Meaning):
+    """What `backend = megatron` and its lines say; the words are megatron_fsdp's own.
+
+    Args:
+        strategy: `zero_dp_strategy`: what is sharded.
+        outer: `outer_dp_sharding_strategy`: what the replicate axes share.
+        main_params: the type of the weights that the optimizer works on, None for those of the
+            model themselves.
+        main_grads: the type that gradients add up in, None for the parameters' own.
+        grad_comm: the type that they travel in, None for that of `main_grads`.
+        options: further keywords of `fully_shard_model`, in its order.
+        lines: where each name was said.
+    """
+
+    strategy: str = "optim_grads_params"
+    outer: str = "no_shard"
+    main_params: str | None = "float32"
+    main_grads: str | None = None
+    grad_comm: str | None = None
+    options: tuple[tuple[str, bool], ...] = ()
+    lines: Mapping[str, Span] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp(Meaning):
     """The fsdp section, or a replicate section, which has no axes to shard over.
 
@@ -189,6 +219,7 @@ class Fsdp(Meaning):
         precision: what the section's `precision(...)` says.
         units: in the plan's order; lowering puts inner before outer and the root last.
         ignored: what no unit takes.
+        megatron: what the section says of Megatron-FSDP, None where torch's own does it.
     """
 
     shard: tuple[str, ...]
@@ -199,6 +230,7 @@ class Fsdp(Meaning):
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     divide: Divide | None = None
+    megatron: Megatron | None = None
 
     def axes(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes that a unit is split over, and those that it is copied over.
@@ -210,6 +242,11 @@ class Fsdp(Meaning):
             return self.shard, self.replicate
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
+
+    def beyond(self, unit: Unit) -> tuple[str, ...]:
+        """The axes of a unit that the section lacks: their ranks have the same gradients."""
+        own = (*self.replicate, *self.shard)
+        return tuple(a for a in unit.shard or () if a not in own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

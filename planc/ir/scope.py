@@ -8,6 +8,8 @@ from operator import attrgetter
 from typing import Any, Final
 
 from planc.diagnostic import Label, Sink, meant, one_of
+from planc.ir.derived import axes_of
+from planc.ir.derived import known as known_axes
 from planc.ir.plan import Mesh
 from planc.model.facts import Facts, Parameter
 from planc.source import Span
@@ -68,7 +70,7 @@ class Scope:
         return found if found and found.kind == "option" else None
 
     def knows(self, name: str) -> bool:
-        return name in self.definitions or name in self.axis_names
+        return name in self.definitions or bool(axes_of(name, self.axis_names))
 
     def value(self, name: tree.Name) -> Value:
         """What a dotted name stands for; an unknown one is reported."""
@@ -79,7 +81,7 @@ class Scope:
             return self._unknown(name)
         if name.path in self.definitions:
             return self._defined(name)
-        if name.path in self.axis_names:
+        if axes_of(name.path, self.axis_names):
             return self._axis(name)
         return self._unknown(name)
 
@@ -121,8 +123,7 @@ class Scope:
         self._pending.append("mesh")
         mesh = self.solve()
         self._pending.pop()
-        axis = mesh.axis(name.path) if mesh else None
-        return axis.size if axis else FAILED
+        return mesh.size(*axes_of(name.path, mesh.names)) if mesh else FAILED
 
     def _circle(self, name: tree.Name, origin: Span) -> Value:
         self.sink.error(
@@ -161,7 +162,7 @@ class Scope:
         return _plain(value)
 
     def _unknown(self, name: tree.Name) -> Value:
-        known = [*self.definitions, *self.axis_names]
+        known = [*self.definitions, *known_axes(self.axis_names)]
         told = "declare an `option` or a `let`, or put a text in quotes"
         if known:
             told = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"

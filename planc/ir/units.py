@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planc.diagnostic import meant, one_of
 from planc.ir.arguments import Arguments, unknown
 from planc.ir.claims import Claims, Placed
+from planc.ir.derived import expanded
 from planc.ir.plan import Precision, Unit
 from planc.ir.policies import DTYPES, PRECISION, precision
 from planc.ir.scope import Scope
@@ -38,6 +39,7 @@ class Terms:
     shard_dim: int = 0
     group: bool = False
     entry: int = -1
+    said: frozenset[str] = frozenset()
     origin: Span
 
 
@@ -79,7 +81,12 @@ def _terms(item: tree.Rule, scope: Scope) -> Terms | None:
     if not arguments.done(positional=int(own is not None)):
         return None
     return Terms(
-        reshard=reshard, precision=own, shard=shard, shard_dim=shard_dim, origin=item.origin
+        reshard=reshard,
+        precision=own,
+        shard=shard,
+        shard_dim=shard_dim,
+        said=frozenset(a.name or "precision" for a in item.action.arguments),
+        origin=item.origin,
     )
 
 
@@ -104,7 +111,7 @@ def _axes(arguments: Arguments) -> tuple[str, ...] | None:
         told = "write `on = dp_shard`, or `on = dp_shard * cp`"
         arguments.wrong(expression, "`on` names axes of the mesh", told)
         return None
-    return tuple(n for n in names if n is not None)
+    return expanded((n for n in names if n is not None), arguments.scope.axis_names)
 
 
 def _factors(expression: tree.Expr) -> Iterator[str | None]:
@@ -320,5 +327,6 @@ def _unit(members: tuple[Modules, ...], terms: Terms, *, group: bool) -> Unit:
         precision=terms.precision,
         shard=terms.shard,
         shard_dim=terms.shard_dim,
+        said=terms.said,
         origin=terms.origin,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from planc.diagnostic import Sink
 from planc.ir.kernels import Save
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     FORMAT_VERSION,
     Adapt,
@@ -20,11 +21,11 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
-    Draw,
     Freeze,
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     MeshAxis,
     Parallelize,
     Prefetch,
@@ -184,8 +185,11 @@ def _op(op: AnyOp) -> dict[str, Any]:
             body = {"op": "compile", "modules": str(op.modules), "fullgraph": op.fullgraph}
         case FullyShard():
             body = _unit(op)
+        case MegatronShard():
+            body = _megatron(op)
         case Divide():
-            body = {"op": "divide", "factor": op.factor}
+            own = {"units": [str(m) for m in op.units]} if op.units else {}
+            body = {"op": "divide", "factor": op.factor, **own}
         case Draw():
             body = {"op": "draw", "axis": op.axis, "fields": list(op.fields)}
         case Prefetch():
@@ -239,6 +243,23 @@ def _said(op: FullyShard) -> dict[str, Any]:
     return body
 
 
+_MEGATRON = (*("strategy", "outer", "main_params", "main_grads", "grad_comm", "summed", "experts"),)
+
+
+def _megatron(op: MegatronShard) -> dict[str, Any]:
+    return {
+        "op": "megatron_shard",
+        "members": [str(m) for m in op.members],
+        "classes": list(op.classes),
+        "shard": list(op.shard),
+        "replicate": list(op.replicate),
+        **{name: getattr(op, name) for name in _MEGATRON},
+        "options": dict(op.options),
+        "nbytes": op.nbytes,
+        "gathered": op.gathered,
+    }
+
+
 # Reading -----------------------------------------------------------------------------------------
 
 
@@ -250,17 +271,23 @@ def _read_plan(data: dict[str, Any]) -> Lowered:
         layers=data["layers"],
         axes=tuple(MeshAxis(**axis) for axis in data["mesh"]),
         data=tuple(data["data"]),
-        ops=tuple(_read_op(op) for op in data["ops"]),
+        ops=tuple(map(_read, data["ops"])),
         parameters=data["parameters"],
         gathered=data["gathered"],
     )
 
 
-_PLAIN: dict[str, Callable[..., AnyOp]] = {
-    "compile": Compile,
-    "freeze": Freeze,
-    "divide": Divide,
-}
+_PLAIN: dict[str, Callable[..., AnyOp]] = {"compile": Compile, "freeze": Freeze}
+
+
+def _read(data: dict[str, Any]) -> AnyOp:
+    if data["op"] != "megatron_shard":
+        return _read_op(data)
+    body = {k: v for k, v in data.items() if k != "op"}
+    body["members"] = tuple(modules_of(m) for m in body["members"])
+    body["options"] = tuple(body["options"].items())
+    lists = {name: tuple(body[name]) for name in ("classes", "shard", "replicate")}
+    return MegatronShard(**body | lists)
 
 
 def _read_op(data: dict[str, Any]) -> AnyOp:
@@ -288,17 +315,24 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
                 for s in body.get("save", ())
             )
             return Checkpoint(**body)
-        case "compile" | "freeze" | "divide" as name:
+        case "compile" | "freeze" as name:
             return _PLAIN[name](**body)
         case "draw":
             return Draw(axis=body["axis"], fields=tuple(body["fields"]), place=body["place"])
         case "load":
             return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
+        case "divide":
+            body["units"] = tuple(modules_of(m) for m in body.get("units", ()))
+            return Divide(**body)
         case "prefetch":
             return Prefetch(**{**body, "units": tuple(modules_of(m) for m in body["units"])})
         case _:
-            body["members"] = tuple(modules_of(m) for m in body["members"])
-            body["shard"] = tuple(body["shard"])
-            body["replicate"] = tuple(body["replicate"])
-            body["ignored"] = tuple(modules_of(m) for m in body.get("ignored", ()))
-            return FullyShard(**body)
+            return _read_unit(body)
+
+
+def _read_unit(body: dict[str, Any]) -> FullyShard:
+    for name in ("members", "ignored"):
+        body[name] = tuple(modules_of(m) for m in body.get(name, ()))
+    for name in ("shard", "replicate"):
+        body[name] = tuple(body[name])
+    return FullyShard(**body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planc.ir.plan import Plan
-from planc.lowering.ops import Draw
+from planc.lowering.op import Draw
 from planc.model.draws import drawn
 from planc.model.facts import Facts
 

@@ -19,27 +19,27 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
-from planc.ir.lists import lists
-from planc.ir.plan import CheckpointRule, Fsdp, Plan, TensorRule, Unit
+from planc.ir.plan import CheckpointRule, Plan, TensorRule
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
 from planc.lowering.adapting import adapt, quantize, scales
 from planc.lowering.draws import draws
 from planc.lowering.first import arrive, configure
+from planc.lowering.megatron import at_rest, megatron
 from planc.lowering.memory import Holdings, local_shape
 from planc.lowering.ops import (
     AnyOp,
     Checkpoint,
     Compile,
-    Divide,
     Freeze,
     FullyShard,
     Lowered,
+    MegatronShard,
     MeshAxis,
     Parallelize,
-    Prefetch,
     Shape,
     Tie,
 )
+from planc.lowering.units import settings, units_of
 from planc.model.facts import Facts, Module, Modules
 
 
@@ -59,7 +59,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
-    units = _joined(_units(plan.fsdp, holdings)) if plan.fsdp else []
+    units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [
         *first,
         *adapt(plan),
@@ -77,7 +77,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
             for r in plan.compile
         ),
         *units,
-        *_settings(plan, facts),
+        *settings(plan, facts),
         *draws(plan, facts),
     ]
     return Lowered(
@@ -91,9 +91,19 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         data=_data(plan),
         ops=tuple(ops),
-        parameters=holdings.at_rest() + scales(plan),
+        parameters=at_rest(units, holdings) + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
     )
+
+
+def _sharding(
+    plan: Plan, facts: Facts, holdings: Holdings
+) -> list[FullyShard] | list[MegatronShard]:
+    if plan.fsdp is None:
+        return []
+    if plan.fsdp.megatron is not None:
+        return [megatron(plan, plan.fsdp.megatron, facts, holdings)]
+    return _joined(units_of(plan.fsdp, holdings))
 
 
 Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard)
@@ -262,82 +272,3 @@ def _inside_out(rules: Iterable[CheckpointRule]) -> list[CheckpointRule]:
         for b in rules
     )
     return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
-
-
-def _units(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
-    for unit in _inner_first(section.units):
-        precision = unit.precision or section.precision
-        shard, replicate = _wide(unit, section, holdings.plan)
-        nbytes, gathered = holdings.of_unit(unit, precision)
-        yield FullyShard(
-            members=unit.members,
-            group=unit.group,
-            shard=shard,
-            replicate=replicate,
-            reshard=unit.reshard,
-            param=precision.param if precision else None,
-            reduce=precision.reduce if precision else None,
-            output=precision.output if precision else None,
-            cast_inputs=precision.cast_inputs if precision else True,
-            nbytes=nbytes,
-            gathered=gathered,
-            ignored=tuple(i.modules for i in section.ignored if _leaves(unit, i.modules)),
-            shard_dim=unit.shard_dim,
-            offload=section.offload is not None,
-            pin=section.offload is not None and section.offload.pin,
-            place=unit.origin.place,
-        )
-
-
-def _leaves(unit: Unit, ignored: Modules) -> bool:
-    """Whether ignored modules are inside a unit."""
-    return any(ignored.within(member) for member in unit.members)
-
-
-def _settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
-    """What is set on all units, once they are."""
-    section = plan.fsdp
-    if section is None:
-        return
-    if section.divide is not None:
-        yield Divide(factor=section.divide.factor, place=section.divide.origin.place)
-    for units in lists(plan, facts) if section.prefetch else ():
-        assert section.prefetch is not None
-        yield Prefetch(
-            units=units,
-            forward=section.prefetch.forward,
-            backward=section.prefetch.backward,
-            place=section.prefetch.origin.place,
-        )
-
-
-def _wide(unit: Unit, section: Fsdp, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of more than one rank: the rest would only cost process groups.
-
-    FSDP keeps one axis to work over even of one rank, where it still casts and sums gradients.
-    """
-    split, copied = section.axes(unit)
-    shard = tuple(a for a in split if plan.mesh.size(a) > 1)
-    replicate = tuple(a for a in copied if plan.mesh.size(a) > 1)
-    if not split:
-        return (), replicate or copied[:1]
-    return shard or split[:1], replicate
-
-
-def _inner_first(units: Iterable[Unit]) -> list[Unit]:
-    """The plan's order, but a unit never before one inside it; the root comes last by that."""
-    rest = list(units)
-    ordered: list[Unit] = []
-    while rest:
-        ready = next(
-            (u for u in rest if not any(_holds(u, o) for o in rest if o is not u)), rest[0]
-        )
-        ordered.append(ready)
-        rest.remove(ready)
-    return ordered
-
-
-def _holds(outer: Unit, inner: Unit) -> bool:
-    return any(
-        len(i.path) > len(o.path) and i.within(o) for o in outer.members for i in inner.members
-    )

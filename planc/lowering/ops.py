@@ -6,24 +6,16 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from planc.ir.kernels import Save
 from planc.ir.style import Custom, Style
+from planc.lowering.expression import either, spelled
+from planc.lowering.op import Draw, Op
 from planc.model.facts import Modules, Segment
 
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """Args:
-    place: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
-    """
-
-    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,39 +122,11 @@ class Adapt(Op):
 def _pattern(every: Iterable[Modules]) -> str:
     last: dict[tuple[Segment, ...], list[str]] = {}
     for members in every:
-        last.setdefault(members.path[:-1], []).append(_spelled(members.path[-1]))
+        last.setdefault(members.path[:-1], []).append(spelled(members.path[-1]))
     return "|".join(
-        r"\.".join([*map(_spelled, path), names[0] if len(names) == 1 else _either(names)])
+        r"\.".join([*map(spelled, path), names[0] if len(names) == 1 else either(names)])
         for path, names in last.items()
     )
-
-
-def _spelled(segment: Segment) -> str:
-    """A name, or the numbers of a set such as `([0-9]|[12][0-9]|3[01])`, as an expression."""
-    if isinstance(segment, str):
-        return re.escape(segment)
-    tens: dict[str, list[str]] = {}
-    for number in map(str, segment):
-        tens.setdefault(number[:-1], []).append(number[-1])
-    heads: dict[str, list[str]] = {}
-    for head, digits in tens.items():
-        heads.setdefault(_any(digits), []).append(head)
-    parts: list[str] = []
-    for ending, some in heads.items():
-        parts += [ending] if "" in some else []
-        if more := [head for head in some if head]:
-            parts.append((_any(more) if max(map(len, more)) == 1 else _either(more)) + ending)
-    return parts[0] if len(parts) == 1 else _either(parts)
-
-
-def _any(digits: Sequence[str]) -> str:
-    if len(digits) == 1:
-        return digits[0]
-    return "[0-9]" if len(digits) == 10 else f"[{''.join(digits)}]"
-
-
-def _either(parts: Iterable[str]) -> str:
-    return f"({'|'.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,23 +215,65 @@ class FullyShard(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divide(Op):
-    """`set_gradient_divide_factor` of every unit."""
+class MegatronShard(Op):
+    """`megatron_fsdp.fully_shard_model` of the whole model, one call.
 
-    factor: int | float
+    Args:
+        members: the modules that are units, each by itself; the rest is sharded in no unit.
+        classes: theirs, by name: what the call takes.
+        shard: axes over which it shards; several are one dimension of its mesh.
+        replicate: axes of `dp_outer_dim`.
+        strategy, outer: `zero_dp_strategy` and `outer_dp_sharding_strategy`.
+        main_params, main_grads, grad_comm: dtype names of its mixed precision policy.
+        summed: `calculate_per_token_loss`: gradients are added up and not averaged.
+        experts: whether there are parameters that it takes for experts by their names, for which
+            it is given the same mesh again.
+        options: further keywords that are not at their defaults.
+        nbytes: bytes that one rank keeps at rest, the optimizer's weights among them.
+        gathered: bytes of the largest unit while it is gathered.
+    """
+
+    members: tuple[Modules, ...]
+    classes: tuple[str, ...]
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...] = ()
+    strategy: str = "optim_grads_params"
+    outer: str = "no_shard"
+    main_params: str | None = "float32"
+    main_grads: str | None = None
+    grad_comm: str | None = None
+    summed: bool = False
+    experts: bool = False
+    options: tuple[tuple[str, bool], ...] = ()
+    nbytes: int = 0
+    gathered: int = 0
+
+    def units(self) -> Iterator[FullyShard]:
+        """Each set of units, and the root around them, as torch's own FSDP would have it."""
+        whole = self.strategy == "optim_grads_params"
+        for member in (*self.members, Modules((), self.members[0].module)):
+            yield FullyShard(
+                members=(member,),
+                shard=self.shard if whole else (),
+                replicate=self.replicate if whole else (*self.replicate, *self.shard),
+                reshard=whole and member.path != (),
+                reduce=self.grad_comm or self.main_grads,
+                place=self.place,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw(Op):
-    """The random state of an axis's first rank on all its ranks, so that they draw alike.
+class Divide(Op):
+    """`set_gradient_divide_factor` of every unit, or of some.
 
     Args:
-        axis: whose ranks work on the same activations.
-        fields: what draws, as `name = value` of the configuration; for the reader.
+        factor: what summed gradients are divided by.
+        units: those whose gradients more ranks add up than elsewhere, after all others; empty for
+            every unit.
     """
 
-    axis: str
-    fields: tuple[str, ...] = field(default=(), compare=False)
+    factor: int | float
+    units: tuple[Modules, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,10 +312,18 @@ AnyOp = (
     | Checkpoint
     | Compile
     | FullyShard
+    | MegatronShard
     | Divide
     | Draw
     | Prefetch
 )
+
+
+def units_of(op: Op) -> tuple[FullyShard, ...]:
+    """The units that an operation makes."""
+    if isinstance(op, MegatronShard):
+        return tuple(op.units())
+    return (op,) if isinstance(op, FullyShard) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,8 +376,10 @@ class Lowered:
     @property
     def averaged(self) -> tuple[str, ...]:
         """The axes over which gradients are averaged: those of the data, and of the sequence."""
-        units = [op for op in self.ops if isinstance(op, FullyShard)]
+        units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
+        # a unit may lie on tensor ranks too, which have the same gradients
+        names &= {*self.data, "cp"}
         return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:

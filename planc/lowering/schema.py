@@ -140,7 +140,7 @@ def _op_problems(at: int, op: dict[str, Any]) -> Iterator[tuple[Where, str]]:
     axes = [*op.get("shard", ()), *op.get("replicate", ())]
     if len(set(axes)) < len(axes):
         yield ("ops", at), f"an axis is named twice: {', '.join(axes)}"
-    if op["op"] == "fully_shard" and not axes:
+    if op["op"] in ("fully_shard", "megatron_shard") and not axes:
         yield ("ops", at), "a unit works over no axis"
     if op["op"] == "fully_shard" and not op["group"] and len(op["members"]) > 1:
         yield ("ops", at, "members"), "only a group has several members"

@@ -17,7 +17,7 @@ from planc.diagnostic import Severity, Sink
 from planc.driver import Compiled, compile_plan
 from planc.ir.plan import Plan
 from planc.lowering.document import digest
-from planc.lowering.ops import Checkpoint, Compile, FullyShard, Lowered, Parallelize
+from planc.lowering.ops import Checkpoint, Compile, FullyShard, Lowered, MegatronShard, Parallelize
 from planc.model import cache
 from planc.model.blocks import sorts
 from planc.model.facts import Facts
@@ -32,6 +32,7 @@ PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
 """Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
 
 _FORMAT = 5
+UNSEEN = "Megatron-FSDP runs on CUDA alone, where planc proves nothing"
 _RANKS = 2
 """Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
 
@@ -163,8 +164,12 @@ def flow(
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {op.axis for op in lowered.ops if isinstance(op, Parallelize)}
     if not axes:
-        nothing = Outcome(verdict="nothing")
-        return Verdict(outcome=nothing, sections=tuple(_sections(lowered, ir, nothing)))
+        unseen = Outcome(verdict="unknown", reason=UNSEEN) if megatron(lowered) else None
+        nothing = unseen or Outcome(verdict="nothing")
+        verdict = Verdict(outcome=nothing, sections=tuple(_sections(lowered, ir, nothing)))
+        if unseen:
+            _unknown(verdict, sink, strict, "train a few steps beside the same with torch's FSDP")
+        return verdict
     small: Outcome | tuple[dict[str, Any], Compiled]
     if lowered.code and not allow_code:
         told = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
@@ -178,12 +183,7 @@ def flow(
     if verdict.verdict == "proved":
         sink.diagnostics[:] = [d for d in sink if d.code not in PRESUMED]
     if verdict.verdict == "unknown":
-        sink.report(
-            Severity.ERROR if strict else Severity.WARNING,
-            "PL504",
-            f"layout flow cannot say whether this plan is right: {verdict.reason}",
-            help="`planc verify` runs it on real processes",
-        )
+        _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
     if not isinstance(small, Outcome) and small[1].plan is not None:
         if outcome.verdict == "refuted":
             refuted(outcome, small[1].plan, sink)
@@ -191,6 +191,20 @@ def flow(
         if outcome.verdict == "proved" and uncalled(outcome, small[1].plan, sink):
             verdict = replace(verdict, gathered=False)
     return verdict
+
+
+def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
+    sink.report(
+        Severity.ERROR if strict else Severity.WARNING,
+        "PL504",
+        f"layout flow cannot say whether this plan is right: {verdict.reason}",
+        help=help,
+    )
+
+
+def megatron(lowered: Lowered) -> bool:
+    """Whether Megatron-FSDP shards the model."""
+    return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
 
 def _small(
@@ -280,3 +294,6 @@ def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[Section]
     if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
         on = " * ".join(ir.fsdp.shard)
         yield Section(name=f"fsdp on {on}", verdict="proved", by="structure")
+    if ir.fsdp is not None and megatron(lowered):
+        on = " * ".join(ir.fsdp.shard)
+        yield Section(name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN)

@@ -18,6 +18,7 @@ from planc.model.blocks import sorts
 from planc.model.facts import Facts
 from planc.model.load import load, of_values
 from planc.model.shrink import shrink
+from planc.proof.flow import UNSEEN, megatron
 from planc.proof.say import parted, troubled, unknown
 from planc.proof.smaller import not_reached, settings, sizes
 from planc.runtime import certificate as store
@@ -104,6 +105,9 @@ def verify(
             told = f"{case.lowered.code[0]} is code of the plan's own"
             unknown(sink, told, "look at it, then give --allow-code")
             return Proof(verdict="unknown")
+        if megatron(case.lowered):
+            unknown(sink, UNSEEN, "train a few steps beside the same with torch's FSDP")
+            return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
         case.processes = min(processes, world_size)
         reason = _shrunken(case)
         if reason:

@@ -11,13 +11,14 @@ from typing import Any
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
+from planc.lowering.op import Op
 from planc.lowering.ops import (
     Adapt,
     Configure,
     FullyShard,
     Load,
     Lowered,
-    Op,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
@@ -80,7 +81,7 @@ def members_of(op: Op) -> tuple[Modules, ...]:
         return (*op.members, *op.ignored)
     if isinstance(op, Prefetch):
         return op.units
-    if isinstance(op, Adapt | Quantize):
+    if isinstance(op, Adapt | MegatronShard | Quantize):
         return op.members
     modules: Modules | None = getattr(op, "modules", None)
     return (modules,) if modules is not None else ()
@@ -91,6 +92,8 @@ def called(op: Op) -> str:
     name = type(op).__name__.lower()
     if isinstance(op, FullyShard):
         name = "fully_shard" if op.shard else "replicate"
+    if isinstance(op, MegatronShard):
+        name = "megatron_fsdp.fully_shard_model"
     return f"{name} ({op.place})" if op.place else name
 
 
@@ -164,6 +167,8 @@ def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterato
             yield f"the model has no module {name!r}"
         elif isinstance(op, Parallelize) and type(modules[name]) is not nn.Module:
             yield from _shapes(op, name, modules[name])
+    if isinstance(op, MegatronShard):
+        yield from _classes(op, modules)
     if isinstance(op, Configure):
         try:
             attrgetter(f"config.{op.name}")(model)
@@ -174,6 +179,15 @@ def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterato
             owner, _, last = path.rpartition(".")
             if owner not in modules or modules[owner]._parameters.get(last) is None:
                 yield f"the model has no parameter {path!r}"
+
+
+def _classes(op: MegatronShard, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """Units by their classes, and subclasses of these, are to be the plan's and no others."""
+    own = tuple({type(m) for m in modules.values() if type(m).__name__ in op.classes})
+    wanted = {name for members in op.members for name in members.names()}
+    for name, module in modules.items():
+        if isinstance(module, own) and name not in wanted:
+            yield f"{name} is a {type(module).__name__}, and would be a unit of its own"
 
 
 def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:

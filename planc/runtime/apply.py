@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
@@ -26,16 +27,17 @@ from planc.lowering.ops import (
     Compile,
     Configure,
     Divide,
-    Draw,
     Freeze,
     FullyShard,
     Load,
     Lowered,
+    MegatronShard,
     Parallelize,
     Prefetch,
     Quantize,
     Tie,
 )
+from planc.runtime import handover
 from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
 from planc.runtime.drawing import draw_alike
@@ -72,14 +74,15 @@ def apply_lowered(
 
     Raises:
         PlanError: PL172 (a style of the plan's own), PL490 (world size), PL491 (digests differ),
-            PL493 (parallel already), PL494 (another model), PL495 (no process group or mesh), all
-            before the model is touched; PL492 (torch refused an operation).
+            PL493 (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
+            (Megatron-FSDP cannot run), all before the model is touched; PL492 (torch refused an
+            operation).
     """
     began = time.perf_counter()
     _code(lowered, allow_code)
     with _without_collection():
         modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
-        worker = Worker(model, modules, meshes)
+        worker = Worker(model, modules, meshes, lowered)
         for op in lowered.ops:
             try:
                 worker.run(op)
@@ -136,6 +139,7 @@ def _prepare(
     started = False
     try:
         require(lowered)
+        handover.require(lowered, device)
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
     except Exception as error:
@@ -162,10 +166,14 @@ class Worker:
         model: what `modules` belong to.
         modules: every module under the name that it had at first, whatever was wrapped since.
         meshes: the mesh and its parts.
+        lowered: the plan that they are of.
         at: the names that torch is at work on, for a message.
     """
 
-    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], meshes: Meshes) -> None:
+    def __init__(
+        self, model: nn.Module, modules: dict[str, nn.Module], meshes: Meshes, lowered: Lowered
+    ) -> None:
+        self.lowered = lowered
         self.model = model
         self.modules = modules
         self.meshes = meshes
@@ -201,8 +209,10 @@ class Worker:
                     self.modules[self.at].compile(fullgraph=op.fullgraph)
             case FullyShard():
                 self._shard(op)
+            case MegatronShard():
+                handover.shard(self.model, op, self.lowered, self.meshes.root)
             case Divide():
-                divide(self.model, op.factor, self.meshes.root)
+                divide(op, self.model, self.modules, self.meshes.root)
             case Prefetch():
                 prefetch(op, self.modules)
             case Draw():

@@ -124,7 +124,7 @@ def _quiet() -> Iterator[None]:
 
 def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
     model, mine = runs.model, runs.mine
-    worker = Worker(model, dict(model.named_modules()), Meshes(runs.lowered, "cpu"))
+    worker = Worker(model, dict(model.named_modules()), Meshes(runs.lowered, "cpu"), runs.lowered)
     styled = set(_styled(runs.lowered))
     try:
         for op in runs.lowered.ops:

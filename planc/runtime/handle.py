@@ -8,14 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from planc.lowering.ops import Load, Lowered
-from planc.runtime import resuming, saving, training, tuned
+from planc.runtime import handover, resuming, saving, training, tuned
 from planc.runtime.loading import Weights
 from planc.runtime.meshes import Meshes
+
+_BEFORE = "load the model before the plan is applied"
+_DCP = "the state dicts of the package's model and the optimizer with torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,8 @@ class Run:
         digest: of the lowered plan, the same on every rank.
         meshes: one-dimensional parts of the mesh by name: `meshes["tp"]`, `meshes["dp"]` for the
             ranks that read different data, `meshes["loss"]` for those that a loss is averaged over,
-            `meshes["dp_shard_cp"]` for axes flattened to one. A
+            `meshes["dp_shard_cp"]` for axes flattened to one, `meshes["dp_cp"]` and
+            `meshes["ep_shard"]` for other derived axes. A
             part of several axes that no operation used makes process groups when it is first
             asked for, so every rank must ask for it.
     """
@@ -90,12 +94,31 @@ class Run:
 
     # training: planc/runtime/training.py
 
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Readies an optimizer of the model's parameters for the plan, and gives it back.
+
+        torch's FSDP asks for nothing, and it comes back as it was. Megatron-FSDP has weights of its
+        own for the optimizer, which each step hands on to the model: an optimizer that does not
+        come through here stops at its first step.
+        """
+        return handover.optimizer(optimizer) if handover.called(self.lowered) else optimizer
+
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate and send no gradients; the next one after sends all."""
+        """Backward passes inside accumulate and send no gradients; the next one after sends all.
+
+        Megatron-FSDP keeps sharded gradients in shards, so each pass sends its own all the same.
+        """
+        if handover.called(self.lowered):
+            return handover.no_sync(self.model)
         return training.no_sync(self.model)
 
     def unshard(self) -> AbstractContextManager[None]:
-        """Keeps all parameters gathered, for inference: forward passes inside gather nothing."""
+        """Keeps all parameters gathered, for inference: forward passes inside gather nothing.
+
+        Raises:
+            PlanError: PL499, Megatron-FSDP shards the model.
+        """
+        handover.refuse(self.lowered, "run.unshard", "it gathers in each pass: leave it out")
         return training.unshard(self.model)
 
     def clip_grad_norm_(
@@ -111,6 +134,8 @@ class Run:
 
         Weights in 4 bits are left out.
         """
+        if handover.called(self.lowered):
+            return handover.full_state_dict(self.model, every_rank or distributed.get_rank() == 0)
         return training.full_state_dict(self.model, every_rank=every_rank)
 
     # weights: planc/runtime/loading.py, saving.py
@@ -139,8 +164,9 @@ class Run:
         Raises:
             PlanError: PL475, the plan says otherwise; PL496, every missing, unexpected or wrongly
                 shaped name at once, before anything is loaded; PL497, files that are missing or
-                broken.
+                broken; PL499, Megatron-FSDP shards the model.
         """
+        handover.refuse(self.lowered, "run.load", f"{_BEFORE}, or read {_DCP}")
         return resuming.load(
             self.model,
             Path(path),
@@ -160,8 +186,10 @@ class Run:
         """Writes a checkpoint that any plan can resume from; the last one stays whole until then.
 
         Raises:
-            PlanError: PL497, the folder holds something else, or it could not be written.
+            PlanError: PL497, the folder holds something else, or it could not be written; PL499,
+                Megatron-FSDP shards the model.
         """
+        handover.refuse(self.lowered, "run.save", f"write {_DCP}")
         saving.save(self.model, Path(path), optimizer=optimizer, step=step)
 
     def export(
@@ -180,8 +208,10 @@ class Run:
 
         Raises:
             PlanError: PL189, adapters, and not a word about them; PL686, weights in 4 bits; PL497,
-                the folder holds weights already, or it could not be written.
+                the folder holds weights already, or it could not be written; PL499, Megatron-FSDP
+                shards the model.
         """
+        handover.refuse(self.lowered, "run.export", "write what `run.full_state_dict` gives")
         saving.export(
             self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
         )

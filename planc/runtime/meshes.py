@@ -12,6 +12,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
+from planc.ir.derived import axes_of
 from planc.lowering.ops import Lowered
 
 
@@ -107,7 +108,7 @@ class Meshes:
 
     def __getitem__(self, name: str) -> DeviceMesh:
         """One dimension by name: an axis, `dp` for the data axes, `loss` for those over which
-        gradients are averaged, or axes joined by `_`.
+        gradients are averaged, a derived axis such as `dp_cp` or `ep_shard`, or axes joined by `_`.
 
         `dp_shard_cp` is `dp_shard` and `cp` flattened to one dimension.
 
@@ -120,6 +121,8 @@ class Meshes:
             return self.part(*self._data)
         if name == "loss" and self._averaged:
             return self.part(*self._averaged)
+        if derived := axes_of(name, self._sizes):
+            return self.part(*derived)
         for count in range(2, len(self._sizes) + 1):
             for axes in combinations(self._sizes, count):
                 if "_".join(axes) == name:

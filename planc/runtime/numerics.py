@@ -129,7 +129,7 @@ def own_part(run: Run, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 def scaled(lowered: Lowered) -> float:
     """What a plan's `divide` makes of a mean gradient."""
-    factors = [op.factor for op in lowered.ops if isinstance(op, Divide)]
+    factors = [op.factor for op in lowered.ops if isinstance(op, Divide) and not op.units]
     return lowered.axis_size(*lowered.averaged) / factors[-1] if factors else 1.0
 
 

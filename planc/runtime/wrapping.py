@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 from planc.ir.lists import entries, of_entry
-from planc.lowering.ops import Checkpoint, FullyShard, Load, Prefetch
+from planc.lowering.ops import Checkpoint, Divide, FullyShard, Load, Prefetch
 from planc.runtime import arrival, remat
 from planc.runtime.meshes import Meshes
 from planc.runtime.shards import units
@@ -79,10 +79,14 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def divide(model: nn.Module, factor: float, mesh: DeviceMesh) -> None:
-    """Gradients are summed and divided by a number, in every unit."""
-    for unit in units(model):
-        unit.set_gradient_divide_factor(factor)
+def divide(
+    op: Divide, model: nn.Module, modules: Mapping[str, nn.Module], mesh: DeviceMesh
+) -> None:
+    """Gradients are summed and divided by a number, in every unit or in some."""
+    names = [name for members in op.units for name in members.names()]
+    some: list[Any] = [modules[name] for name in names]
+    for unit in some or units(model):
+        unit.set_gradient_divide_factor(op.factor)
         # torch's own way is a reduction that scales first, which gloo does not have
         unit.set_force_sum_reduction_for_comms(mesh.device_type == "cpu")
 

@@ -16,7 +16,8 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.lowering.ops import Draw, Parallelize
+from planc.lowering.op import Draw
+from planc.lowering.ops import Parallelize
 from planc.model.inputs import part_of
 from planc.model.real import Maker, taught
 from planc.runtime.shards import ordered, orders

@@ -1,0 +1,37 @@
+"""Names and sets of numbers as the regular expressions that peft finds layers by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from planc.model.facts import Segment
+
+
+def spelled(segment: Segment) -> str:
+    """A name, or the numbers of a set such as `([0-9]|[12][0-9]|3[01])`, as an expression."""
+    if isinstance(segment, str):
+        return re.escape(segment)
+    tens: dict[str, list[str]] = {}
+    for number in map(str, segment):
+        tens.setdefault(number[:-1], []).append(number[-1])
+    heads: dict[str, list[str]] = {}
+    for head, digits in tens.items():
+        heads.setdefault(_any(digits), []).append(head)
+    parts: list[str] = []
+    for ending, some in heads.items():
+        parts += [ending] if "" in some else []
+        if more := [head for head in some if head]:
+            parts.append((_any(more) if max(map(len, more)) == 1 else either(more)) + ending)
+    return parts[0] if len(parts) == 1 else either(parts)
+
+
+def _any(digits: Sequence[str]) -> str:
+    if len(digits) == 1:
+        return digits[0]
+    return "[0-9]" if len(digits) == 10 else f"[{''.join(digits)}]"
+
+
+def either(parts: Iterable[str]) -> str:
+    """Any of several expressions."""
+    return f"({'|'.join(parts)})"

@@ -1,0 +1,109 @@
+"""What tests/dist/test_experts.py runs on every rank: experts that the tensor ranks share."""
+
+from dataclasses import replace
+
+import numerics
+import unitjobs
+from loadingjobs import fresh
+from savingjobs import made as optimizer_of
+from savingjobs import steps
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from trainingjobs import applied
+from unitjobs import along, place
+
+import planc
+from planc.lowering.ops import Divide
+
+
+def judge(model, path, hand=None, overrides=(), changes=None):
+    """`unitjobs.judge`, with a function of this file to spread the model by hand."""
+    unitjobs.hand = globals().get(hand)
+    way = "hand" if hand else None
+    return unitjobs.judge(model, path, way, overrides=overrides, changes=changes)
+
+
+def shares(model, path, overrides=()):
+    """The numbers of a parameter that this rank holds, and all of them; by plain name."""
+    run = applied(model, path, overrides)
+    return {
+        unitjobs.plain(n): ((p.to_local() if isinstance(p, DTensor) else p).numel(), p.numel())
+        for n, p in run.model.named_parameters()
+    }
+
+
+def resumed(model, old, new, folder, overrides=()):
+    """Losses of four steps without a break, and of two and two with another plan between."""
+    import torch
+
+    run = applied(model, old, overrides)
+    right = steps(run, optimizer_of(run), 0, 4)
+    run = applied(model, old, overrides)
+    optimizer = optimizer_of(run)
+    losses = steps(run, optimizer, 0, 2)
+    run.save(folder, optimizer=optimizer, step=2)
+    distributed.barrier()
+    before = run.full_state_dict(every_rank=True)
+    run = fresh(model, new, overrides)
+    optimizer = optimizer_of(run)
+    step = run.load(folder, optimizer=optimizer)
+    after = run.full_state_dict(every_rank=True)
+    equal = all(torch.equal(before[n], after[n]) for n in before)
+    return {"right": right, "losses": losses + steps(run, optimizer, step, 4), "equal": equal}
+
+
+def divided(model, path, by):
+    """How far gradients are from those of the single process over a number, the worst of them."""
+    far = {}
+    single = numerics.build(model)
+    right = unitjobs.train(single, 0, 1, 1)
+    for way in ("applied", "script", "forgotten"):
+        made = numerics.build(model)
+        lowered = planc.lower(made, path, world_size=distributed.get_world_size())
+        if way == "forgotten":
+            kept = (o for o in lowered.ops if not (isinstance(o, Divide) and o.units))
+            lowered = replace(lowered, ops=tuple(kept))
+        spread = numerics.by_script if way == "script" else numerics.by_planc
+        seen = unitjobs.train(made, *spread(made, lowered), 1)
+        names = [n for n in right if n.startswith("gradient")]
+        far[way] = max(numerics.error(seen[n], right[n] / by, 1e-3) for n in names)
+    return far
+
+
+def meshes(path, names):
+    """Sizes of dimensions of a run by name, and the data rank and size, and the rank in `dp`."""
+    run = applied("llama", path, ())
+    sizes = {name: run.meshes[name].size() for name in names}
+    return sizes, (run.data_rank, run.data_size, run.meshes["dp"].get_local_rank())
+
+
+# By hand -----------------------------------------------------------------------------------------
+
+
+def split(model, tensor):
+    for block in model.model.layers:
+        plan = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+        parallelize_module(block, tensor, {**plan, "self_attn.o_proj": RowwiseParallel()})
+
+
+def shared(model, dim=0):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    split(model, mesh["tp"])
+    both = mesh["dp_shard", "tp"]._flatten("dp_shard_tp")
+    own = {"shard_placement_fn": along(dim, 4)} if dim else {}
+    for block in model.model.layers:
+        fully_shard(block.mlp.experts, mesh=both, reshard_after_forward=True, **own)
+        fully_shard(block, mesh=mesh["dp_shard"], reshard_after_forward=True)
+    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=False)
+    return place(mesh, "dp_shard")
+
+
+def shared_along_one(model):
+    return shared(model, dim=1)

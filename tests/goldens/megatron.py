@@ -1,0 +1,112 @@
+"""t for LlamaForCausalLM on 8 ranks.
+
+Written by planc from the lowered plan aadf469b9661; it needs CUDA, megatron_fsdp and
+torch alone.
+
+    model = parallelize(model, build_mesh("cuda"))
+"""
+
+import megatron_fsdp
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+MESH = {
+    "dp_replicate": 2,  # t.plan:3
+    "dp_shard": 2,  # t.plan:4
+    "dp_in": 2,  # t.plan:5
+}
+
+
+def build_mesh(device_type="cuda"):
+    """The device mesh, axes outermost first."""
+    sizes, names = tuple(MESH.values()), tuple(MESH)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def unit_classes(model, names):
+    """The classes of a model's modules that have one of these names, in the names' order."""
+    found = {type(module) for module in model.modules() if type(module).__name__ in names}
+    return sorted(found, key=lambda cls: (names.index(cls.__name__), cls.__module__))
+
+
+def in_place(model, wrapped):
+    """Makes the model itself what one calls, and stops optimizers that were not handed over."""
+    from weakref import WeakSet, ref
+
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    model.register_forward_pre_hook(
+        lambda *_: wrapped._replace_param_with_raw_if_needed(), prepend=True
+    )
+    wrapped.optimizers = known = WeakSet()
+    mine = ref(wrapped)
+
+    def guard(optimizer, args, kwargs):
+        owner = getattr(optimizer.param_groups[0]["params"][0], "_megatron_fsdp_model", None)
+        if owner is not None and owner is mine() and optimizer not in known:
+            raise RuntimeError(
+                "this optimizer would not change what Megatron-FSDP computes with: hand it to "
+                f"planc's `run.optimizer`, or to `{prepare_optimizer.__name__}`, before it steps"
+            )
+
+    register_optimizer_step_pre_hook(guard)
+
+
+def prepare_optimizer(optimizer):
+    """Readies an optimizer that was made of the model's parameters, and gives it back.
+
+    The package would have it make its state by a step on gradients of zero, which decays weights
+    and counts as a step: that one is left out.
+    """
+    import megatron_fsdp
+
+    owner = optimizer.param_groups[0]["params"][0]._megatron_fsdp_model
+    owner.optimizers.add(optimizer)
+    optimizer.step = lambda: None
+    return megatron_fsdp.fully_shard_optimizer(optimizer)
+
+
+def configure(model):
+    """Sets what training needs of the configuration."""
+    model.config.use_cache = False  # training keeps no key/value cache
+
+
+def shard(model, mesh):
+    """Hands the whole model to Megatron-FSDP."""
+    # a mesh of its own, with the tensor dimension that the package asks for
+    ranks = mesh.mesh.reshape(2, 4, 1)
+    data = DeviceMesh(
+        mesh.device_type,
+        ranks,
+        mesh_dim_names=("dp_replicate", "dp_shard_dp_in", "tp_of_one"),
+    )
+    policy = megatron_fsdp.MixedPrecisionPolicy(
+        main_params_dtype=torch.float32,
+        main_grads_dtype=torch.float32,
+        grad_comm_dtype=None,
+    )
+    hybrid = data["dp_replicate", "dp_shard_dp_in"]._flatten("hybrid").get_group()
+    # t.plan:8
+    wrapped = megatron_fsdp.fully_shard_model(
+        module=model,
+        device_mesh=data,
+        dp_shard_dim="dp_shard_dp_in",
+        dp_outer_dim="dp_replicate",
+        hybrid_fsdp_group=hybrid,
+        tp_dim="tp_of_one",
+        fsdp_unit_modules=unit_classes(model, ["LlamaDecoderLayer"]),
+        zero_dp_strategy="optim_grads_params",
+        outer_dp_sharding_strategy="no_shard",
+        device=torch.device(mesh.device_type, torch.cuda.current_device()),
+        mixed_precision_policy=policy,
+        disable_bucketing=True,
+    )
+    in_place(model, wrapped)
+
+
+def parallelize(model, mesh=None):
+    """Spreads the model over the mesh, in place, and returns it."""
+    mesh = build_mesh() if mesh is None else mesh
+    configure(model)
+    shard(model, mesh)
+    return model
