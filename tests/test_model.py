@@ -78,6 +78,9 @@ TOTALS = {
     "bamba-9b": 9_780_235_392,
     "falcon-h1-0.5b": 521_411_104,
     "diffusiongemma-26b-a4b": 25_823_778_864,
+    "jetmoe-8b": 8_522_237_952,
+    "ctrl": 1_637_964_550,
+    "cpm-ant-10b": 9_517_453_312,
     "zamba2-2.7b": 2_662_214_560,
     "minimax-text-01": 456_089_655_296,
     "smollm3-3b": 3_075_098_624,
@@ -94,6 +97,8 @@ TOTALS = {
     "llama-3.2-1b-classes": 1_235_818_496,
 }
 TIED = {
+    "jetmoe-8b",
+    "ctrl",
     "gemma-3-4b",
     "bert-base",
     "biogpt",

@@ -77,14 +77,18 @@ def _next_door(
     taken: list[TensorRule],
     sets: list[tuple[Modules, list[TensorRule], list[TensorRule]]],
 ) -> bool:
-    """Whether the other side is right beside the parent, as in BERT's `attention.{self,output}`.
+    """Whether the other side is right beside the parent, as in BERT's `attention.{self,output}`,
+    or right around or inside it, as in CPM-Ant's `ffn.{w_in.w_0,w_out}`.
 
     Only where the parent has no other linear, which might be the one that was forgotten.
     """
     linears = sum(c.times for c in parent.module.children if c.module.kind == "linear")
     if len({r.modules.path[-1] for r in given or taken}) < linears:
         return False
-    beside = [s for s in sets if s[0].path[:-1] == parent.path[:-1]]
+    outer = parent.path[:-1]
+    beside = [
+        s for s in sets if outer in (s[0].path[:-1], s[0].path) or s[0].path[:-1] == parent.path
+    ]
     if given:
         return any(others and not mine for _, mine, others in beside)
     return any(others and not mine for _, others, mine in beside)
