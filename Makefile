@@ -33,8 +33,9 @@ mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real pr
 	mkdir -p build
 	$(BIN)/python -W ignore tests/mutants/run.py --table build/mutants.md
 
-coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes (a quarter of an hour, goes on where it was)
+coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes, transformers' own beside it (half an hour, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/run.py
+	$(BIN)/python -W ignore tests/coverage/theirs.py
 	$(BIN)/python -W ignore tests/coverage/page.py > docs/coverage.md
 
 pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, indexes, outputs in docs

@@ -24,6 +24,7 @@ from planc.ir.style import (
 )
 from planc.lowering.op import Draw
 from planc.lowering.ops import (
+    Adapt,
     Checkpoint,
     Compile,
     Configure,
@@ -36,7 +37,9 @@ from planc.lowering.ops import (
     MeshAxis,
     Parallelize,
     Prefetch,
+    Quantize,
     Shape,
+    Spread,
     Tie,
 )
 from planc.model.facts import Module, Modules, parse_path
@@ -244,6 +247,20 @@ sharded = st.permutations(["dp_shard", "ep"]).flatmap(
 )
 
 
+spreads = st.builds(
+    lambda modules, names, dim, copied: Spread(
+        modules=modules,
+        shard=names[:1] if copied else names,
+        replicate=names[1:] if copied else (),
+        shard_dim=dim,
+    ),
+    paths,
+    st.permutations(["dp_shard", "ep"]).map(tuple),
+    st.integers(0, 2),
+    st.booleans(),
+)
+
+
 @st.composite
 def units(draw):
     group = draw(st.booleans())
@@ -265,6 +282,7 @@ def units(draw):
         shard_dim=draw(st.integers(0, 2)),
         offload=(offload := draw(st.booleans())),
         pin=offload and draw(st.booleans()),
+        spreads=tuple(draw(st.lists(spreads, max_size=2))) if shard else (),
         place=draw(places),
     )
 
@@ -276,9 +294,36 @@ blocks = st.builds(
 )
 
 
+dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
 any_op = st.one_of(
+    st.builds(
+        Adapt,
+        members=st.tuples(paths),
+        rank=st.integers(1, 64),
+        alpha=st.sampled_from([1, 16, 0.5]),
+        dropout=st.sampled_from([0.0, 0.1]),
+        dtype=st.none() | dtypes,
+        init=st.sampled_from(["default", "gaussian", "random"]),
+        seed=st.integers(0, 9),
+        place=places,
+    ),
+    st.builds(
+        Quantize,
+        members=st.tuples(paths),
+        kind=st.sampled_from(["nf4", "fp4"]),
+        storage=dtypes,
+        compute=st.none() | dtypes,
+        double=st.booleans(),
+        block=st.sampled_from([32, 64, 4096]),
+        place=places,
+    ),
     st.builds(Freeze, modules=paths, trainable=st.booleans(), place=places),
-    st.builds(Divide, factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]), place=places),
+    st.builds(
+        Divide,
+        factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]),
+        units=st.lists(paths, max_size=2, unique_by=str).map(tuple),
+        place=places,
+    ),
     st.builds(Draw, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
     st.builds(
         Prefetch,

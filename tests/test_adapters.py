@@ -370,6 +370,23 @@ def test_dropout_where_the_inputs_are_split():
     lowered(f"{Q} : lora(rank = 4, dropout = 0.1)", mesh=MESH.replace("2", "1"))
 
 
+def test_dropout_where_each_rank_has_its_part_of_the_sequence():
+    tensor = "tensor on tp {\n lm_head : colwise(shard(1) -> replicate)\n}\n"
+    lowered("lm_head : lora(rank = 4, dropout = 0.1)", tensor=tensor)
+    whole = tensor.replace("shard(1) -> ", "-> ")
+    found = plan_of("lm_head : lora(rank = 4, dropout = 0.1)", tensor=whole)[2]
+    assert [d.code for d in found] == ["PL185"]
+
+
+def test_adapters_of_another_dtype_than_what_trains_beside_them():
+    body = "lm_head : lora(rank = 4{})\n}}\ntrain {{\n model.norm : trainable"
+    own = UNITS.replace(" root", " group(model.norm, lm_head) : unit\n root")
+    (found,) = plan_of(body.format(", dtype = fp32"), units=own)[2]
+    assert found.code == "PL415" and found.labels[0].span.place.startswith("t.plan:")
+    assert any("lora_A" in fact and "float32" in fact for fact in found.facts)
+    assert not plan_of(body.format(", dtype = bf16"), units=own)[2]
+
+
 def test_one_dtype_in_a_unit_and_no_more():
     both = f"{Q} : lora(rank = 4, dtype = fp32)\nlm_head : lora(rank = 4, dtype = bf16)"
     one = UNITS.replace(" model.layers.* : unit\n", "")

@@ -27,6 +27,7 @@ UNREACHED = {
     "PL187": "peft is a part of the tests; tests/test_adapters.py hides it",
     "PL685": "tests/test_adapters.py hides bitsandbytes",
     "PL686": "a run on processes; tests/dist/test_fourbit.py has it",
+    "PL688": "a run on processes; tests/dist/test_adapting.py has it",
     "PL687": "a run on processes; tests/dist/test_fourbit.py has it",
     "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",
     "PL474": "the model that apply was given; tests/dist/test_arrival.py gives one",

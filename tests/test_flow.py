@@ -371,8 +371,70 @@ def test_a_unit_that_is_never_called(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
 
 
-def test_a_model_that_runs_itself_again_in_backward_is_unknown():
-    """Reversible layers: the simulation shards no parameters, and FSDP would let them go."""
+ALONE = """plan alone for Pairs
+
+mesh {
+    dp_shard = auto
+}
+
+fsdp on dp_shard {
+    UNITS : unit
+    root  : unit
+}
+"""
+
+
+@pytest.mark.parametrize("section", ["fsdp", "replicate"])
+def test_a_unit_that_is_never_called_where_nothing_is_split(tmp_path, monkeypatch, capsys, section):
+    from planc.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_pairs.py").write_text(PAIRS)
+    words = ["check", "own_pairs:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
+    text = ALONE.replace("fsdp on", f"{section} on")
+    (tmp_path / "a.plan").write_text(text.replace("UNITS", "pairs.*"))
+    assert main([*words, "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [d["code"] for d in found["diagnostics"]] == ["PL508"]
+    assert found["diagnostics"][0]["labels"][0]["start"]["line"] == 8
+    assert found["flow"]["verdict"] == "refuted"
+    sections = {s["name"]: s["verdict"] for s in found["flow"]["sections"]}
+    assert sections == {f"{section} on dp_shard": "refuted"}
+    (tmp_path / "a.plan").write_text(text.replace("UNITS", "pairs.*.{one,two}"))
+    assert main([*words, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "nothing"
+
+
+def test_which_modules_are_called_is_run_once_for_a_configuration(monkeypatch):
+    from planc.diagnostic import Sink
+    from planc.model.load import load
+    from planc.proof import calls
+
+    facts = load("llama-3.2-1b", Sink())
+    names, reason = calls.called(facts)
+    assert {"model.layers.*", "model.layers.*.mlp.up_proj"} <= names and not reason
+    monkeypatch.setattr(calls, "_run", lambda *_: pytest.fail("it was run again"))
+    assert calls.called(facts) == (names, "")
+
+
+def test_a_model_that_does_not_run_leaves_its_units_unknown(monkeypatch, capsys):
+    from planc.cli import main
+    from planc.proof import calls, flow
+
+    monkeypatch.setattr(flow, "called", lambda facts: (None, "no reason"))
+    assert calls.called is not flow.called
+    assert main(["check", "llama-3.2-1b", "llama", "--world-size", "4", "--format", "json"]) == 0
+    sections = json.loads(capsys.readouterr().out)["flow"]["sections"]
+    found = {s["name"]: (s["verdict"], s["reason"]) for s in sections}
+    assert found["fsdp on dp_shard"] == (
+        "unknown",
+        "whether its units are called: no reason",
+    )
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_a_model_that_runs_itself_again_in_backward_keeps_its_blocks_in_the_root(unit):
+    """Reversible layers: the simulation shards no parameters, and a unit would let them go."""
     values = {
         "model_type": "reformer",
         "hidden_size": 128,
@@ -392,11 +454,15 @@ def test_a_model_that_runs_itself_again_in_backward_is_unknown():
     facts = of_values(values, "config.json", Sink())
     assert facts is not None
     text = draft(facts, Sink()).text
+    assert "again in the backward pass" in text and "unit(reshard = except_last)" not in text
+    if unit:
+        text = text.replace("    root :", "    reformer.encoder.layers.* : unit\n    root :")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reformer.plan"
         path.write_text(text)
         sink = Sink()
         compiled = compile_plan(facts, str(path), sink, world_size=4, settings=["tp=2"])
         verdict = flow(compiled, str(path), ["tp=2"], sink)
-    assert verdict.verdict == "unknown" and "again in the backward pass" in verdict.reason
-    assert "PL504" in {d.code for d in sink}
+    assert verdict.verdict == ("unknown" if unit else "proved")
+    assert ("again in the backward pass" in verdict.reason) == unit
+    assert ("PL504" in {d.code for d in sink}) == unit

@@ -384,3 +384,45 @@ def test_the_script_is_python_without_planc():
     source = script(lowered(ALL), digest="0" * 64)
     compile(source, "emitted.py", "exec")
     assert "planc" not in source.partition('"""\n\n')[2].replace("t.plan", "")
+
+
+ZAMBA = {
+    "model_type": "zamba2",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "attention_head_dim": 32,
+    "n_mamba_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 1,
+    "mamba_headdim": 16,
+    "num_mem_blocks": 2,
+    "hybrid_layer_ids": [1, 3, 5, 7],
+    "layers_block_type": ["mamba", "hybrid"] * 4,
+    "adapter_rank": 4,
+    "chunk_size": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def test_modules_that_are_shared_are_one_finding(tmp_path, capsys):
+    """zamba2's layers share a transformer of a dozen parameters: no finding for each of them."""
+    import json
+
+    from planc.cli import main
+
+    (tmp_path / "z.json").write_text(json.dumps(ZAMBA))
+    (tmp_path / "z.plan").write_text(
+        "plan z for zamba2\nmesh {\n dp_shard = auto\n}\n"
+        "fsdp on dp_shard {\n model.layers.* : unit\n root : unit\n}\n"
+    )
+    words = ["check", str(tmp_path / "z.json"), str(tmp_path / "z.plan"), "--world-size", "4"]
+    assert main([*words, "--level", "structure", "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)["diagnostics"]
+    assert [d["code"] for d in found] == ["PL402"] * 2
+    shared = [f"model.layers[{i}].shared_transformer" for i in (1, 5)]
+    assert f"`group({', '.join(shared)}) : unit`" in found[0]["help"]
+    assert found[0]["labels"][0]["start"]["line"] == 6

@@ -222,3 +222,42 @@ def test_a_model_that_is_not_there(capsys):
 )
 def test_names_that_are_alike_stand_in_braces(names, wanted):
     assert braced(names) == wanted
+
+
+TOWERS = [
+    # (the fields of the configuration, rules that the plan has, its kinds of blocks)
+    (
+        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
+        ["let tower = model.vision_tower.encoder.layers.*", "mlp.fc2 : rowwise"],
+        ["model.vision_tower.encoder.layers[0:24]", "model.language_model.layers[0:32]", "root"],
+    ),
+    (
+        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+        ["let block = model.encoder.layers.*", "let block2 = model.decoder.layers.*"],
+        ["model.encoder.layers[0:4]", "model.decoder.layers[0:4]", "root"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "lines", "kinds"), TOWERS, ids=["llava", "whisper"])
+def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds):
+    from transformers import AutoConfig
+
+    values = AutoConfig.for_model(config["model_type"]).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**values, **config}, default=str))
+    sink = Sink()
+    facts = load(str(tmp_path), sink)
+    made = draft(facts, sink)
+    text = " ".join(made.text.split())
+    assert all(" ".join(line.split()) in text for line in lines), made.text
+    assert "Whole on every rank" not in made.text
+    path = tmp_path / "made.plan"
+    path.write_text(made.text)
+    compiled = compile_plan(facts, str(path), sink, world_size=8, settings=["tp=2"])
+    verdict = flow(compiled, str(path), ["tp=2"], sink)
+    assert verdict.verdict == "proved"
+    assert [(k.modules, k.verdict) for k in verdict.kinds] == [(k, "proved") for k in kinds]
+    units = [op for op in compiled.lowered.ops if type(op).__name__ == "FullyShard"]
+    for list_of_blocks in kinds[:2]:
+        path = list_of_blocks.partition("[")[0]
+        assert any(str(m).startswith(path) for op in units for m in op.members), path

@@ -3,8 +3,8 @@
 import pytest
 from test_checks import codes, facts, judged, tensor
 
+from planc.ir.shapes import local_shape
 from planc.ir.style import Colwise, Experts, Held, Rowwise, Shard, style_text
-from planc.lowering.memory import local_shape
 from planc.model.facts import Modules
 
 MLP = " model.layers.*.mlp {\n  gate_up_proj : %s\n  down_proj : %s\n }"

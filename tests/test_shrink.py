@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planc.model.real import taught
 from planc.model.shrink import shrink
 from planc.share import PLANS
 
@@ -37,6 +38,7 @@ def trained(config):
     cls = CAUSAL[type(made)] if type(made) in CAUSAL else getattr(transformers, named)
     part = made if isinstance(made, cls.config_class) else made.get_text_config()
     model = cls._from_config(part, attn_implementation="eager").float().train()
+    taught(model)
     tokens = torch.randint(8, 64, (2, 16))
     output = model(input_ids=tokens, labels=tokens, use_cache=False)
     output.loss.backward()
@@ -98,6 +100,7 @@ def test_dropout_is_off():
         "attention_dropout",
         "hidden_dropout_prob",
         "layerdrop",
+        "drop_path_rate",
         "router_jitter_noise",
     )
     small = shrink({"model_type": "gpt2", **dict.fromkeys(names, 0.1)}, ranks=1)
@@ -205,3 +208,21 @@ def test_it_builds_and_trains(name, tp):
     assert sum(p.numel() for p in model.parameters()) < 16_000_000
     assert seconds < 20  # less than one where nothing else runs
     assert all(p.grad is not None for n, p in model.named_parameters() if "embed_tokens" in n)
+
+
+def test_a_part_that_says_the_size_of_the_one_beside_it_goes_with_it():
+    small = shrink(
+        {
+            "model_type": "blt",
+            "global_config": {"hidden_size": 2048, "num_attention_heads": 16},
+            "decoder_config": {
+                "hidden_size": 1024,
+                "num_attention_heads": 16,
+                "hidden_size_global": 2048,
+                "hidden_size_other": 2048,
+            },
+        },
+        ranks=2,
+    )
+    assert small["decoder_config"]["hidden_size_global"] == small["global_config"]["hidden_size"]
+    assert small["decoder_config"]["hidden_size_other"] == 2048

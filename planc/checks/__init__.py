@@ -25,6 +25,7 @@ from planc.checks.halves import halves
 from planc.checks.heads import heads
 from planc.checks.ignored import ignored
 from planc.checks.kinds import kinds
+from planc.checks.lying import lying
 from planc.checks.megatron import megatron
 from planc.checks.norms import norms
 from planc.checks.offload import offload
@@ -76,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     precision,
     reshard,
     spread,
+    lying,
     megatron,
     whole,
     offload,

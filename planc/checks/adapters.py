@@ -6,7 +6,7 @@ from planc.checks.table import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.ir.derive import KINDS, meetings, of_layer, sides
 from planc.ir.plan import AdapterRule, Plan, TensorRule
-from planc.ir.style import Replicate, Rowwise, style_text
+from planc.ir.style import Colwise, Rowwise, Sequence, Shard, Style, style_text
 from planc.model.facts import Facts, Modules
 
 
@@ -107,6 +107,16 @@ def _style(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
     )
 
 
+def _split(style: Style) -> bool:
+    """Whether what comes into a layer is another part on each rank: features, or the sequence."""
+    match style:
+        case Rowwise() | Colwise():
+            return isinstance(style.input, Shard)
+        case Sequence():
+            return True
+    return False
+
+
 def _dropout(plan: Plan, sink: Sink) -> None:
     """Ranks that have the same inputs would drop different ones of them.
 
@@ -117,11 +127,7 @@ def _dropout(plan: Plan, sink: Sink) -> None:
     if plan.adapters is None or not tensor:
         return
     for rule in plan.adapters.rules:
-        split = [
-            r.modules
-            for r in tensor
-            if isinstance(r.style, Rowwise) and r.style.input != Replicate()
-        ]
+        split = [r.modules for r in tensor if _split(r.style)]
         whole = rule.modules.outside(split)
         if rule.dropout and whole:
             sink.error(

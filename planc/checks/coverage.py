@@ -42,10 +42,10 @@ def coverage(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
     """What FSDP splits over the tensor axis."""
     section = plan.fsdp
-    if section is None or not any(section.beyond(u) for u in section.units):
+    if section is None or not any(section.beyond(part) for part in section.parts):
         return []
-    own = ((o.modules, o.unit) for o in owned(plan, facts))
-    return [m for m, unit in own if unit and axis in section.axes(unit)[0]]
+    own = ((o.modules, o.spread or o.unit) for o in owned(plan, facts))
+    return [m for m, part in own if part and axis in section.axes(part)[0]]
 
 
 def _percent(share: float) -> str:

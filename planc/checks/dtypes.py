@@ -42,5 +42,5 @@ def dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
                 help="`dtype(fp32) : unit` makes them units of their own; `islands = none` in the "
                 "load section casts them too"
                 if islands
-                else "give the modules of one dtype a unit of their own, or cast the model",
+                else "`dtype(fp32) : unit` makes units of modules of one dtype; or cast the model",
             )

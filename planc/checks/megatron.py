@@ -69,6 +69,9 @@ def _settings(section: Fsdp) -> Iterator[_Finding]:
         message = f"Megatron-FSDP cannot divide gradients by {section.divide.factor}"
         told = "it averages them, or with `divide = 1` sums them"
         yield _Finding(message, section.divide.origin, told)
+    for spread in section.spreads:
+        message = "Megatron-FSDP lays all parameters of a unit out over the same ranks"
+        yield _Finding(message, spread.origin, out)
     for ignored in section.ignored:
         message = f"Megatron-FSDP shards all parameters: `{ignored.modules}` cannot be left out"
         yield _Finding(message, ignored.origin, out)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planc.diagnostic import Label, Sink, one_of
-from planc.ir.plan import Plan
+from planc.ir.owners import owned
+from planc.ir.plan import Plan, Spread, Unit
 from planc.model.facts import Facts
 
 
@@ -14,8 +15,10 @@ def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None:
         return
-    for unit in plan.fsdp.units:
-        shard, _ = plan.fsdp.axes(unit)
+    lying = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
+    pairs: list[tuple[Unit, Unit | Spread]] = [(u, u) for u in plan.fsdp.units]
+    for unit, part in dict.fromkeys([*pairs, *lying]):
+        shard, _ = plan.fsdp.axes(part)
         size = plan.mesh.size(*shard)
         count = unit.reshard
         if isinstance(count, bool) or size == 1 or (1 < count < size and size % count == 0):
@@ -26,11 +29,20 @@ def reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
             for a in plan.mesh.axes
             if a.name in shard
         ]
-        told = f"it can be {one_of(map(str, choices[:8]))}" if choices else "use `always`"
+        words = {1: "one rank's shard is all of it: write `never`", size: "write `always`"}
+        told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
+        told = words.get(count) or (told if choices else "write `always`, or `never`")
         sink.error(
             "PL417",
-            f"{size} ranks cannot reshard to {count}",
+            f"{size} ranks cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
+            *([Label(span=part.origin, text="over other axes")] if part is not unit else []),
             *labels,
-            help=f"{told}, or `always`" if choices else told,
+            help=told,
         )
+
+
+def _why(count: int, size: int) -> str:
+    if count == size:
+        return ": that many share the unit already"
+    return f": it does not divide {size}" if count > 1 else ""

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
 from planc.checks.table import active, axis_label, holds, split_dim, unit_of
 from planc.diagnostic import Label, Sink
-from planc.ir.plan import Plan, TensorRule
+from planc.ir.plan import Plan, TensorRule, Unit
 from planc.model.facts import Facts, Modules, Parameter
-from planc.source import Span
 
 Half = tuple[str, Modules, Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parted:
+    """The names of one tensor, and the two units that they are in."""
+
+    one: Half
+    two: Half
+    first: Unit | None
+    second: Unit | None
 
 
 def ties(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -17,14 +30,16 @@ def ties(plan: Plan, facts: Facts, sink: Sink) -> None:
     torch's `fully_shard` refuses a parameter that is in two groups; two styles would leave two
     tensors where the model has one.
     """
-    parted: set[tuple[Span, ...]] = set()
+    parted: list[_Parted] = []
     for group in facts.ties:
         halves = [(name, *facts.find(name)) for name in group]
         for other in halves[1:]:
             if "tensor" not in plan.broken:
                 _styles(halves[0], other, plan, sink)
             if plan.fsdp is not None and "fsdp" not in plan.broken:
-                _units(halves[0], other, plan, sink, parted)
+                units = _units(halves[0], other, plan, sink)
+                parted += [_Parted(halves[0], other, *units)] if units else []
+    _told(parted, facts, sink)
 
 
 def _rule(half: Half, plan: Plan) -> TensorRule | None:
@@ -86,27 +101,51 @@ def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
     return bool(ignored)
 
 
-def _units(one: Half, two: Half, plan: Plan, sink: Sink, parted: set[tuple[Span, ...]]) -> None:
-    """`parted` holds the lines that were reported: blocks may share tens of parameters."""
+def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> tuple[Unit | None, Unit | None] | None:
+    """The two units that part a tensor; None where none do, or that was said."""
     if _apart(one, two, plan, sink):
-        return
+        return None
     first, second = unit_of(plan, one[1]), unit_of(plan, two[1])
     alike = first is second and (first is None or first.group or first.root or one[1] == two[1])
-    if alike:
-        return
-    places = tuple(unit.origin for unit in (first, second) if unit)
-    if places in parted:
-        return
-    parted.add(places)
-    labels = [
-        Label(span=unit.origin, text=f"{half[0]} is here")
-        for unit, half in ((first, one), (second, two))
-        if unit
-    ]
-    names = f"{one[1]}, {two[1]}"
-    sink.error(
-        "PL402",
-        f"`{one[0]}` and `{two[0]}` are one tensor, and they are in two units",
-        *labels,
-        help=f"put both into one: `group({names}) : unit`",
-    )
+    return None if alike else (first, second)
+
+
+def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
+    """PL402 for each two modules that share parameters in two units, and not for each parameter."""
+    groups: dict[tuple[str, str, int, int], list[_Parted]] = {}
+    for each in parted:
+        heads = _heads(each.one[0], each.two[0])
+        groups.setdefault((*heads, id(each.first), id(each.second)), []).append(each)
+    for several in groups.values():
+        each = several[0]
+        names, held = (each.one[0], each.two[0]), (each.one[1], each.two[1])
+        text = f"`{names[0]}` and `{names[1]}` are one tensor, and they are in two units"
+        if len(several) > 1:
+            names = _sharing(several)
+            held = (facts.at(names[0]), facts.at(names[1]))
+            text = f"`{names[0]}` and `{names[1]}` share {len(several)} parameters, in two units"
+        labels = [
+            Label(span=unit.origin, text=f"{name} is here")
+            for unit, name in ((each.first, names[0]), (each.second, names[1]))
+            if unit
+        ]
+        told = f"put both into one: `group({held[0]}, {held[1]}) : unit`"
+        sink.error("PL402", text, *labels, help=told)
+
+
+def _sharing(several: Sequence[_Parted]) -> tuple[str, str]:
+    """The smallest two modules that hold both halves of several tensors."""
+    ones = [each.one[0].split(".")[:-1] for each in several]
+    depth = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*ones, strict=False))))
+    away = len(ones[0]) - depth
+    two = several[0].two[0].split(".")[:-1]
+    return ".".join(ones[0][:depth]), ".".join(two[: len(two) - away])
+
+
+def _heads(one: str, two: str) -> tuple[str, str]:
+    """Two names of one tensor without what they end with alike: the modules that share it."""
+    mine, other = one.split("."), two.split(".")
+    while mine and other and mine[-1] == other[-1]:
+        mine.pop()
+        other.pop()
+    return ".".join(mine), ".".join(other)

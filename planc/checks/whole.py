@@ -25,6 +25,7 @@ def whole(plan: Plan, facts: Facts, sink: Sink) -> None:
             said.append(("on", unit.origin))
         if unit.shard_dim:
             said.append(("shard_dim", unit.origin))
+    said += [("spread", spread.origin) for spread in section.spreads]
     if section.prefetch is not None:
         said.append(("prefetch", section.prefetch.origin))
     for name, origin in dict.fromkeys(said):

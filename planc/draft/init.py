@@ -167,6 +167,11 @@ def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None
         why = outcome.reason or "; ".join(p.detail for p in outcome.parts[:1]) or "it is refuted"
         page.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
+    if outcome.again:
+        page.comment.append(
+            f"The model's own code runs `{generic(outcome.again)}` again in the backward pass: "
+            "blocks are no units, which may let go what that needs, and nothing is checkpointed."
+        )
     reached = [c for p, some in search.parts.items() if p not in search.unreached for c in some]
     whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
     if search.unreached:

@@ -20,7 +20,7 @@ from planc.model.facts import Facts, Module, Modules
 CLOSES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
     r"|linear_2|linear_fc2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
-    r"|output\.dense|output|out)$"
+    r"|attention_out|linear_out|output\.dense|output|out)$"
 )
 """Linears that close a segment, by the names that the families of transformers give them."""
 
@@ -102,6 +102,7 @@ class Roles:
     """Args:
     blocks: the lists of blocks.
     embedding: the table of tokens, None where there is none that is known.
+    same: other modules that hold the same table, such as an encoder's and a decoder's.
     tables: other tables, such as that of positions.
     heads: linears that give logits.
     norms: outside the blocks.
@@ -109,6 +110,7 @@ class Roles:
 
     blocks: list[Blocks]
     embedding: str | None
+    same: list[str]
     tables: list[str]
     heads: list[str]
     norms: list[str]
@@ -147,7 +149,12 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
     ]
     norms = [str(m) for m in outside if m.module.kind == "norm"]
     others = [str(m) for m in tables if str(m) != embedding]
-    return Roles(blocks=blocks, embedding=embedding, tables=others, heads=heads, norms=norms)
+    groups = [{n.rpartition(".")[0] for n in group} for group in facts.ties]
+    same = [m for m in others if any({embedding, m} <= group for group in groups)]
+    others = [m for m in others if m not in same]
+    return Roles(
+        blocks=blocks, embedding=embedding, same=same, tables=others, heads=heads, norms=norms
+    )
 
 
 def _text(facts: Facts) -> Any:
@@ -183,10 +190,22 @@ def _all(at: Modules) -> Iterator[Modules]:
         yield from _all(Modules((*at.path, child.segment), child.module))
 
 
-def _inner(name: str, path: str) -> str:
-    """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`."""
-    rest = name[len(path) + 1 :].split(".")[1:]
-    return ".".join("*" if part.isdecimal() else part for part in rest)
+def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
+    """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`.
+
+    Entries of `rows`, modules that are an nn.Sequential, are unlike and keep their numbers.
+    """
+    found: list[str] = []
+    for part in name[len(path) + 1 :].split(".")[1:]:
+        like = part.isdecimal() and ".".join(found) not in rows
+        found.append("*" if like else part)
+    return ".".join(found)
+
+
+def _rows(block: Modules, path: str) -> frozenset[str]:
+    """The modules of a block that are an nn.Sequential."""
+    found = [m for m in _all(block) if m.module.kind == "list" and not m.module.container]
+    return frozenset(_inner(next(m.names()), path) for m in found)
 
 
 def _blocks(at: Modules, ran: Ran | None) -> Blocks:
@@ -198,10 +217,11 @@ def _blocks(at: Modules, ran: Ran | None) -> Blocks:
     for child in at.module.children:
         block = Modules((*at.path, child.segment), child.module)
         first = f"{path}.{next(iter(child.indices))}" if child.indices is not None else path
-        found = {_inner(next(m.names()), path): m for m in _all(block)}
+        rows = _rows(block, path)
+        found = {_inner(next(m.names()), path, rows): m for m in _all(block)}
         names = [n for n, m in found.items() if m.module.kind in _LINEAR]
         if ran is not None:
-            names = _by_run(names, first, path, ran)
+            names = _by_run(names, first, path, rows, ran)
         kinds.append([n for n in names if _useful(n, found[n].module)])
         for name in kinds[-1]:
             linears.setdefault(name, _linear(name, found[name].module))
@@ -224,12 +244,12 @@ def _blocks(at: Modules, ran: Ran | None) -> Blocks:
     )
 
 
-def _by_run(names: list[str], first: str, path: str, ran: Ran) -> list[str]:
+def _by_run(names: list[str], first: str, path: str, rows: frozenset[str], ran: Ran) -> list[str]:
     """The names in the order of the run; what did not run (an expert without tokens) last."""
     order: dict[str, int] = {}
     for i, name in enumerate(ran.order):
         if name.startswith(f"{first}."):
-            order.setdefault(_inner(name, path), i)
+            order.setdefault(_inner(name, path, rows), i)
     return sorted(names, key=lambda n: order.get(n, len(ran.order)))
 
 
@@ -251,7 +271,7 @@ def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
     """Linears in their order -> segments; what opens and is never closed is left out."""
     waiting: list[Linear] = []
     for linear in linears:
-        if not _closes(linear, waiting):
+        if not _closes(linear, waiting, width):
             waiting.append(linear)
             continue
         near = [w for w in waiting if _near(w.name, linear.name)] or waiting
@@ -262,8 +282,13 @@ def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
         waiting = [w for w in waiting if w not in near]
 
 
-def _closes(linear: Linear, waiting: list[Linear]) -> bool:
-    """Whether a linear closes a segment; `dense` does where its own module opened one."""
+def _closes(linear: Linear, waiting: list[Linear], width: int) -> bool:
+    """Whether a linear closes a segment; `dense` does where its own module opened one.
+
+    So does any that gives hidden states of what is wider and was opened, whatever its name.
+    """
+    if linear.outputs == width < linear.inputs:
+        return any(w.inputs == width and w.outputs % linear.inputs == 0 for w in waiting)
     if linear.name.rpartition(".")[2] == "dense" and not CLOSES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)

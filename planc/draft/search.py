@@ -74,9 +74,11 @@ class Search:
             )
 
     def _ends(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        if self.roles.embedding:
-            yield self.roles.embedding, ("rowwise", "rowwise(-> shard(1), local = false)")
+        for table in filter(None, (self.roles.embedding, *self.roles.same)):
+            yield table, ("rowwise", "rowwise(-> shard(1), local = false)")
         for head in self.roles.heads:
+            if self.ran is not None and head not in self.ran.order:
+                continue  # nothing of what never runs can be proved
             yield head, ("colwise(-> replicate)", "colwise(shard(1) -> replicate)")
 
     @property
@@ -87,6 +89,9 @@ class Search:
         """Settles the recipes without sequence parallelism; gives what the last run said."""
         self.draft.checkpoint = False  # what can be split is found out without it
         outcome = self._settled()
+        if outcome.again:  # reversible layers: no unit may let go what their backward needs
+            self.draft.called = set()
+            return outcome
         self.draft.checkpoint = True
         again = self._tried(sequence=False)
         if again.verdict == outcome.verdict:
@@ -300,7 +305,11 @@ def _concerns(choice: Choice, inner: str) -> bool:
     if not inner:
         return False
     return any(
-        inner == m or inner.startswith(f"{m}.") or m.startswith(f"{inner}.") or _braces(inner, m)
+        inner == generic(m)
+        or inner == m
+        or inner.startswith(f"{m}.")
+        or m.startswith(f"{inner}.")
+        or _braces(inner, m)
         for m in choice.members
     )
 

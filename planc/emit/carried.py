@@ -15,6 +15,7 @@ _FILES = (
     "parts.py",
     "remat.py",
     "slices.py",
+    "firsts.py",
     "arrival.py",
     "fourbit.py",
     "megatron.py",

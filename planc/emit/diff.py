@@ -197,6 +197,8 @@ def _whole(change: Change) -> str:
             return "full graph" if parts["fullgraph"] else ""
         case "fsdp":
             return ", ".join(_unit(parts))
+        case "spread":
+            return ", ".join(_spread(parts))
         case "megatron":
             return f"{parts['strategy']}, over {_listed(parts['shard'])}"
         case "megatron unit":
@@ -235,6 +237,15 @@ def _unit(parts: dict[str, Value]) -> Iterator[str]:
         yield f"split along dim {parts['shard_dim']}"
     if parts.get("offload"):
         yield "offloaded"
+
+
+def _spread(parts: dict[str, Value]) -> Iterator[str]:
+    for name, word in (("shard", "over"), ("replicate", "replicated over")):
+        axes = parts.get(name)
+        if isinstance(axes, tuple) and axes:
+            yield f"{word} {' * '.join(map(str, axes))}"
+    if parts.get("shard_dim"):
+        yield f"split along dim {parts['shard_dim']}"
 
 
 # JSON --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planc.emit.python import Group, lay, remark
+from planc.emit.python import Group, lay, quoted, remark
 from planc.emit.reach import IN
 from planc.lowering.ops import Adapt, Load, Lowered
 
@@ -31,15 +31,27 @@ def filled(lowered: Lowered) -> list[str]:
     way = next((op.weights for op in lowered.ops if isinstance(op, Load) and op.weights), None)
     if way is None:
         return []
-    if any(isinstance(op, Adapt) for op in lowered.ops):
-        return [
-            "def load_weights(model, folder, device):\n"
-            f'    """{_ABOUT[way]}"""\n'
-            '    raise NotImplementedError("only planc\'s Run.load fills a model with adapters")\n'
-        ]
-    return [
-        "def load_weights(model, folder, device):\n"
-        f'    """{_ABOUT[way]}"""\n'
-        "    allocate(model, device)\n"
-        f"    read_{way}(model, folder)\n"
+    lines = [
+        "def load_weights(model, folder, device):",
+        f'    """{_ABOUT[way]}"""',
     ]
+    adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
+    if adapts:
+        lines.append("    unset = adapters_on_meta(model)")
+    lines.append("    allocate(model, device)")
+    for op in adapts:
+        lines += _begun(op)
+    lines.append(f"    read_{way}(model, folder)")
+    return ["\n".join(lines) + "\n"]
+
+
+def _begun(op: Adapt) -> Iterator[str]:
+    """What gives adapters, which no file of the model's holds, their first values."""
+    arguments = ("model", "unset", f'r"{op.pattern}"', f"rank={op.rank}")
+    call = Group("begin_adapters(", (*arguments, f"init={initial(op)}", f"seed={op.seed}"))
+    yield from lay(call, IN)
+
+
+def initial(op: Adapt) -> str:
+    """peft's `init_lora_weights`, in Python."""
+    return {"default": "True", "random": "False"}.get(op.init) or quoted(op.init)

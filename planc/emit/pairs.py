@@ -98,7 +98,7 @@ def grown(
     for entry in side:
         for part, beyond in _cut(entry, layers):
             usual = part.subject in shared and (part.subject, part.said) in before
-            if not beyond or not usual or part.kind == "fsdp" or part.modules is None:
+            if not beyond or not usual or part.kind in ("fsdp", "spread") or part.modules is None:
                 yield part
                 continue
             path = part.modules.path[: _list(part.modules) + 1]

@@ -42,6 +42,10 @@ _IMPORTS = (
     ),
     ("torch.distributed.fsdp", ("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy")),
     ("torch.distributed.fsdp", ("fully_shard",)),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_common",
+        ("FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"),
+    ),
     ("torch.distributed.tensor", ("DTensor", "Partial", "Replicate", "Shard")),
     ("torch.distributed.tensor", ("distribute_module", "distribute_tensor")),
     (_PARALLEL, ("ColwiseParallel", "ParallelStyle")),

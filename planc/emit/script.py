@@ -14,7 +14,7 @@ from typing import assert_never
 
 from planc.emit import megatron, remat
 from planc.emit.carried import carried
-from planc.emit.loads import filled, prepared
+from planc.emit.loads import filled, initial, prepared
 from planc.emit.python import WIDTH, Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
@@ -184,7 +184,7 @@ def _adapt(op: Adapt, lowered: Lowered) -> Lines:
     arguments = [f"r={op.rank}", f"lora_alpha={op.alpha}"]
     arguments += [f"lora_dropout={op.dropout}"] if op.dropout else []
     if op.init != "default":
-        arguments.append(f"init_lora_weights={quoted(op.init) if op.init != 'random' else False}")
+        arguments.append(f"init_lora_weights={initial(op)}")
     arguments.append(f'target_modules=r"{op.pattern}"')
     yield from lay("with torch.random.fork_rng(devices=[]):", IN, note=remark(op.place))
     yield f"{IN}    torch.manual_seed({op.seed})"
@@ -200,13 +200,15 @@ def _adapt(op: Adapt, lowered: Lowered) -> Lines:
 
 def _quantize(op: Quantize, lowered: Lowered) -> Lines:
     """Each weight by itself, where the mesh is: a model on meta gets room for it alone."""
+    loads = any(isinstance(other, Load) and other.weights for other in lowered.ops)
+    name = "quantize_filled" if loads else "quantize"
     arguments = [quoted(op.kind), f"torch.{op.storage}", "mesh.device_type"]
     arguments += [f"compute=torch.{op.compute}"] if op.compute else []
     arguments += ["double=True"] if op.double else []
     arguments += [f"block={op.block}"] if op.block != 64 else []
     for members in op.members:
         loop = loop_over(members, lowered.layers)
-        call = Group("quantize(", (loop.item, *arguments))
+        call = Group(f"{name}(", (loop.item, *arguments))
         yield from looped(loop.head, call, op.place)
 
 

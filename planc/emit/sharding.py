@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from planc.emit.python import Group, lay, quoted, remark
 from planc.emit.reach import IN, Lines, entries, loop_over, looped, variable
 from planc.ir.lists import entries as listed
 from planc.ir.lists import entry
-from planc.lowering.ops import Divide, FullyShard, Lowered, Prefetch
+from planc.lowering.ops import Divide, FullyShard, Lowered, Prefetch, Spread
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 
+Lying = tuple[tuple[Spread, ...], tuple[str, ...], tuple[str, ...]]
+"""What lies otherwise than the rest of a unit, and what the unit itself is over."""
+
 
 def shard(ops: Sequence[FullyShard], lowered: Lowered) -> Lines:
+    last = ""
+    for line in _shard(ops, lowered):
+        if last and line.startswith(f"{IN}def "):
+            yield ""  # as ruff would have it
+        yield (last := line)
+
+
+def _shard(ops: Sequence[FullyShard], lowered: Lowered) -> Lines:
     flat: dict[tuple[str, ...], str] = {}
-    for axes in (axes for op in ops for axes in (op.replicate, op.shard)):
+    parts: list[FullyShard | Spread] = [*ops, *(s for op in ops for s in op.spreads)]
+    for axes in (axes for part in parts for axes in (part.replicate, part.shard)):
         if len(axes) > 1 and axes not in flat:
             flat[axes] = variable("_".join(_ordered(axes, lowered)))
             yield from lay(_flat(flat[axes], _ordered(axes, lowered)), IN)
-    paired = _numbered("hsdp_mesh", (pair for op in ops if (pair := _pair(op, flat, lowered))))
+    paired = _numbered("hsdp_mesh", (pair for op in parts if (pair := _pair(op, flat, lowered))))
     for pair, name in paired.items():
         yield from lay(Group(f"{name} = DeviceMesh._concatenate([", pair, "])"), IN)
     policies = _numbered("policy", (policy for op in ops if (policy := _policy(op))))
@@ -33,8 +45,9 @@ def shard(ops: Sequence[FullyShard], lowered: Lowered) -> Lines:
             loop = loop_over(some, lowered.layers)
             call = f"{name}.update({loop.item}.parameters())"
             yield from looped(loop.head, call, "")
-    if any(op.shard_dim for op in ops):
+    if any(op.shard_dim or any(s.shard_dim for s in op.spreads) for op in ops):
         yield from _ALONG
+    lying = yield from _spreads(ops, flat, paired, lowered)
     kinds = {
         op: (
             paired.get(_pair(op, flat, lowered)) or _data(op, flat),
@@ -50,8 +63,66 @@ def shard(ops: Sequence[FullyShard], lowered: Lowered) -> Lines:
         items = tuple(f"{quoted(key)}: {value}" for key, value in said if value)
         yield from lay(Group(f"{name} = {{", items, "}"), IN)
     for op in ops:
-        yield from _unit(op, f"**{names[kinds[op]]}", lowered)
+        yield from _unit(op, f"**{names[kinds[op]]}", lying.get(_lying(op), ""), lowered)
 
+
+def _spreads(
+    ops: Sequence[FullyShard],
+    flat: Mapping[tuple[str, ...], str],
+    paired: Mapping[tuple[str, ...], str],
+    lowered: Lowered,
+) -> Generator[str, None, dict[Lying, str]]:
+    """`lying`, what lies on a mesh of its own: by parameter, how it is split and over what."""
+    with_own = [op for op in ops if op.spreads]
+    names = _numbered("lying", map(_lying, with_own))
+    if names:
+        yield from _LYING
+    infos: dict[str, str] = {}
+    for op in {_lying(op): op for op in with_own}.values():
+        name = names[_lying(op)]
+        yield f"{IN}{name} = {{}}"
+        for spread in op.spreads:
+            info = "None"
+            if (spread.shard, spread.replicate) != (op.shard, op.replicate):
+                mesh = paired.get(_pair(spread, flat, lowered)) or _data(spread, flat)
+                if mesh not in infos:
+                    infos[mesh] = variable(f"{'_'.join(_ordered(spread.shard, lowered))}_info")
+                    yield from lay(_info(infos[mesh], mesh, spread), IN)
+                info = infos[mesh]
+            loop = loop_over(spread.modules, lowered.layers)
+            how = f"({_split(spread, lowered)}, {info})"
+            own = Group("dict.fromkeys(", (f"{loop.item}.parameters()", how))
+            yield from looped(loop.head, Group(f"{name}.update(", (own,)), "")
+    return names
+
+
+def _lying(op: FullyShard) -> Lying:
+    return op.spreads, op.shard, op.replicate
+
+
+def _info(name: str, mesh: str, spread: Spread) -> Group:
+    if spread.replicate:
+        return Group(f"{name} = HSDPMeshInfo(", (mesh, "shard_mesh_dim=1", "replicate_mesh_dim=0"))
+    return Group(f"{name} = FSDPMeshInfo(", (mesh, "shard_mesh_dim=0"))
+
+
+def _split(part: FullyShard | Spread, lowered: Lowered) -> str:
+    return (
+        f"along({part.shard_dim}, {lowered.axis_size(*part.shard)})" if part.shard_dim else "None"
+    )
+
+
+_LYING = (
+    f"{IN}def spread(lying, rest=None):",
+    f"{IN}    # some parameters of a unit lie on a mesh of their own, as torch allows since 2.12",
+    f"{IN}    def placement(parameter):",
+    f"{IN}        split, info = lying.get(parameter, (rest, None))",
+    f"{IN}        shard = split(parameter) if split else None",
+    f"{IN}        return ShardPlacementResult(shard, info) if info else shard",
+    "",
+    f"{IN}    return placement",
+    "",
+)
 
 _ALONG = (
     f"{IN}def along(dim, ranks):",
@@ -76,14 +147,16 @@ def _numbered(name: str, keys: Iterable[Key]) -> dict[Key, str]:
     return {key: f"{name}_{number}" for number, key in enumerate(different, start=1)}
 
 
-def _unit(op: FullyShard, shared: str, lowered: Lowered) -> Lines:
+def _unit(op: FullyShard, shared: str, lying: str, lowered: Lowered) -> Lines:
     if not op.shard:
         call, own = "replicate(", tuple[str, ...]()
     else:
         call, own = "fully_shard(", (f"reshard_after_forward={op.reshard}",)
-    if op.shard_dim:
-        ranks = lowered.axis_size(*op.shard)
-        own += (f"shard_placement_fn=along({op.shard_dim}, {ranks})",)
+    if lying:
+        rest = f", {_split(op, lowered)}" if op.shard_dim else ""
+        own += (f"shard_placement_fn=spread({lying}{rest})",)
+    elif op.shard_dim:
+        own += (f"shard_placement_fn={_split(op, lowered)}",)
     if op.group:
         members = Group("[", tuple(e for m in op.members for e in entries(m)), "]")
         yield from looped((), Group(call, (members, shared, *own)), op.place)
@@ -92,7 +165,7 @@ def _unit(op: FullyShard, shared: str, lowered: Lowered) -> Lines:
     yield from looped(loop.head, Group(call, (loop.item, shared, *own)), op.place)
 
 
-def _data(op: FullyShard, flat: Mapping[tuple[str, ...], str]) -> str:
+def _data(op: FullyShard | Spread, flat: Mapping[tuple[str, ...], str]) -> str:
     """The mesh of a unit, where the root mesh can give it."""
     if not op.shard:
         return _dimension(op.replicate, flat)
@@ -101,7 +174,9 @@ def _data(op: FullyShard, flat: Mapping[tuple[str, ...], str]) -> str:
     return _dimension(op.shard, flat)
 
 
-def _pair(op: FullyShard, flat: Mapping[tuple[str, ...], str], lowered: Lowered) -> tuple[str, ...]:
+def _pair(
+    op: FullyShard | Spread, flat: Mapping[tuple[str, ...], str], lowered: Lowered
+) -> tuple[str, ...]:
     """The two meshes of a hybrid unit that the root mesh cannot give as one.
 
     It gives its own axes, in their order: neither flattened ones nor the reverse.

@@ -47,6 +47,7 @@ KINDS = (
     "checkpoint",
     "compile",
     "fsdp",
+    "spread",
     "megatron",
     "divide",
     "prefetch",
@@ -212,6 +213,7 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
         ("gathered", op.gathered),
         *_more(op),
     )
+    yield from _spreads(op)
     entry = Entry(kind="fsdp", facts=facts, place=op.place)
     if op.group and _members(op) in common:
         yield replace(entry, label=words.unit(op))
@@ -219,6 +221,14 @@ def _unit(op: FullyShard, common: set[Group]) -> Iterator[Entry]:
     group = words.unit(op) if op.group else None
     for members in op.members:
         yield replace(entry, modules=members, facts=(("group", group), *facts))
+
+
+def _spreads(op: FullyShard) -> Iterator[Entry]:
+    for spread in op.spreads:
+        said: Facts = (("shard", spread.shard), ("replicate", spread.replicate))
+        said += (("shard_dim", spread.shard_dim),) if spread.shard_dim else ()
+        for modules in filter(None, map(spread.modules.inside, op.members)):
+            yield Entry(kind="spread", modules=modules, facts=said, place=op.place)
 
 
 _MEGATRON = (

@@ -229,6 +229,9 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
         yield _head("fsdp" if op.shard else "replicate", text)
         yield from words.table(_units(units, common))
         start = i + 1
+    for lying in dict.fromkeys(s for op in ops for s in op.spreads):
+        how = ", ".join(filter(None, (words.spread(lying, lowered), words.along(lying))))
+        yield from _listed("spread", [str(lying.modules)], f"  {how}")
     ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
     yield from _listed("ignored", list(ignored), "  whole on every rank, in no unit")
 

@@ -18,7 +18,7 @@ from planc.emit.named import found
 from planc.ir.derive import FOUR_BIT
 from planc.ir.plan import Meaning, Plan
 from planc.ir.style import Custom, Split, part_sizes, style_name, weight_split
-from planc.lowering.memory import split_dim
+from planc.lowering.memory import kept_shape
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
@@ -33,6 +33,7 @@ from planc.lowering.ops import (
     Parallelize,
     Prefetch,
     Quantize,
+    Spread,
     Tie,
     units_of,
 )
@@ -189,6 +190,7 @@ class _Question:
             yield self._reason("ignored: whole on every rank", target, op, place)
         elif op:
             yield self._sharded(op)
+            yield from self._lies(op)
             yield from self._settings(op)
         for other in self.units if self.parameter is None else ():
             if other is not op:
@@ -205,6 +207,23 @@ class _Question:
         if isinstance(call := self.owner[id(op)], MegatronShard):
             parts = [f"Megatron-FSDP, {words.megatron(call, self.lowered)}", *parts[2:]]
         return self._reason(", ".join(filter(None, parts)) + words.offload(op), target, op)
+
+    def _spread(self, op: FullyShard) -> Spread | None:
+        """What says that the module lies otherwise than the rest of its unit."""
+        depth = max(len(m.path) for m in op.members if self.at.inside(m))
+        around = [s for s in op.spreads if self.at.inside(s.modules)]
+        around = [s for s in around if len(s.modules.path) > depth]
+        return max(around, key=lambda s: len(s.modules.path), default=None)
+
+    def _lies(self, op: FullyShard) -> Iterator[Reason]:
+        spread = self._spread(op)
+        if spread is not None:
+            own = self.plan.fsdp.spreads if self.plan and self.plan.fsdp else ()
+            places = (s.origin.place for s in own if s.modules == spread.modules)
+            said = (words.spread(spread, self.lowered), words.along(spread))
+            target = self._part(len(spread.modules.path))
+            said_of = f"lies {', '.join(filter(None, said))}"
+            yield self._reason(said_of, target, op, next(places, ""))
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
         if isinstance(self.owner[id(op)], MegatronShard):
@@ -299,7 +318,8 @@ class _Question:
                     local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
         unit = None if self.ignored else self.shard
-        shard = _at_rest(local, unit, self.lowered)
+        lying = (self._spread(unit) or unit) if unit else None
+        shard = kept_shape(local, lying, self.lowered)
         dtype = self.kept.dtype(parameter)
         computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self._freezing()]
@@ -319,15 +339,6 @@ class _Question:
         )
 
 
-def _at_rest(local: tuple[int, ...], unit: FullyShard | None, lowered: Lowered) -> tuple[int, ...]:
-    """The shape of what a rank keeps of a parameter that a unit splits."""
-    ranks = lowered.axis_size(*unit.shard) if unit else 1
-    if unit is None or not local:
-        return local
-    dim = unit.shard_dim if split_dim(local, unit.shard_dim, ranks) else 0
-    return (*local[:dim], -(-local[dim] // ranks), *local[dim + 1 :])
-
-
 def _texts(plan: Plan) -> dict[str, str]:
     """The words of each line that decides something, by its place."""
     rules: list[Meaning] = [*plan.tensor, *plan.checkpoint, *plan.compile, *plan.train]
@@ -335,7 +346,12 @@ def _texts(plan: Plan) -> dict[str, str]:
     rules += [plan.load] if plan.load else []
     if plan.fsdp:
         settings = (plan.fsdp.precision, plan.fsdp.prefetch, plan.fsdp.divide)
-        rules += [*plan.fsdp.units, *plan.fsdp.ignored, *(s for s in settings if s is not None)]
+        rules += [
+            *plan.fsdp.units,
+            *plan.fsdp.spreads,
+            *plan.fsdp.ignored,
+            *(s for s in settings if s is not None),
+        ]
         rules += [u.precision for u in plan.fsdp.units if u.precision is not None]
     found = {r.origin.place: " ".join(r.origin.text.split()) for r in reversed(rules)}
     return {

@@ -16,6 +16,7 @@ from planc.lowering.ops import (
     Prefetch,
     Quantize,
     Shape,
+    Spread,
 )
 from planc.model.facts import Modules
 from planc.model.indices import Indices
@@ -96,7 +97,7 @@ def precision(op: FullyShard) -> str:
     return text if op.cast_inputs else f"{text}, inputs not cast"
 
 
-def spread(op: FullyShard, lowered: Lowered) -> str:
+def spread(op: FullyShard | Spread, lowered: Lowered) -> str:
     """The axes that a unit is split and copied over."""
     if not op.shard:
         return f"on {axes(op.replicate, lowered)}"
@@ -123,7 +124,7 @@ def offload(op: FullyShard) -> str:
     return f", offloaded to {'pinned' if op.pin else 'unpinned'} host memory"
 
 
-def along(op: FullyShard) -> str:
+def along(op: FullyShard | Spread) -> str:
     return f"split along dim {op.shard_dim}" if op.shard_dim else ""
 
 

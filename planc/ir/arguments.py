@@ -65,17 +65,30 @@ class Arguments:
         self._type(expression, name, "an integer", value)
         return default
 
-    def word(self, name: str, words: dict[str, Any], default: Any, or_integer: bool = False) -> Any:
-        """One of a few words, given bare, as a text, or by an option that holds it."""
+    def word(
+        self,
+        name: str,
+        words: dict[str, Any],
+        default: Any,
+        least: int | None = None,
+    ) -> Any:
+        """One of a few words, given bare, as a text, or by an option that holds it.
+
+        Args:
+            least: where there is one, an integer that is no less may stand in their place.
+        """
         expression = self.take(name)
         if expression is None:
             return default
         value = word(expression, self.scope)
         if isinstance(value, str) and value in words:
             return words[value]
-        if or_integer and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        whole = least is not None and isinstance(value, int) and not isinstance(value, bool)
+        if whole and value >= least:  # type: ignore[operator]
             return value
-        wanted = [f"`{w}`" for w in words] + ["a positive integer"] * or_integer
+        wanted = [f"`{w}`" for w in words]
+        if least is not None:
+            wanted.append("a positive integer" if least else "an integer from 0")
         told = meant(value, words) if isinstance(value, str) else None
         self._type(expression, name, one_of(wanted), value, told)
         return default

@@ -16,6 +16,7 @@ from planc.ir.plan import Mesh, Plan
 from planc.ir.program import Program, gather, origin_of, require
 from planc.ir.remat import checkpoint, compile_rules
 from planc.ir.scope import Failed, Scope
+from planc.ir.settle import settled
 from planc.ir.tensor import tensor
 from planc.ir.train import train
 from planc.model.facts import Facts
@@ -78,7 +79,7 @@ def elaborate(
     for name, definition in program.scope.definitions.items():
         if definition.kind == "option":
             options[name] = evaluate(definition.given or definition.value, program.scope)
-    return Plan(
+    plan = Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
         options={n: v for n, v in options.items() if not isinstance(v, Failed)},
@@ -93,6 +94,7 @@ def elaborate(
         broken=frozenset(broken),
         origin=program.header.origin,
     )
+    return settled(plan, facts, sink)
 
 
 def _program(facts: Facts, sink: Sink, world_size: int | None) -> Program:

@@ -10,11 +10,11 @@ from planc.diagnostic import Label
 from planc.ir import megatron, policies
 from planc.ir.claims import Claims, Placed, flatten
 from planc.ir.derived import expanded
-from planc.ir.plan import Divide, Fsdp, Ignored, Offload, Precision, Prefetch
+from planc.ir.plan import Divide, Fsdp, Ignored, Offload, Precision, Prefetch, Spread
 from planc.ir.program import Program
 from planc.ir.scope import Scope
 from planc.ir.select import select
-from planc.ir.units import FOUND, Terms, found_units, rule, units
+from planc.ir.units import FOUND, Lying, Terms, found_units, rule, spread, units
 from planc.syntax import tree
 
 _HOLDS = "it holds `precision(...)` and rules such as `model.layers.* : unit`"
@@ -28,6 +28,7 @@ class _Section:
     program: Program
     claims: Claims[Terms]
     ignored: Claims[bool]
+    spreads: Claims[Lying]
     found: list[Placed] = field(default_factory=list)
     precision: Precision | None = None
     prefetch: Prefetch | None = None
@@ -43,7 +44,7 @@ def fsdp(program: Program) -> Fsdp | None:
         return None
     first = sections[0]
     sink = program.sink
-    state = _Section(program, Claims(sink), Claims(sink))
+    state = _Section(program, Claims(sink), Claims(sink), Claims(sink))
     for section in sections:
         if (section.name, *_axes(section, program)) != (first.name, *_axes(first, program)):
             sink.error(
@@ -69,6 +70,10 @@ def fsdp(program: Program) -> Fsdp | None:
         prefetch=state.prefetch,
         offload=state.offload,
         divide=state.divide,
+        spreads=tuple(
+            Spread(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
+            for c in state.spreads.claims
+        ),
         megatron=megatron.read(state.backend, first.name, program.scope),
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
     )
@@ -120,6 +125,8 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
     item = placed.item
     scope = state.program.scope
     match item:
+        case tree.Rule() if item.action.name == "spread":
+            spread(item, placed, state.spreads, scope)
         case tree.Rule(target=tree.Call(name=name)) if name in FOUND:
             state.found.append(placed)
         case tree.Rule():

@@ -149,6 +149,20 @@ class Unit(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread(Meaning):
+    """`SELECTOR : spread(...)`: what is in a unit, and lies otherwise than the rest of it.
+
+    Args:
+        modules: all parameters of theirs and below, but those of units inside.
+        shard, shard_dim: as of a unit.
+    """
+
+    modules: Modules
+    shard: tuple[str, ...] | None = None
+    shard_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ignored(Meaning):
     """`ignore SELECTOR`: all parameters below these modules stay whole, in no unit."""
 
@@ -219,6 +233,7 @@ class Fsdp(Meaning):
         precision: what the section's `precision(...)` says.
         units: in the plan's order; lowering puts inner before outer and the root last.
         ignored: what no unit takes.
+        spreads: what lies otherwise than the rest of its unit.
         megatron: what the section says of Megatron-FSDP, None where torch's own does it.
     """
 
@@ -230,9 +245,15 @@ class Fsdp(Meaning):
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     divide: Divide | None = None
+    spreads: tuple[Spread, ...] = ()
     megatron: Megatron | None = None
 
-    def axes(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    @property
+    def parts(self) -> tuple[Unit | Spread, ...]:
+        """All that says how parameters lie."""
+        return (*self.units, *self.spreads)
+
+    def axes(self, unit: Unit | Spread) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes that a unit is split over, and those that it is copied over.
 
         Together they are all of the section's, so that every gradient is averaged over the same
@@ -243,7 +264,7 @@ class Fsdp(Meaning):
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
 
-    def beyond(self, unit: Unit) -> tuple[str, ...]:
+    def beyond(self, unit: Unit | Spread) -> tuple[str, ...]:
         """The axes of a unit that the section lacks: their ranks have the same gradients."""
         own = (*self.replicate, *self.shard)
         return tuple(a for a in unit.shard or () if a not in own)

@@ -13,6 +13,7 @@ from planc.ir.plan import Precision, Unit
 from planc.ir.policies import DTYPES, PRECISION, precision
 from planc.ir.scope import Scope
 from planc.ir.select import select
+from planc.ir.shapes import AUTO
 from planc.ir.sizes import by_dtype, by_size
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
@@ -22,6 +23,10 @@ from planc.syntax import tree
 _RESHARD = {"always": True, "never": False, "except_last": "except_last"}
 FOUND = ("auto", "dtype")
 _KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
+
+
+Lying = tuple[tuple[str, ...] | None, int]
+"""(axes, dim) of what `spread(...)` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class Terms:
 def rule(item: tree.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -> None:
     """Adds what a rule of the section makes a unit, by name."""
     if item.action.name != "unit":
-        unknown(item.action, ("unit",), "fsdp action", scope)
+        unknown(item.action, ("unit", "spread"), "fsdp action", scope)
         return
     terms = _terms(item, scope)
     if terms is None:
@@ -72,12 +77,10 @@ def rule(item: tree.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -
 
 def _terms(item: tree.Rule, scope: Scope) -> Terms | None:
     arguments = Arguments(item.action, scope, _KNOWN)
-    reshard = arguments.word("reshard", _RESHARD, True, or_integer=True)
+    reshard = arguments.word("reshard", _RESHARD, True, least=1)
     own = _precision(arguments)
     shard = _axes(arguments)
-    shard_dim = arguments.integer("shard_dim", 0)
-    if shard_dim < 0:
-        arguments.wrong(item.action, "`shard_dim` counts from the first dim, which is 0")
+    shard_dim = _dim(arguments)
     if not arguments.done(positional=int(own is not None)):
         return None
     return Terms(
@@ -88,6 +91,25 @@ def _terms(item: tree.Rule, scope: Scope) -> Terms | None:
         said=frozenset(a.name or "precision" for a in item.action.arguments),
         origin=item.origin,
     )
+
+
+def _dim(arguments: Arguments) -> int:
+    """`shard_dim = 1`, counted from 0, or `shard_dim = auto`."""
+    return arguments.word("shard_dim", {"auto": AUTO}, 0, least=0)  # type: ignore[no-any-return]
+
+
+def spread(item: tree.Rule, placed: Placed, claims: Claims[Lying], scope: Scope) -> None:
+    """Adds what `SELECTOR : spread(on = ..., shard_dim = ...)` says of parameters in units."""
+    arguments = Arguments(item.action, scope, ("on", "shard_dim"))
+    shard, dim = _axes(arguments), _dim(arguments)
+    if isinstance(item.target, tree.Call):
+        arguments.wrong(item.target, "`spread` is said of modules", "name them by a selector")
+    if shard is None and not dim and arguments.ok:
+        told = "write `spread(on = ep_shard, shard_dim = auto)`"
+        arguments.wrong(item.action, "`spread` says neither axes nor a dim", told)
+    if arguments.done() and isinstance(item.target, tree.Selector):
+        found = select(item.target, placed.bases, scope, optional=item.optional)
+        claims.add(found, "spreading", (shard, dim), item.origin, override=item.override)
 
 
 def _precision(arguments: Arguments) -> Precision | None:

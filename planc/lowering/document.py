@@ -31,6 +31,7 @@ from planc.lowering.ops import (
     Prefetch,
     Quantize,
     Shape,
+    Spread,
     Tie,
 )
 from planc.lowering.schema import findings, modules_of, short
@@ -240,7 +241,15 @@ def _said(op: FullyShard) -> dict[str, Any]:
         body["shard_dim"] = op.shard_dim
     if op.offload:
         body |= {"offload": op.offload, "pin": op.pin}
+    if op.spreads:
+        body["spreads"] = [_spread(s) for s in op.spreads]
     return body
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    body: dict[str, Any] = {"modules": str(spread.modules), "shard": list(spread.shard)}
+    body |= {"replicate": list(spread.replicate)} if spread.replicate else {}
+    return body | ({"shard_dim": spread.shard_dim} if spread.shard_dim else {})
 
 
 _MEGATRON = (*("strategy", "outer", "main_params", "main_grads", "grad_comm", "summed", "experts"),)
@@ -335,4 +344,14 @@ def _read_unit(body: dict[str, Any]) -> FullyShard:
         body[name] = tuple(modules_of(m) for m in body.get(name, ()))
     for name in ("shard", "replicate"):
         body[name] = tuple(body[name])
+    body["spreads"] = tuple(_read_spread(s) for s in body.get("spreads", ()))
     return FullyShard(**body)
+
+
+def _read_spread(data: dict[str, Any]) -> Spread:
+    return Spread(
+        modules=modules_of(data["modules"]),
+        shard=tuple(data["shard"]),
+        replicate=tuple(data.get("replicate", ())),
+        shard_dim=data.get("shard_dim", 0),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from planc.model.facts import Segment
+from planc.model.facts import Modules, Segment
 
 
 def spelled(segment: Segment) -> str:
@@ -35,3 +35,13 @@ def _any(digits: Sequence[str]) -> str:
 def either(parts: Iterable[str]) -> str:
     """Any of several expressions."""
     return f"({'|'.join(parts)})"
+
+
+def pattern_of(every: Iterable[Modules]) -> str:
+    last: dict[tuple[Segment, ...], list[str]] = {}
+    for members in every:
+        last.setdefault(members.path[:-1], []).append(spelled(members.path[-1]))
+    return "|".join(
+        r"\.".join([*map(spelled, path), names[0] if len(names) == 1 else either(names)])
+        for path, names in last.items()
+    )

@@ -20,12 +20,13 @@ from typing import TypeVar
 
 from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.plan import CheckpointRule, Plan, TensorRule
+from planc.ir.shapes import local_shape
 from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
 from planc.lowering.adapting import adapt, quantize, scales
 from planc.lowering.draws import draws
 from planc.lowering.first import arrive, configure
 from planc.lowering.megatron import at_rest, megatron
-from planc.lowering.memory import Holdings, local_shape
+from planc.lowering.memory import Holdings
 from planc.lowering.ops import (
     AnyOp,
     Checkpoint,

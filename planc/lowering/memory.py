@@ -6,14 +6,17 @@ to the innermost unit around it; a tied one counts once, where it is first named
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
 from planc.ir.derive import FOUR_BIT
 from planc.ir.owners import owned
-from planc.ir.plan import Plan, Precision, TensorRule, Unit
-from planc.ir.style import Input, Output, part_sizes, weight_split
+from planc.ir.plan import Plan, Precision, Spread, TensorRule, Unit
+from planc.ir.shapes import local_shape, ruled, split_dim
+from planc.ir.style import Input, Output, weight_split
+from planc.lowering.ops import FullyShard, Lowered
+from planc.lowering.ops import Spread as Lying
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 
 
@@ -24,6 +27,7 @@ class Holding:
     Args:
         modules: who holds them.
         unit: who shards them, None where no unit does.
+        spread: what says how they lie in the unit, where they don't lie as it does.
         parameter: as the model has it.
         local: its shape after tensor parallelism, on the rank that holds most.
         count: how many of the modules have one of their own, and not another's by a second name.
@@ -31,6 +35,7 @@ class Holding:
 
     modules: Modules
     unit: Unit | None
+    spread: Spread | None = None
     parameter: Parameter
     local: tuple[int, ...]
     count: int
@@ -39,7 +44,8 @@ class Holding:
         """Bytes at rest when FSDP splits a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
         first, *rest = self.local or (1,)
         width = DTYPE_BYTES.get(self.parameter.dtype, 4)
-        if self.unit is not None and split_dim(self.local, self.unit.shard_dim, ranks):
+        own = self.spread or self.unit
+        if own is not None and split_dim(self.local, own.shard_dim, ranks):
             return prod(self.local) // ranks * width
         return -(-first // ranks) * prod(rest) * width
 
@@ -59,35 +65,37 @@ class Holdings:
             Holding(
                 modules=part,
                 unit=own.unit,
+                spread=own.spread,
                 parameter=replace(parameter, dtype=plan.dtype(parameter)),
                 local=local,
                 count=count,
             )
             for own in owned(plan, facts)
-            for part, rule in _ruled(own.modules, rules)
+            for part, rule in ruled(own.modules, rules)
             for parameter in part.module.parameters
             if (count := tied.own(part, parameter))
             for local in [_local(part, parameter, rule, plan)]
         ]
 
-    def ranks(self, unit: Unit | None) -> int:
+    def ranks(self, held: Holding) -> int:
         """How many ranks share what a unit holds."""
-        if unit is None or self.plan.fsdp is None:
+        own = held.spread or held.unit
+        if held.unit is None or own is None or self.plan.fsdp is None:
             return 1
-        return self.plan.mesh.size(*self.plan.fsdp.axes(unit)[0])
+        return self.plan.mesh.size(*self.plan.fsdp.axes(own)[0])
 
     def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int]:
         """Bytes of one call's parameters: at rest on a rank, and gathered."""
         param = precision.param if precision else None
         own = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
-        rest = sum(h.count * h.sharded(self.ranks(unit)) for h in own)
+        rest = sum(h.count * h.sharded(self.ranks(h)) for h in own)
         return rest // calls, sum(h.count * h.whole(param) for h in own) // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
         return sum(
-            h.count * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h.unit)))
+            h.count * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)))
             for h in self.all
         )
 
@@ -102,21 +110,15 @@ def _local(
     return (-(-parameter.shape[0] // (plan.mesh.size(rule.axis) if split else 1)), 1)
 
 
-def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:
-    """Whether FSDP can split that dim (not the first) of a shape: torch splits it evenly alone."""
-    return 0 < dim < len(local) and local[dim] % ranks == 0
-
-
-def local_shape(parameter: Parameter, rule: TensorRule | None, plan: Plan) -> tuple[int, ...]:
-    """The shape that a rule leaves of a parameter, on the rank that holds most."""
-    local = list(parameter.shape)
-    if rule is not None and local:
-        kind, ranks = rule.modules.module.kind, plan.mesh.size(rule.axis)
-        split = weight_split(rule.style, kind, parameter.name, len(local))
-        if split is not None:
-            sizes = part_sizes(split, local[split.dim]) if split.packed else (local[split.dim],)
-            local[split.dim] = sum(-(-size // ranks) for size in sizes)
-    return tuple(local)
+def kept_shape(
+    local: tuple[int, ...], unit: FullyShard | Lying | None, lowered: Lowered
+) -> tuple[int, ...]:
+    """The shape of what a rank keeps of a parameter that a unit splits."""
+    ranks = lowered.axis_size(*unit.shard) if unit else 1
+    if unit is None or not local:
+        return local
+    dim = unit.shard_dim if split_dim(local, unit.shard_dim, ranks) else 0
+    return (*local[:dim], -(-local[dim] // ranks), *local[dim + 1 :])
 
 
 class _Tied:
@@ -138,19 +140,3 @@ class _Tied:
             return len(modules)
         full = (".".join(filter(None, [name, parameter.name])) for name in modules.names())
         return sum(name not in self.names for name in full)
-
-
-def _ruled(
-    modules: Modules, rules: list[TensorRule]
-) -> Iterator[tuple[Modules, TensorRule | None]]:
-    """The modules, split by the rule that decides them."""
-    left = [modules]
-    for rule in rules:
-        for part in list(left):
-            both = part.overlap(rule.modules)
-            if both is not None:
-                left.remove(part)
-                left.extend(part.minus(both))
-                yield both, rule
-    for part in left:
-        yield part, None

@@ -6,14 +6,14 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planc.ir.kernels import Save
 from planc.ir.style import Custom, Style
-from planc.lowering.expression import either, spelled
+from planc.lowering.expression import pattern_of
 from planc.lowering.op import Draw, Op
-from planc.model.facts import Modules, Segment
+from planc.model.facts import Modules
 
 FORMAT_VERSION = 1
 
@@ -57,7 +57,7 @@ class Load(Op):
     @property
     def pattern(self) -> str:
         """The regular expression of the names in `fp32`, and no others."""
-        return _pattern(self.fp32)
+        return pattern_of(self.fp32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,21 +112,11 @@ class Adapt(Op):
     @property
     def pattern(self) -> str:
         """The regular expression that peft finds these layers by, and no others."""
-        return _pattern(self.members)
+        return pattern_of(self.members)
 
     def names(self) -> Iterator[str]:
         """The torch names of all layers."""
         return (name for members in self.members for name in members.names())
-
-
-def _pattern(every: Iterable[Modules]) -> str:
-    last: dict[tuple[Segment, ...], list[str]] = {}
-    for members in every:
-        last.setdefault(members.path[:-1], []).append(spelled(members.path[-1]))
-    return "|".join(
-        r"\.".join([*map(spelled, path), names[0] if len(names) == 1 else either(names)])
-        for path, names in last.items()
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +169,16 @@ class Compile(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Parameters in and below modules that lie otherwise than the rest of their unit."""
+
+    modules: Modules
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...] = ()
+    shard_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(Op):
     """`fully_shard`: one unit per module of `members[0]`, or one for a group.
 
@@ -195,6 +195,7 @@ class FullyShard(Op):
         shard_dim: the dim that is split of those parameters that have it, where it divides.
         offload: whether shards live in host memory.
         pin: whether that memory is pinned, where there is a device to copy to.
+        spreads: parameters inside that lie otherwise, outer modules before inner.
     """
 
     members: tuple[Modules, ...]
@@ -212,6 +213,7 @@ class FullyShard(Op):
     shard_dim: int = 0
     offload: bool = False
     pin: bool = False
+    spreads: tuple[Spread, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,8 +270,7 @@ class Divide(Op):
 
     Args:
         factor: what summed gradients are divided by.
-        units: those whose gradients more ranks add up than elsewhere, after all others; empty for
-            every unit.
+        units: those that more ranks add up, after all others; empty for every unit.
     """
 
     factor: int | float

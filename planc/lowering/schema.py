@@ -116,6 +116,10 @@ def _against_itself(data: dict[str, Any]) -> Iterator[tuple[Where, str]]:
         uses += [(("ops", i, "axis"), op["axis"])] if "axis" in op else []
         for field in ("shard", "replicate"):
             uses += [(("ops", i, field, j), axis) for j, axis in enumerate(op.get(field, ()))]
+        for k, spread in enumerate(op.get("spreads", ())):
+            for field in ("shard", "replicate"):
+                own = enumerate(spread.get(field, ()))
+                uses += [(("ops", i, "spreads", k, field, j), axis) for j, axis in own]
         yield from _op_problems(i, op)
     for path, axis in uses:
         if axis not in names:
@@ -128,6 +132,11 @@ def _op_problems(at: int, op: dict[str, Any]) -> Iterator[tuple[Where, str]]:
         paths.append((("ops", at, "modules"), op["modules"]))
     for field in ("members", "ignored", "units", "fp32"):
         paths += [(("ops", at, field, i), m) for i, m in enumerate(op.get(field, ()))]
+    for i, spread in enumerate(op.get("spreads", ())):
+        paths.append((("ops", at, "spreads", i, "modules"), spread["modules"]))
+        axes = [*spread["shard"], *spread.get("replicate", ())]
+        if len(set(axes)) < len(axes):
+            yield ("ops", at, "spreads", i), f"an axis is named twice: {', '.join(axes)}"
     for where, text in paths:
         try:
             canonical = str(modules_of(text))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from planc.ir import plan as ir
 from planc.ir.lists import lists
 from planc.ir.plan import Fsdp, Plan, Unit
 from planc.lowering.memory import Holdings
-from planc.lowering.ops import Divide, FullyShard, Prefetch
+from planc.lowering.ops import Divide, FullyShard, Prefetch, Spread
 from planc.model.facts import Facts, Modules
 
 
@@ -31,10 +32,26 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
             gathered=gathered,
             ignored=tuple(i.modules for i in section.ignored if _leaves(unit, i.modules)),
             shard_dim=unit.shard_dim,
+            spreads=_spreads(unit, section, holdings),
             offload=section.offload is not None,
             pin=section.offload is not None and section.offload.pin,
             place=unit.origin.place,
         )
+
+
+def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> tuple[Spread, ...]:
+    """What lies otherwise in a unit; the same words for like units, so that they stay one."""
+    there = [h.spread for h in holdings.all if h.unit is unit]
+    found = [s for s in section.spreads if any(s is other for other in there)]
+    return tuple(
+        Spread(
+            modules=spread.modules,
+            shard=_wide(spread, section, holdings.plan)[0],
+            replicate=_wide(spread, section, holdings.plan)[1],
+            shard_dim=spread.shard_dim,
+        )
+        for spread in sorted(found, key=lambda s: len(s.modules.path))
+    )
 
 
 def _leaves(unit: Unit, ignored: Modules) -> bool:
@@ -65,7 +82,9 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
         )
 
 
-def _wide(unit: Unit, section: Fsdp, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _wide(
+    unit: Unit | ir.Spread, section: Fsdp, plan: Plan
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of more than one rank: the rest would only cost process groups.
 
     FSDP keeps one axis to work over even of one rank, where it still casts and sums gradients.

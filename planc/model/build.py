@@ -206,8 +206,8 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
 
     names = list(config.values.get("architectures") or ())
     causal = CAUSAL.get(config.values["model_type"]) or ()
-    names += [causal] if isinstance(causal, str) else causal
-    for name in names:
+    own = [causal] if isinstance(causal, str) else list(causal)
+    for name in [*names, *own]:
         try:
             cls = getattr(transformers, name, None)
         except (ImportError, RuntimeError):  # a class whose own imports fail
@@ -218,6 +218,8 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
         for part in (resolved, resolved.get_text_config(decoder=True)):
             if takes is not None and isinstance(part, takes):
                 return cls, part
+        if name in own:  # another family's class, which reads this family's configuration too
+            return cls, resolved
     return None
 
 

@@ -33,12 +33,15 @@ class Kind:
         what: `images` or `sound`.
         needs: the arguments of forward that it is known by.
         make: the recipe.
+        tokens: of a row, by the tower's configuration, for a model that has no function which gives
+            what its tower makes.
     """
 
     name: str
     what: str
     needs: tuple[str, ...]
     make: Recipe
+    tokens: Callable[[Any], int] | None = None
 
 
 def _number(config: Any, *names: str, default: int) -> int:
@@ -227,7 +230,13 @@ KINDS = (
     Kind(name="sized images", what="images", needs=("pixel_values", "image_sizes"), make=_sized),
     Kind(name="images", what="images", needs=("pixel_values",), make=_images),
     Kind(name="lists of images", what="images", needs=("pixel_values",), make=_lists),
-    Kind(name="spectrum", what="sound", needs=("input_features",), make=_spectrum),
+    Kind(
+        name="spectrum",
+        what="sound",
+        needs=("input_features",),
+        make=_spectrum,
+        tokens=lambda config: _number(config, "max_source_positions", default=32) // 2,
+    ),
     Kind(name="frames", what="sound", needs=("input_features",), make=_frames),
     Kind(name="waves", what="sound", needs=("input_values",), make=_waves),
 )

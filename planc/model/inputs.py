@@ -9,8 +9,9 @@ its parameters get a gradient is the one. How many tokens stand for an image the
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from planc.model.feeds import KINDS, Inputs, Kind
@@ -90,7 +91,10 @@ class Choice:
 
 # The choice --------------------------------------------------------------------------------------
 
-_TOWERS = {"images": ("vision_config", "vq_config"), "sound": ("audio_config", "encoder_config")}
+_TOWERS = {
+    "images": ("vision_config", "vq_config", "encoder"),
+    "sound": ("audio_config", "encoder_config"),
+}
 _TOKENS = {
     "images": ("image_token_id", "image_token_index"),
     "sound": ("audio_token_id", "audio_token_index"),
@@ -125,14 +129,13 @@ def choose(model: nn.Module, config: Any, text: Callable[[Choice], Inputs]) -> C
         some = [k for k in KINDS if k.what == what and set(k.needs) <= set(names)]
         tried: list[str] = []
         for kind in some:
-            try:
-                more = Choice(chosen=(*choice.chosen, _with_tokens(model, config, kind)))
-            except Exception as error:
-                tried.append(f"{kind.name} ({_first(error)})")
-                continue
-            count, why = _reached(model, text, more)
+            own = _with_tokens(model, config, kind)
+            count, why = _reached(model, text, Choice(chosen=(*choice.chosen, own)))
+            if count < 0 and (tokens := _asked(why, model)) and own.token is not None:
+                own = replace(own, tokens=tokens)
+                count, why = _reached(model, text, Choice(chosen=(*choice.chosen, own)))
             if count > best:
-                best, choice = count, more
+                best, choice = count, Choice(chosen=(*choice.chosen, own))
                 break
             tried.append(f"{kind.name} ({why or 'nothing more gets a gradient'})")
         else:
@@ -156,21 +159,42 @@ def _reached(model: nn.Module, text: Callable[[Choice], Inputs], choice: Choice)
 
 
 def _with_tokens(model: Any, config: Any, kind: Kind) -> Chosen:
-    """A kind with the number of tokens that the tower makes of it."""
+    """A kind with the number of tokens that the tower makes of it; 0 where it does not tell."""
     tower = tower_of(config, kind.what)
     token = next((t for n in _TOKENS[kind.what] if (t := getattr(config, n, None))), None)
-    features = getattr(model, _FEATURES[kind.what], None)
-    if token is None or features is None:
+    if token is None:
         return Chosen(kind=kind, tokens=0, token=None)
-    made = made_by(kind, tower, config, 2, 0)
-    inner = getattr(getattr(model, "model", None), _FEATURES[kind.what], features)
-    wanted = {*inspect.signature(features).parameters, *inspect.signature(inner).parameters}
+    name = _FEATURES[kind.what]
+    features = getattr(model, name, None)
+    tokens = kind.tokens(tower) if kind.tokens else 0
+    if features is not None:
+        inner = getattr(getattr(model, "model", None), name, features)
+        wanted = {*inspect.signature(features).parameters, *inspect.signature(inner).parameters}
+        made = made_by(kind, tower, config, 2, 0)
+        tokens = _told(features, {n: v for n, v in made.items() if n in wanted}, model)
+    return Chosen(kind=kind, tokens=tokens, token=int(token))
+
+
+def _told(features: Any, made: Inputs, model: Any) -> int:
+    """The tokens that a tower makes of each of two rows; 0 where it does not run by itself."""
     import torch
 
-    with torch.no_grad():
-        found = features(**{n: v for n, v in made.items() if n in wanted})
-    width = model.get_input_embeddings().weight.shape[-1]
-    return Chosen(kind=kind, tokens=_elements(found) // width // 2, token=int(token))
+    try:
+        with torch.no_grad():
+            found = features(**made)
+    except Exception:
+        return 0
+    return _elements(found) // int(model.get_input_embeddings().weight.shape[-1]) // 2
+
+
+def _asked(why: str, model: Any) -> int:
+    """The tokens of a row that a model asks for when there are too few: it counts features."""
+    told = re.search(r"tokens: \d+, features:? (\d+)", why)
+    if told is None:
+        return 0
+    count, width = int(told[1]), int(model.get_input_embeddings().weight.shape[-1])
+    rows = Shape().rows
+    return (count // width if count % (width * rows) == 0 else count) // rows
 
 
 def _elements(found: Any) -> int:
@@ -213,6 +237,22 @@ class _Beside:
 
 
 # Inputs ------------------------------------------------------------------------------------------
+
+
+def in_books(shape: Shape, vocabulary: int, books: int) -> Inputs:
+    """Codes of sound instead of text: several books of them at every place.
+
+    Args:
+        shape: of the text.
+        vocabulary: the number of codes in a book.
+        books: how many.
+
+    Returns:
+        `input_ids` [rows * books, length] and `labels` [rows, length, books].
+    """
+    made = replace(shape, rows=shape.rows * books).text(vocabulary)
+    made["labels"] = made["labels"].view(shape.rows, books, -1).transpose(1, 2).contiguous()
+    return made
 
 
 def with_towers(inputs: Inputs, choice: Choice, config: Any, names: tuple[str, ...]) -> Inputs:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from planc.diagnostic import PlanError, Sink
 from planc.model.build import prepare, quiet
 from planc.model.config import in_hand
-from planc.model.inputs import Choice, Shape, arguments, choose, takes_more, with_towers
+from planc.model.inputs import Choice, Shape, arguments, choose, in_books, takes_more, with_towers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +35,7 @@ class Maker:
             raise PlanError(sink)
         self._cls, self._part = prepared
         self._choice: Choice | None = None
+        self._books: int | None = None
 
     @property
     def configuration(self) -> Any:
@@ -87,6 +88,15 @@ class Maker:
                 self._choice = choose(model, self._part, lambda c: self._inputs(c, Shape()))
         return self._choice
 
+    @property
+    def books(self) -> int:
+        """How many books of codes the model reads and writes at once; 0 for one that reads text."""
+        if self._books is None:
+            many = getattr(self._part, "num_codebooks", None) or 0
+            heads = getattr(self.build(0), "lm_heads", ()) if many > 1 else ()
+            self._books = many if len(heads) == many else 0
+        return self._books
+
     def sample(self, shape: Shape | None = None) -> dict[str, Any]:
         """What the model can take: token ids and labels, [rows, length] each (labels of a
         classifier: [rows]), and what goes into its towers.
@@ -98,6 +108,8 @@ class Maker:
 
     def _inputs(self, choice: Choice, shape: Shape) -> dict[str, Any]:
         least = choice.tokens + shape.length // 2 if choice.tokens else 0
+        if self.books:
+            return in_books(shape, self.vocabulary, self.books)
         sample = shape.text(self.vocabulary, least)
         if self._cls.__name__.endswith("ForSequenceClassification"):
             sample["labels"] = sample["labels"][:, 0] % self._part.num_labels

@@ -157,6 +157,8 @@ LIMITS = {
 """Sizes that nothing has to divide by, and their most."""
 
 NESTED = frozenset({"encoder", "decoder", "attn_config", "ffn_config"})
-DROPOUT = re.compile(r"dropout|_pdrop$|_drop$|drop_rate|layerdrop|resid_pdrop|jitter_noise")
+DROPOUT = re.compile(
+    r"dropout|_pdrop$|_drop$|drop_rate|drop_path|layerdrop|resid_pdrop|jitter_noise"
+)
 JITTER = re.compile(r"jitter_(noise|eps)$")
 TOKEN = re.compile(r"_token_ids?$|_token_index$|^(un|mas)k_index$|_token_idx$")

@@ -91,6 +91,7 @@ class _Shrinker:
         for name, value in config.items():
             if isinstance(value, Mapping) and (name.endswith("_config") or name in NESTED):
                 small[name] = self.config(value)
+        _beside(config, small)
         self._depth(config, small)
         self._width(config, small)
         self._experts(small)
@@ -290,6 +291,17 @@ def _dense_first(config: Config, depth: int) -> list[str]:
     """The fields that say how many of the first layers are dense."""
     names = [n for n in config if re.search(r"(_dense_replace|_dense_layers|_start_index)$", n)]
     return [n for n in names if _number(config[n]) and 0 < config[n] < depth]
+
+
+def _beside(config: Config, small: dict[str, Any]) -> None:
+    """A part that says the size of one beside it: `hidden_size_global` is `global_config`'s."""
+    nested = (n for n, v in config.items() if n.endswith("_config") and isinstance(v, Mapping))
+    parts = {name.removesuffix("_config"): name for name in nested}
+    for own in parts.values():
+        for field, value in config[own].items():
+            size, _, other = field.rpartition("_")
+            if other in parts and _number(value) and value == config[parts[other]].get(size):
+                small[own][field] = small[parts[other]][size]
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planc.model.scales import HIDDEN
+from planc.model.scales import HIDDEN, LAYERS
 
 GRID = 4
 """Patches of a side of a small image."""
@@ -25,6 +25,9 @@ _OUTPUTS = (
     "projector_hidden_size",
     "text_hidden_size",
     "output_proj_dims",
+    "projection_hidden_size",
+    "vision_hidden_size",
+    "encoder_hidden_size",
 )
 """Widths of what one part hands to another."""
 _TOWERS = ("vision_config", "audio_config", "high_res_vision_config")
@@ -39,6 +42,7 @@ def towers(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     """
     text = _width(config.get("text_config"))
     new = _width(small.get("text_config"))
+    tower = config.get("vision_config")
     for own, less in _levels(config, small):
         _images(own, less)
         for field in _OUTPUTS:
@@ -47,6 +51,8 @@ def towers(config: Mapping[str, Any], small: dict[str, Any]) -> None:
                 less[field] = new
             elif field != "hidden_size" and _times(value, own):
                 less[field] = _times(value, own) * less[_named(own)]
+            elif tower and own is not tower and value and value == tower.get("hidden_size"):
+                less[field] = small["vision_config"]["hidden_size"]
     for name in _TOWERS:
         if isinstance(config.get(name), Mapping):
             _tower(config[name], small[name])
@@ -60,7 +66,7 @@ def _levels(
     if not any(isinstance(config.get(name), Mapping) for name in _TOWERS):
         return
     yield config, small
-    for name in _TOWERS:
+    for name in (*_TOWERS, "qformer_config"):
         if isinstance(config.get(name), Mapping):
             yield config[name], small[name]
 
@@ -115,6 +121,8 @@ def _tower(config: Mapping[str, Any], small: dict[str, Any]) -> None:
         small["window_size"] = config["patch_size"] * merge
     if _one(config.get("num_position_embeddings")) > 64:
         small["num_position_embeddings"] = 64
+    if times := _times(config.get("intermediate_size"), config):
+        small["intermediate_size"] = times * small[_named(config)]  # what pixels or frames fold to
     inner = small.get("intermediate_layers_indices")
     if isinstance(inner, list) and config.get("vision_output_dim"):
         small["vision_output_dim"] = small["hidden_size"] * (len(inner) + 1)
@@ -125,6 +133,10 @@ def _around(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping):
         return
+    depth = next((small["vision_config"][n] for n in LAYERS if n in small["vision_config"]), 1)
+    layers = config.get("vision_feature_layer")
+    if isinstance(layers, list):  # counted from either end, they stay inside
+        small["vision_feature_layer"] = [max(-depth, min(depth, n)) for n in layers]
     size, patch = _one(tower.get("image_size")), _one(tower.get("patch_size"))
     if not size or not patch or size <= GRID * patch:
         return

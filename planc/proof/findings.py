@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan
@@ -122,25 +122,33 @@ def _size(group: list[Part], small: Plan, sink: Sink) -> None:
     )
 
 
-def uncalled(outcome: Outcome, small: Plan, sink: Sink) -> bool:
+def uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
     """PL508: units whose module is never called, while what is inside it is.
 
     FSDP gathers a unit's parameters when its module is called. Says whether there are any.
+
+    Args:
+        ran: the modules that were called, by name, or with stars for numbers.
+        plan: whose units are judged.
+        sink: receives the findings.
     """
-    ran = {name for name, error in outcome.modules if error is not None}
     found = False
-    for unit in small.fsdp.units if small.fsdp else ():
+    for unit in plan.fsdp.units if plan.fsdp else ():
         for modules in unit.members:
-            name = next((n for n in modules.names() if n and n not in ran), None)
-            inside = next((n for n in ran if name and below(n, name)), None)
-            if inside is None:
+            every = ((n, generic(n)) for n in modules.names() if n)
+            name, star = next((n for n in every if ran.isdisjoint(n)), ("", ""))
+            inside = next((n for n in sorted(ran) if below(n, name) or below(n, star)), None)
+            if not name or inside is None:
                 continue
             found = True
             sink.error(
                 "PL508",
-                f"`{generic(name or '')}` is an FSDP unit and is never called as a module",
+                f"`{star}` is an FSDP unit and is never called as a module",
                 unit.origin,
-                facts=[f"the model's own code calls `{generic(inside)}` inside it", _SEEN],
+                facts=[
+                    f"the model's own code calls `{generic(inside)}` inside it",
+                    "seen in a run of the model, made small where it has a configuration",
+                ],
                 help="make what is called the unit, or leave its parameters to the root",
             )
     return found

@@ -20,10 +20,11 @@ from planc.lowering.document import digest
 from planc.lowering.ops import Checkpoint, Compile, FullyShard, Lowered, MegatronShard, Parallelize
 from planc.model import cache
 from planc.model.blocks import sorts
-from planc.model.facts import Facts
+from planc.model.facts import Facts, below
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 from planc.proof import smaller
+from planc.proof.calls import called
 from planc.proof.findings import refuted, uncalled, unstated
 from planc.proof.kinds import Kind, kinds
 from planc.runtime.outcome import Outcome, outcome_of
@@ -63,16 +64,19 @@ class Verdict:
         kinds: of layer, each with its verdict.
         sections: of the plan, each with its verdict.
         gathered: whether every FSDP unit is a module that is called, and so gathered in time.
+        released: whether the model's code runs parts again in the backward pass that an FSDP unit
+            other than the root may have let go; the root has all of its own until backward ends.
     """
 
     outcome: Outcome
     kinds: tuple[Kind, ...] = ()
     sections: tuple[Section, ...] = ()
     gathered: bool = True
+    released: bool = False
 
     def _judged(self, section: Section) -> Section:
         """A section as it comes out; units that are never called refute theirs."""
-        if self.gathered or not section.name.startswith("fsdp"):
+        if self.gathered or not section.name.startswith(_DATA):
             return section
         return replace(section, verdict="refuted", by="simulation")
 
@@ -86,18 +90,14 @@ class Verdict:
         if not self.gathered:
             return "refuted"
         right = self.outcome.verdict == "proved"
-        open_ends = self.unsettled or (self.outcome.again and self._shards)
+        open_ends = self.unsettled or self.released
         return "unknown" if right and open_ends else self.outcome.verdict
-
-    @property
-    def _shards(self) -> bool:
-        return any(s.name.startswith("fsdp") for s in self.sections)
 
     @property
     def reason(self) -> str:
         """Why it is unknown."""
         apart = "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
-        if not apart and self.outcome.again and self._shards:
+        if not apart and self.released:
             apart = (
                 f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
                 "when FSDP may have let its parameters go"
@@ -135,6 +135,7 @@ class Verdict:
         }
 
 
+_DATA = ("fsdp on", "replicate on")
 _WORDS = ("proved", "refuted", "unknown")
 _ERRORS = ("logits", "loss", "gradient")
 
@@ -164,12 +165,7 @@ def flow(
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {op.axis for op in lowered.ops if isinstance(op, Parallelize)}
     if not axes:
-        unseen = Outcome(verdict="unknown", reason=UNSEEN) if megatron(lowered) else None
-        nothing = unseen or Outcome(verdict="nothing")
-        verdict = Verdict(outcome=nothing, sections=tuple(_sections(lowered, ir, nothing)))
-        if unseen:
-            _unknown(verdict, sink, strict, "train a few steps beside the same with torch's FSDP")
-        return verdict
+        return _unsplit(facts, ir, lowered, sink, strict)
     small: Outcome | tuple[dict[str, Any], Compiled]
     if lowered.code and not allow_code:
         told = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
@@ -179,7 +175,8 @@ def flow(
     outcome = small if isinstance(small, Outcome) else judge(*small)
     layers = () if isinstance(small, Outcome) else kinds(facts, small[1], outcome)
     sections = tuple(_sections(lowered, ir, outcome))
-    verdict = Verdict(outcome=outcome, kinds=layers, sections=sections)
+    released = bool(outcome.again) and _released(lowered, outcome.again)
+    verdict = Verdict(outcome=outcome, kinds=layers, sections=sections, released=released)
     if verdict.verdict == "proved":
         sink.diagnostics[:] = [d for d in sink if d.code not in PRESUMED]
     if verdict.verdict == "unknown":
@@ -188,9 +185,41 @@ def flow(
         if outcome.verdict == "refuted":
             refuted(outcome, small[1].plan, sink)
         unstated(outcome, small[1].plan, sink)
-        if outcome.verdict == "proved" and uncalled(outcome, small[1].plan, sink):
+        ran = {name for name, error in outcome.modules if error is not None}
+        if outcome.verdict == "proved" and uncalled(ran, small[1].plan, sink):
             verdict = replace(verdict, gathered=False)
     return verdict
+
+
+def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:
+    """Of a plan that splits no tensor: whether its FSDP units are modules that are called."""
+    if megatron(lowered):
+        unseen = Outcome(verdict="unknown", reason=UNSEEN)
+        verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen)))
+        _unknown(verdict, sink, strict, "train a few steps beside the same with torch's FSDP")
+        return verdict
+    nothing = Outcome(verdict="nothing")
+    sections = tuple(_sections(lowered, ir, nothing))
+    if ir.fsdp is None or all(unit.root for unit in ir.fsdp.units):
+        return Verdict(outcome=nothing, sections=sections)
+    ran, reason = called(facts)
+    if ran is None:
+        sections = tuple(
+            replace(s, verdict="unknown", reason=f"whether its units are called: {reason}")
+            if s.name.startswith(_DATA)
+            else s
+            for s in sections
+        )
+    gathered = ran is None or not uncalled(ran, ir, sink)
+    return Verdict(outcome=nothing, sections=sections, gathered=gathered)
+
+
+def _released(lowered: Lowered, name: str) -> bool:
+    """Whether a module is in an FSDP unit other than the root, or in one of Megatron's."""
+    if megatron(lowered):
+        return True
+    units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
+    return any(below(name, unit) for at in units for unit in at.names() if unit)
 
 
 def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
@@ -292,8 +321,9 @@ def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[Section]
     if any(isinstance(op, Compile) for op in lowered.ops):
         yield Section(name="compile", verdict="proved", by="structure")
     if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
-        on = " * ".join(ir.fsdp.shard)
-        yield Section(name=f"fsdp on {on}", verdict="proved", by="structure")
+        kind = "fsdp" if ir.fsdp.shard else "replicate"
+        on = " * ".join(ir.fsdp.shard or ir.fsdp.replicate)
+        yield Section(name=f"{kind} on {on}", verdict="proved", by="structure")
     if ir.fsdp is not None and megatron(lowered):
         on = " * ".join(ir.fsdp.shard)
         yield Section(name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN)

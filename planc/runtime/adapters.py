@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from planc.diagnostic import PlanError
 from planc.lowering.ops import Adapt, Freeze, Lowered, Quantize
 from planc.runtime.agree import problem, stop
-from planc.runtime.shards import held, local, orders, plain, runs, take
+from planc.runtime.firsts import adapter_layers, begin_adapters
 
 NAME = "default"  # of the adapter, peft's own
 _OPS = "_planc_adapters"  # where a model keeps the operations that gave it adapters
@@ -57,12 +56,11 @@ def inject(model: nn.Module, op: Adapt) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    init: Any = {"default": True, "random": False}.get(op.init, op.init)
     config = LoraConfig(
         r=op.rank,
         lora_alpha=op.alpha,
         lora_dropout=op.dropout,
-        init_lora_weights=init,
+        init_lora_weights=initial(op),  # type: ignore[arg-type, unused-ignore]
         target_modules=op.pattern,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -95,11 +93,9 @@ def _halves(layer: nn.Module) -> Iterator[nn.Module]:
 
 def layers(model: nn.Module) -> dict[str, Any]:
     """peft's layers, by the names of the layers that they are around."""
-    return {
-        plain(path): module
-        for path, module in model.named_modules()
-        if "base_layer" in module._modules and hasattr(module, "lora_A")
-    }
+    find: Any = adapter_layers
+    found: dict[str, Any] = find(model)
+    return found
 
 
 # First values ------------------------------------------------------------------------------------
@@ -112,35 +108,11 @@ def begin(model: nn.Module, unset: set[str]) -> None:
         model: with memory for them by now.
         unset: the plain names of those without a value.
     """
-    own = layers(model)
-    tensors, order = held(model), orders(model)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for op in getattr(model, _OPS, ()):
-            torch.manual_seed(op.seed)
-            names = set(op.names())
-            for name in (n for n in own if n in names):
-                for half, value in _values(own[name], op):
-                    if (full := f"{name}.{half}") in unset:
-                        place = tensors[full]
-                        local(place).copy_(take(value, runs(place, order.get(full))))
+    make: Any = begin_adapters
+    for op in getattr(model, _OPS, ()):
+        make(model, unset, op.pattern, rank=op.rank, init=initial(op), seed=op.seed)
 
 
-def _values(layer: Any, op: Adapt) -> Iterator[tuple[str, Tensor]]:
-    """What peft gives a layer, drawn in its order (`update_layer`, `reset_lora_parameters`)."""
-    rank, wide, high = op.rank, layer.in_features, layer.out_features
-    if layer.lora_embedding_A:
-        a, b = torch.randn(rank, wide), torch.randn(high, rank)
-        if op.init != "random":
-            nn.init.zeros_(a)
-            nn.init.normal_(b)
-        yield from ((f"lora_embedding_A.{NAME}", a), (f"lora_embedding_B.{NAME}", b))
-        return
-    a = nn.Linear(wide, rank, bias=False).weight.detach()
-    b = nn.Linear(rank, high, bias=False).weight.detach()
-    if op.init == "gaussian":
-        nn.init.normal_(a, std=1 / rank)
-    elif op.init == "default":
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    if op.init != "random":
-        nn.init.zeros_(b)
-    yield from ((f"lora_A.{NAME}.weight", a), (f"lora_B.{NAME}.weight", b))
+def initial(op: Adapt) -> bool | str:
+    """peft's `init_lora_weights`."""
+    return {"default": True, "random": False}.get(op.init, op.init)

@@ -83,11 +83,28 @@ def compute(model, module, names):
 
 
 def tensors_of(model):
-    """(names, tensor, order) of what a checkpoint holds; a tied one has more names."""
+    """(names, tensor, order) of what a checkpoint holds; a tied one has more names.
+
+    In the place of a weight in 4 bits stands its layer.
+    """
     orders, found = rank_orders(model), {}
+    four = {id(m.weight): m for m in model.modules() if hasattr(m, "pack")}
     for path, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), ([], tensor))[0].append(plain_name(path))
-    return [(n, tensor.detach(), orders.get(n[0])) for n, tensor in found.values()]
+    return [
+        (names, four.get(id(tensor), tensor.detach()), orders.get(names[0]))
+        for names, tensor in found.values()
+    ]
+
+
+def of_adapter(name):
+    """Whether a name is that of a part of an adapter."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def shape_of(tensor):
+    """The shape that files have of a tensor, or of the weight of a layer in 4 bits."""
+    return tuple(tensor.source[0] if hasattr(tensor, "pack") else tensor.shape)
 
 
 def agreed(problems):
@@ -112,14 +129,17 @@ def matched(model, shapes, folder):
     stored = max(ways, key=lambda way: len(known & way.keys()))
     stored |= {n: n for n in shapes if n not in stored.values()}
     found, lacking, wrong = [], [], []
+    adapters = any(map(of_adapter, stored))
     for names, tensor, order in tensors:
+        if of_adapter(names[0]) and not adapters:
+            continue  # a checkpoint of the model below them
         own = [stored[name] for name in names if name in stored]
         found.append((own[0] if own else None, tensor, order))
         lacking += [] if own else names[:1]
         for name in own:
-            if tuple(shapes[name]) != tuple(tensor.shape):
+            if tuple(shapes[name]) != shape_of(tensor):
                 told = f"{name} is {list(shapes[name])}"
-                wrong.append(f"{told}, the model's {list(tensor.shape)}")
+                wrong.append(f"{told}, the model's {list(shape_of(tensor))}")
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored = [r"rotary_emb\.inv_freq$", *ignored]
     more = [n for n in stored if n not in known]
@@ -165,6 +185,8 @@ def listed(model, folder):
         where = headers(folder)
         shapes = {name: shape for name, (_, shape) in where.items()}
         found, problems = matched(model, shapes, folder)
+        if any(map(of_adapter, shapes)):
+            problems.append("adapters among them are for planc's Run.load_adapters")
     except Exception as error:
         return [], [f"{folder} cannot be read: {error}"]
     read = [] if problems else [(where[name][0], name, *own) for name, *own in found]
@@ -178,7 +200,11 @@ def read_slices(model, folder):
     for file in dict.fromkeys(file for file, *_ in wanted):
         with safe_open(file, framework="pt") as opened:
             for name, tensor, order in (w[1:] for w in wanted if w[0] == file):
-                part, own = part_of(tensor), opened.get_slice(name)
+                own = opened.get_slice(name)
+                if hasattr(tensor, "pack"):
+                    tensor.pack(own)
+                    continue
+                part = part_of(tensor)
                 if not tensor.shape:
                     part.copy_(opened.get_tensor(name))
                     continue
@@ -192,14 +218,20 @@ def read_rank0(model, folder):
     first = distributed.get_rank() == 0
     wanted, problems = listed(model, folder) if first else ([], [])
     agreed(problems)
-    for at, (_, tensor, order) in enumerate(tensors_of(model)):
-        part = part_of(tensor)
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=part.device)
+    tensors = [own for own in tensors_of(model) if not of_adapter(own[0][0])]
+    for at, (_, tensor, order) in enumerate(tensors):
+        four = hasattr(tensor, "pack")
+        part = part_of(tensor.weight if four else tensor)
+        dtype = tensor.source[1] if four else tensor.dtype
+        full = torch.empty(shape_of(tensor), dtype=dtype, device=part.device)
         if first:
             file, name, *_ = wanted[at]
             with safe_open(file, framework="pt") as opened:
                 full.copy_(opened.get_tensor(name))
         distributed.broadcast(full, src=0)
+        if four:
+            tensor.pack(full)
+            continue
         part.copy_(taken(full, slices_of(tensor, order)))
 
 
@@ -212,6 +244,8 @@ def read_checkpoint(model, folder):
     sized = {n: m.size for n, m in stored.items() if hasattr(m, "size")}
     own = {n[len(start) :]: size for n, size in sized.items() if n.startswith(start)}
     found, problems = matched(model, own, folder)
+    if any(hasattr(tensor, "pack") for _, tensor, _ in found):
+        problems = ["weights in 4 bits are read from safetensors"]
     agreed(problems)
     state = {}
     for name, tensor, order in found:

@@ -14,6 +14,8 @@ from bitsandbytes.functional import quantize_4bit
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from planc.runtime.slices import blocks_of, part_of, slices_of, taken
+
 
 class FourBit(nn.Linear):
     """A linear layer with a weight of packed bytes, a column of the dtype of its storage.
@@ -60,3 +62,26 @@ def quantize(layer, kind, storage, device, *, compute=None, double=False, block=
         whole = weight.to(device).contiguous()
         packed, layer.quant_state = quantize_4bit(whole, **layer.packing)
     layer.weight = nn.Parameter(packed, requires_grad=False)
+
+
+class FilledFourBit(FourBit):
+    """A linear layer of 4 bits that takes whole weights, as files hold them."""
+
+    def pack(self, whole):
+        """Quantises this rank's part; `whole` gives slices of the weight by indexing."""
+        _, dtype, ranges = self.source
+        sizes = [sum(stop - start for start, stop in some) for some in ranges]
+        weight = torch.empty(sizes, dtype=dtype)
+        for inner, outer in blocks_of(ranges):
+            weight[inner] = whole[outer].to(dtype)
+        column, self.quant_state = quantize_4bit(weight.to(self.home), **self.packing)
+        part_of(self.weight).copy_(taken(column, slices_of(self.weight)))
+
+
+def quantize_filled(layer, kind, storage, device, **how):
+    """`quantize`, of a layer that is to be filled from files afterwards."""
+    weight = layer.weight
+    order = layer.__dict__.get("_rank_order", {}).pop("weight", None)
+    layer.source = tuple(weight.shape), weight.dtype, slices_of(weight, order)
+    quantize(layer, kind, storage, device, **how)
+    layer.__class__, layer.home = FilledFourBit, device

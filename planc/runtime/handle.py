@@ -219,10 +219,12 @@ class Run:
     # adapters: planc/runtime/tuned.py
 
     def save_adapters(self, path: str | os.PathLike[str]) -> None:
-        """Writes the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
+        """Writes what is trained alone, as peft's `PeftModel.from_pretrained` reads it: adapters,
+        and modules that a plan lets train beside them.
 
         Raises:
-            PlanError: PL189, the plan has none; PL497, it could not be written.
+            PlanError: PL189, the plan has none; PL497, it could not be written; PL688, a layer
+                trains beside its own adapter.
         """
         tuned.save(self.model, self.lowered, Path(path))
 

@@ -75,8 +75,8 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
     together(unlike(model, values))
     materialise(model, values, device)
     with torch.no_grad():
-        read = _slices if weights == "slices" else _sent
-        failure = read(model, matched, device)
+        slices = weights == "slices"
+        failure = _slices(model, matched) if slices else _sent(model, matched, device)
     together([problem("PL497", f"reading failed midway: {failure}")] if failure else [])
 
 
@@ -297,7 +297,7 @@ def _wishes(model: nn.Module, matched: Mapping[str, Stored]) -> list[_Wish]:
     ]
 
 
-def _slices(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str | None:
+def _slices(model: nn.Module, matched: Mapping[str, Stored]) -> str | None:
     """Every rank reads its own; gives what went wrong, or None."""
     files: dict[Path, list[tuple[Piece, _Wish]]] = {}
     wishes = _wishes(model, matched)
@@ -312,13 +312,13 @@ def _slices(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str
                     fill(local(wish.tensor), opened, piece, runs(wish.tensor, wish.order))
         for wish in wishes:
             if wish.layer is not None:
-                _quantised(wish, device)
+                _quantised(wish)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _quantised(wish: _Wish, device: str) -> None:
+def _quantised(wish: _Wish) -> None:
     """One weight at a time is there in all its bits, and goes when it is packed."""
     assert wish.layer is not None and wish.stored is not None
     own = source(wish.layer)
@@ -327,7 +327,7 @@ def _quantised(wish: _Wish, device: str) -> None:
     for piece in wish.stored.pieces:
         with reading(piece.entry.file) as opened:
             fill(weight, opened, piece, own.ranges)
-    pack(wish.layer, weight, device)
+    pack(wish.layer, weight)
 
 
 def _sent(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str | None:
@@ -353,7 +353,7 @@ def _sent(model: nn.Module, matched: Mapping[str, Stored], device: str) -> str |
         if distributed.get_world_size() > 1:
             distributed.broadcast(whole, src=0)
         if wish.layer is not None:
-            pack(wish.layer, take(whole, source(wish.layer).ranges), device)
+            pack(wish.layer, take(whole, source(wish.layer).ranges))
             continue
         mine = take(whole, runs(tensor, wish.order)) if isinstance(tensor, DTensor) else whole
         local(tensor).copy_(mine)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planc.lowering.ops import Quantize
-from planc.runtime.shards import Order, Runs, local, plain, runs, take
-
-_SOURCE = "_planc_source"  # where a layer in 4 bits keeps what its weight was
+from planc.runtime.shards import Runs, local, plain, runs, take
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +35,9 @@ def quantise(layer: nn.Module, op: Quantize, device: str) -> None:
         op: says how.
         device: the type of device that the bytes go to.
     """
-    from planc.runtime.fourbit import quantize
+    from planc.runtime.fourbit import quantize_filled
 
-    order: Order | None = getattr(layer, "_rank_order", {}).get("weight")
-    weight: Any = layer.weight
-    source = Source(tuple(weight.shape), weight.dtype, runs(weight, order))
-    make: Any = quantize
+    make: Any = quantize_filled
     make(
         layer,
         op.kind,
@@ -52,10 +47,6 @@ def quantise(layer: nn.Module, op: Quantize, device: str) -> None:
         double=op.double,
         block=op.block,
     )
-    if order is not None:  # of the bytes there is none
-        own: Any = layer
-        own._rank_order = {n: o for n, o in own._rank_order.items() if n != "weight"}
-    setattr(layer, _SOURCE, source)
 
 
 def packed(model: nn.Module) -> dict[str, nn.Module]:
@@ -63,25 +54,24 @@ def packed(model: nn.Module) -> dict[str, nn.Module]:
     return {
         plain(f"{path}.weight"): module
         for path, module in model.named_modules()
-        if hasattr(module, _SOURCE)
+        if hasattr(module, "packing")
     }
 
 
 def source(layer: nn.Module) -> Source:
-    found: Source = getattr(layer, _SOURCE)
-    return found
+    found: Any = layer.source
+    return Source(*found)
 
 
-def pack(layer: nn.Module, weight: Tensor, device: str) -> None:
+def pack(layer: nn.Module, weight: Tensor) -> None:
     """Fills a layer in 4 bits from this rank's part of its weight; no copy of that is kept.
 
     Args:
         layer: its bytes may be sharded by a unit; the scales are of all of `weight`.
         weight: what `source(layer).ranges` are, in its dtype.
-        device: the type of device that the scales go to.
     """
     from bitsandbytes.functional import quantize_4bit
 
     own: Any = layer
-    column, own.quant_state = quantize_4bit(weight.to(device).contiguous(), **own.packing)
+    column, own.quant_state = quantize_4bit(weight.to(own.home).contiguous(), **own.packing)
     local(own.weight).copy_(take(column, runs(own.weight)))

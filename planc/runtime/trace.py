@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,6 +88,20 @@ class Trace:
         """The module without modules inside that ended last."""
         leaves = (n for n in reversed(self.ended) if not any(below(o, n) for o in self.begun))
         return next(leaves, "")
+
+
+def called(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """The names of the modules that a forward pass calls, in order.
+
+    Args:
+        model: plain, on the CPU.
+        inputs: what its forward takes.
+    """
+    trace = Trace()
+    with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
+        warnings.simplefilter("ignore")
+        model(**inputs)
+    return tuple(trace.begun)
 
 
 def first(output: Any) -> torch.Tensor | None:

@@ -35,7 +35,7 @@ from planc.runtime.shards import (
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-_OTHER = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "modules_to_save")
+_OTHER = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out")
 """Fields of peft's configuration that a plan can't say; where they say something, it is another
 adapter."""
 
@@ -43,14 +43,16 @@ adapter."""
 def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors`. Every rank calls it.
 
+    What trains beside adapters goes along, as peft's `modules_to_save`.
+
     Raises:
-        PlanError: PL189, PL497. On every rank.
+        PlanError: PL189, PL497; PL688, a layer trains beside its own adapter. On every rank.
     """
-    together(_tunes(lowered, "to save"))
+    together([*_tunes(lowered, "to save"), *_both(model)])
     reshard(model)
     tensors, order = held(model), orders(model)
     full: dict[str, Tensor] = {}
-    for name in (n for n in tensors if adapter(n)):
+    for name in _trained(model):
         value = whole(tensors[name], order.get(name))
         if distributed.get_rank() == 0:
             full[_peft_name(name)] = value.to("cpu", copy=True).contiguous()
@@ -72,7 +74,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     findings = _tunes(lowered, "to load")
     reshard(model)
     tensors, order = held(model), orders(model)
-    wanted = {_peft_name(name): name for name in tensors if adapter(name)}
+    wanted = {_peft_name(name): name for name in _trained(model)}
     if any(tensors[name].is_meta for name in wanted.values()):
         told = "the model is on meta: it gets its memory with its weights"
         findings.append(problem("PL189", told, help="call `run.load` before"))
@@ -95,6 +97,26 @@ def _tunes(lowered: Lowered, what: str) -> list[Diagnostic]:
         return []
     told = f"the plan {lowered.plan} has no adapters {what}"
     return [problem("PL189", told, help="`run.save` and `run.load` are for the whole model")]
+
+
+def _trained(model: nn.Module) -> list[str]:
+    """What adapters' files hold: adapters, and all of the modules that train beside them."""
+    tensors, modules = held(model), set(_beside(model))
+    return [n for n in tensors if adapter(n) or n.rpartition(".")[0] in modules]
+
+
+def _beside(model: nn.Module) -> list[str]:
+    """The modules with parameters of their own that train, and are no adapters."""
+    own = (n for n, t in held(model).items() if t.requires_grad and not adapter(n))
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
+
+
+def _both(model: nn.Module) -> list[Diagnostic]:
+    found = [name for name in _beside(model) if name in layers(model)]
+    if not found:
+        return []
+    told = f"{found[0]} trains, and has an adapter, too: peft's files have no place for its weight"
+    return [problem("PL688", told, help="write `none` for its adapter, or let it stay frozen")]
 
 
 def _peft_name(name: str) -> str:
@@ -134,6 +156,7 @@ def _config(model: nn.Module, lowered: Lowered) -> Any:
         task_type="CAUSAL_LM" if causal else None,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", "")
         or None,
+        modules_to_save=_beside(model) or None,
         inference_mode=True,
     )
 

@@ -44,7 +44,9 @@ def keywords(op: FullyShard, meshes: Meshes, modules: Mapping[str, nn.Module]) -
     if op.ignored:
         names = (name for some in op.ignored for name in some.names())
         shared["ignored_params"] = {p for name in names for p in modules[name].parameters()}
-    if op.shard_dim:
+    if op.spreads:
+        shared["shard_placement_fn"] = _spread(op, meshes, modules)
+    elif op.shard_dim:
         shared["shard_placement_fn"] = _along(op.shard_dim, mesh.size(mesh.ndim - 1))
     if op.offload:
         pin = op.pin and torch.cuda.is_available()  # without a device nothing can pin memory
@@ -70,7 +72,43 @@ def _along(dim: int, ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         shape = getattr(parameter, "_local_tensor", parameter).shape
-        return Shard(dim) if len(shape) > dim and shape[dim] % ranks == 0 else None
+        return Shard(dim) if 0 < dim < len(shape) and shape[dim] % ranks == 0 else None
+
+    return placement
+
+
+def _spread(
+    op: FullyShard, meshes: Meshes, modules: Mapping[str, nn.Module]
+) -> Callable[[nn.Parameter], Any]:
+    """Parameters on a mesh of their own, beside the rest of their unit.
+
+    torch has what it takes since 2.12 (`ShardPlacementResult`), by names that it keeps to itself.
+    Parameters of one process group must come with one and the same object for it.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+
+    infos: dict[Any, FSDPMeshInfo | None] = {(op.shard, op.replicate): None}  # the unit's own
+    lying: dict[nn.Parameter, tuple[Any, Any]] = {}
+    for spread in op.spreads:
+        axes = (spread.shard, spread.replicate)
+        mesh = meshes.data(*axes)
+        if axes not in infos and spread.replicate:
+            infos[axes] = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        elif axes not in infos:
+            infos[axes] = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        along = _along(spread.shard_dim, mesh.size(mesh.ndim - 1))
+        for name in spread.modules.names():
+            lying |= dict.fromkeys(modules[name].parameters(), (along, infos[axes]))
+    own = meshes.data(op.shard, op.replicate)
+    rest = (_along(op.shard_dim, own.size(own.ndim - 1)), None)
+
+    def placement(parameter: nn.Parameter) -> Any:
+        along, info = lying.get(parameter, rest)
+        return along(parameter) if info is None else ShardPlacementResult(along(parameter), info)
 
     return placement
 

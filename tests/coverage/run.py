@@ -14,7 +14,9 @@ import signal
 import sys
 import traceback
 import warnings
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "dist"))
@@ -28,7 +30,7 @@ from planc.driver import compile_plan
 from planc.lowering.document import dumps
 from planc.lowering.ops import Parallelize
 from planc.model.blocks import block_lists, sorts
-from planc.model.facts import Facts
+from planc.model.facts import Facts, Modules
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 from planc.proof.flow import flow
@@ -70,6 +72,14 @@ DEFAULTS = {
 }
 """What some families leave open in their default configuration, and a real one always has."""
 
+INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
+
 OWN = {
     "cohere_compass_text": {
         "rope_parameters": {
@@ -80,13 +90,8 @@ OWN = {
     "deepseek_v2": {"moe_intermediate_size": 1408},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 64,
-        "indexer_budget": 64,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp_text": INDEXER,
+    "qwen4_exp": {"text_config": INDEXER},
     "xmod": {"default_language": "en_XX"},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
@@ -129,19 +134,12 @@ def row(name, pool, folder, plans):
     """
     found = {"type": name, "source": "init", "verdict": "", "reason": ""}
     sink = Sink()
-    facts = of_values(configuration(name), name, sink)
-    if facts is None:
-        return {**found, "reason": f"can't be built: {first(sink)}"}
-    values = json.loads(
-        json.dumps(shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts)), default=str)
-    )
-    values["architectures"] = [facts.name]
-    small = of_values(values, "the small model", sink)
+    facts, values, small = models(name, sink)
     if small is None:
-        return {**found, "reason": f"can't be built small: {first(sink)}"}
+        return {**found, "reason": f"can't be built{' small' * bool(facts)}: {first(sink)}"}
     path = folder / f"{name}.plan"
     if name in plans:
-        found["source"] = "shipped"
+        found["source"], found["plan"] = "shipped", plans[name]
         path = PLANS / f"{plans[name]}.plan"
     else:
         made = draft(facts, sink)
@@ -160,6 +158,16 @@ def row(name, pool, folder, plans):
     return {**found, "reason": reason, **({"verdict": ""} if reason else {})}
 
 
+def models(name, sink):
+    """A family's default model, the small configuration, and the small model; or None each."""
+    facts = of_values(configuration(name), name, sink)
+    if facts is None:
+        return None, None, None
+    values = shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts))
+    values = {**json.loads(json.dumps(values, default=str)), "architectures": [facts.name]}
+    return facts, values, of_values(values, "the small model", sink)
+
+
 def judged(found, case, settings, pool, mark=""):
     """Fills the row for one way; gives what is wrong, or nothing.
 
@@ -172,7 +180,7 @@ def judged(found, case, settings, pool, mark=""):
         return f"planc check: {first(sink)} {sorted({d.code for d in sink})}"
     found[f"flow{mark}"] = flow(compiled, case.plan, settings, sink).verdict
     if not mark:
-        found["share"] = share(compiled)
+        found |= splits(compiled)
     small = compile_plan(case.small, case.plan, sink, world_size=WORLD, settings=settings)
     if small.lowered is None:
         return f"the small model: {first(sink)}"
@@ -191,20 +199,56 @@ def judged(found, case, settings, pool, mark=""):
     return ""
 
 
-def share(compiled):
-    """The part of the blocks' parameters that tensor parallelism splits."""
+def splits(compiled):
+    """What tensor parallelism splits of the blocks.
+
+    Returns:
+        `share`, the part of their parameters; `kept`, the modules that hold most of the rest, with
+        their parts; and for a mixture of experts `experts`: the part of the experts' parameters
+        that is split, and the styles that do so.
+    """
     lists = list(block_lists(compiled.facts.model))
-    total = sum(m.module.count for m in lists)
-    split = 0
-    for op in compiled.lowered.ops:
-        if isinstance(op, Parallelize) and any(op.modules.within(m) for m in lists):
-            for shape in op.shapes:
-                if shape.shape != shape.local:
-                    size = 1
-                    for n in shape.shape:
-                        size *= n
-                    split += size * len(op.modules)
-    return split / total if total else 0.0
+    total = sum(m.module.count for m in lists) or 1
+    parted = [op for op in compiled.lowered.ops if isinstance(op, Parallelize) and size(op)]
+    rest = Counter()
+    for at in lists:
+        for found in leaves(at):
+            count = sum(p.numel for p in found.module.parameters) * len(found)
+            count -= sum(size(op) for op in parted if found.within(op.modules))
+            rest[f"{found.path[-1]} ({found.module.cls})"] += max(count, 0)
+    split = sum(size(op) for op in parted if any(op.modules.within(m) for m in lists))
+    found = {"share": split / total}
+    found["kept"] = [[n, c / total] for n, c in rest.most_common(4) if c > 0.02 * total]
+    held = [m for at in lists for m in of_experts(at)]
+    if count := sum(m.module.count * len(m) for m in held):
+        inside = [op for op in parted if any(op.modules.within(m) for m in held)]
+        styles = sorted({type(op.style).__name__.lower() for op in inside})
+        found["experts"] = {"share": sum(size(op) for op in inside) / count, "styles": styles}
+    return found
+
+
+def size(op):
+    """How many numbers an operation splits, on all its modules."""
+    return sum(prod(s.shape) for s in op.shapes if s.shape != s.local) * len(op.modules)
+
+
+def leaves(at):
+    """A set of modules and all below it."""
+    yield at
+    for child in at.module.children:
+        yield from leaves(Modules((*at.path, child.segment), child.module))
+
+
+def of_experts(at):
+    """The outermost modules that hold routed experts, below `at`."""
+    for child in at.module.children:
+        below = Modules((*at.path, child.segment), child.module)
+        if re.search(
+            r"(?<!shared_)experts?$|(?<!Shared)Experts?$", f"{child.name} {child.module.cls}"
+        ):
+            yield below
+        else:
+            yield from of_experts(below)
 
 
 def first(sink):

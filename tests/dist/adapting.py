@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.lowering.ops import Parallelize
+from planc.lowering.ops import Load, Parallelize
 from planc.runtime.shards import ordered, orders
 
 PLAN = """plan tuned for {family}, qwen2
@@ -182,6 +182,13 @@ def saved(folder, overrides, others, named="qwen2"):
     theirs = {
         n.removeprefix("base_model.model."): p for n, p in read.named_parameters() if ".lora_" in n
     }
+    if "train {" in body:  # what peft calls modules to save
+        beside = [n for n in mine if n.startswith(("model.norm", "model.embed_tokens"))]
+        trained |= {n: mine[n] for n in beside}
+        for name, parameter in read.named_parameters():
+            if ".modules_to_save." in name:
+                plain = name.replace(".modules_to_save.default", "")
+                theirs[plain.removeprefix("base_model.model.")] = parameter
     assert theirs.keys() == trained.keys()
     assert all(torch.equal(theirs[n], trained[n]) for n in trained)
     other = applied(others, family, body)
@@ -239,6 +246,45 @@ def from_meta(folder, overrides, weights):
     return all(torch.equal(one[n], two[n]) for n in one)
 
 
+def script_from_meta(folder, overrides, weights, body=None, changes=None, broken=None):
+    """(what a script's load_weights makes otherwise than apply, its error), of a model on meta."""
+    from planc.emit.script import render
+
+    body, changes = body or LLAMA.replace("init = random", "init = gaussian", 1), changes or {}
+    path = written("llama", f"{body}}}\nload {{\n    weights = {weights}\n    init = meta\n")
+    try:
+        plan = planc.lower(
+            numerics.build("llama", **changes), path, world_size=4, overrides=overrides
+        )
+    finally:
+        Path(path).unlink()
+    usual = tuple(op for op in plan.ops if not isinstance(op, Load))
+    run = planc.apply(
+        numerics.build("llama", **changes), replace(plan, ops=usual), device_type="cpu"
+    )
+    if distributed.get_rank() == 0:
+        numerics.build("llama", **(broken or changes)).save_pretrained(folder)
+    distributed.barrier()
+    space = {}
+    exec(compile(render(plan, digest="0" * 64), "emitted.py", "exec"), space)
+    with torch.device("meta"):
+        made = type(run.model)(run.model.config)
+    space["parallelize"](made, space["build_mesh"]("cpu"))
+    try:
+        space["load_weights"](made, folder, "cpu")
+    except ValueError as error:
+        return [], str(error)
+    one, two = (
+        {n: p.to_local() if isinstance(p, DTensor) else p for n, p in m.named_parameters()}
+        for m in (run.model, made)
+    )
+    assert one.keys() == two.keys()
+    bits = [n for n in one if not torch.equal(*(t.detach().view(torch.uint8) for t in (one[n], two[n])))]
+    rows = slice(run.data_rank, run.data_rank + 1)
+    same = torch.equal(logits(run.model.train(), rows), logits(made.train(), rows))
+    return bits + [] if same else [*bits, "logits"], ""
+
+
 def resumed(folder, overrides, others):
     """A checkpoint under one plan goes on under another, optimizer and adapters included."""
     run = applied(overrides)
@@ -279,6 +325,36 @@ def refused(folder, overrides):
     return codes
 
 
+def both(folder, overrides):
+    body = LLAMA + "}\ntrain {\n    lm_head : trainable\n"
+    try:
+        applied(overrides, body=body).save_adapters(folder)
+    except planc.PlanError as error:
+        return [d.code for d in error.diagnostics]
+
+
+def dropped(overrides):
+    """(what dropout changes, whether checkpointing changes nothing, eval's distance from peft)."""
+    rule = "$block.{self_attn.o_proj,mlp.down_proj} : lora(rank = 4, init = random, dropout = 0.5)"
+    found = []
+    for checkpointing in ("true", "false"):
+        run = applied([*overrides, f"checkpointing={checkpointing}"], body=rule)
+        rows = slice(run.data_rank, run.data_rank + 1)
+        tokens, labels = numerics.data(run.model.config.vocab_size)
+        torch.manual_seed(7 + distributed.get_rank())
+        output = run.model(input_ids=tokens[rows], labels=labels[rows])
+        output.loss.backward()
+        grads = {n: numerics.whole(p.grad) for n, p in run.model.named_parameters() if p.requires_grad}
+        found.append((numerics.whole(output.logits), {numerics.plain(n): g for n, g in grads.items()}))
+    (one, first), (two, second) = found
+    alike = torch.equal(one, two) and all(torch.equal(first[n], second[n]) for n in first)
+    run.model.eval()
+    calm = logits(run.model, rows)
+    targets = ((r"model\.layers\.\d\.(self_attn\.o_proj|mlp\.down_proj)", 4, 4),)
+    right = single("llama", targets)
+    return numerics.error(one, calm), alike, numerics.error(calm, logits(right, rows))
+
+
 CASES = {
     "own units": ("llama", LLAMA + "    units = own\n", TARGETS),
     "some layers": (
@@ -291,6 +367,12 @@ CASES = {
         ((r"model\.layers\.(0\.(self_attn\.._proj|mlp\.down_proj)|1\.(self_attn|mlp)\.\w+_proj)", 5, 3),),
     ),
     "qwen2": ("qwen2", LLAMA, TARGETS),
+    "beside": (
+        "llama",
+        LLAMA.rpartition("    lm_head")[0]
+        + "}\ntrain {\n    model.norm : trainable\n    model.embed_tokens : trainable\n",
+        TARGETS,
+    ),
     "tied head": ("llama-tied", LLAMA, TARGETS),
     "packed": (
         "phi3",

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import numerics
+import torch
+import transformers
 import unitjobs
 from loadingjobs import fresh
 from savingjobs import made as optimizer_of
@@ -10,13 +12,14 @@ from savingjobs import steps
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from trainingjobs import applied
+from trainingjobs import applied, mine
 from unitjobs import along, place
 
 import planc
@@ -30,9 +33,9 @@ def judge(model, path, hand=None, overrides=(), changes=None):
     return unitjobs.judge(model, path, way, overrides=overrides, changes=changes)
 
 
-def shares(model, path, overrides=()):
+def shares(model, path, overrides=(), changes=None):
     """The numbers of a parameter that this rank holds, and all of them; by plain name."""
-    run = applied(model, path, overrides)
+    run = applied(model, path, overrides, changes)
     return {
         unitjobs.plain(n): ((p.to_local() if isinstance(p, DTensor) else p).numel(), p.numel())
         for n, p in run.model.named_parameters()
@@ -41,8 +44,6 @@ def shares(model, path, overrides=()):
 
 def resumed(model, old, new, folder, overrides=()):
     """Losses of four steps without a break, and of two and two with another plan between."""
-    import torch
-
     run = applied(model, old, overrides)
     right = steps(run, optimizer_of(run), 0, 4)
     run = applied(model, old, overrides)
@@ -77,6 +78,26 @@ def divided(model, path, by):
     return far
 
 
+def export(model, path, folder):
+    """Whether transformers reads bit for bit what was trained for a step; and the logits."""
+    run = applied(model, path, ())
+    steps(run, torch.optim.SGD(run.model.parameters(), lr=0.1), 0, 1)
+    run.export(folder)
+    right = run.full_state_dict(every_rank=True)
+    read, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    got = read.state_dict()
+    rows = mine(run, numerics.data(run.model.config.vocab_size)[0])[0]
+    with torch.no_grad():
+        logits, theirs = run.model(input_ids=rows).logits, read(input_ids=rows).logits
+    return {
+        "different": [n for n in right if n not in got or not torch.equal(got[n], right[n])],
+        "problems": [k for k, v in info.items() if v],
+        "error": numerics.error(logits, theirs),
+    }
+
+
 def meshes(path, names):
     """Sizes of dimensions of a run by name, and the data rank and size, and the rank in `dp`."""
     run = applied("llama", path, ())
@@ -107,3 +128,25 @@ def shared(model, dim=0):
 
 def shared_along_one(model):
     return shared(model, dim=1)
+
+
+def within(model, dim=0):
+    """One unit a block, which gathers over two meshes (torchtitan's way with experts)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    split(model, mesh["tp"])
+    info = FSDPMeshInfo(mesh["dp_shard", "tp"]._flatten("dp_shard_tp"), shard_mesh_dim=0)
+    for block in model.model.layers:
+        own = set(block.mlp.experts.parameters())
+        where = ShardPlacementResult(Shard(dim), info)
+        fully_shard(
+            block,
+            mesh=mesh["dp_shard"],
+            reshard_after_forward=True,
+            shard_placement_fn=lambda p, own=own, where=where: where if p in own else None,
+        )
+    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=False)
+    return place(mesh, "dp_shard")
+
+
+def within_along_one(model):
+    return within(model, dim=1)

@@ -227,6 +227,10 @@ def from_meta(folder, overrides, weights):
     return torch.equal(adapting.logits(run.model, rows), adapting.logits(other.model, rows))
 
 
+def script_from_meta(folder, overrides, weights):
+    return adapting.script_from_meta(folder, overrides, weights, body=BODY, changes=CHANGES)
+
+
 def saved(folder, overrides, others):
     """Adapters out of one plan: peft reads them onto layers of bitsandbytes, and another plan."""
     from peft import PeftModel

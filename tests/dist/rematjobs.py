@@ -1,12 +1,13 @@
 """What checkpointing computes again and what it keeps, counted on every rank of a pool."""
 
 import gc
+import re
 from unittest import mock
 
 import torch
 import transformers
 import numerics
-from numerics import MODELS, build, data, quick_compile
+from numerics import MODELS, build, data, sample, quick_compile
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -161,8 +162,67 @@ MODELS["lfm2"] = dict(
     layer_types=["conv", "full_attention"] * 2,
     pad_token_id=0,
 )
+MODELS["zamba2"] = dict(
+    model_type="zamba2",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    attention_head_dim=32,
+    n_mamba_heads=8,
+    mamba_d_state=16,
+    mamba_ngroups=1,
+    mamba_headdim=16,
+    num_mem_blocks=2,
+    hybrid_layer_ids=[1, 3, 5, 7],
+    layers_block_type=["mamba", "hybrid"] * 4,
+    adapter_rank=4,
+    chunk_size=8,
+    max_position_embeddings=64,
+)
+MODELS["gemma4-shared"] = dict(
+    model_type="gemma4_text",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    head_dim=16,
+    global_head_dim=32,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=128,
+    num_kv_shared_layers=2,
+    pad_token_id=0,
+)
 
 
 def compare(**arguments):
     """`numerics.compare` with the models above among the names."""
     return numerics.compare(**arguments)
+
+
+def twice(model, plan, scope):
+    """The layers of all towers that run a second time, for the backward pass."""
+    made = build(model)
+    run = planc.apply(made, plan, device_type="cpu")
+    counts = {}
+    layers = re.compile(r"(.*\.layers\.\d+)(\._checkpoint_wrapped_module)?")
+    for name, module in made.named_modules():
+        found = layers.fullmatch(name)
+        if found and not hasattr(module, "_checkpoint_wrapped_module"):
+            plain = found[1].replace("._checkpoint_wrapped_module", "")
+            module.register_forward_pre_hook(
+                lambda *_, name=plain: counts.update({name: counts.get(name, 0) + 1})
+            )
+    inputs = sample(made.config)
+    rows = len(inputs["input_ids"]) // run.data_size
+    mine = slice(run.data_rank * rows, (run.data_rank + 1) * rows)
+    made(**{name: value[mine] for name, value in inputs.items()}).loss.backward()
+    assert len(counts) == 4 and any(name.startswith(scope) for name in counts)
+    return {name for name, count in counts.items() if count == 2}

@@ -216,7 +216,7 @@ def doomed(rank, folder, store, moment):
                 die()
 
             checkpoint.FileSystemWriter.write_data = half
-    elif rank == 0:  # between the two renames
+    elif moment == "renaming" and rank == 0:  # between the two renames
         rename = Path.rename
 
         def once(self, target):
@@ -226,6 +226,10 @@ def doomed(rank, folder, store, moment):
 
         Path.rename = once
     print("saving", flush=True)
+    for step in range(2, 1000) if moment == "anytime" else ():
+        run.save(folder, optimizer=optimizer, step=step)
+        print(step, flush=True)
+        steps(run, optimizer, step, step + 1)
     run.save(folder, optimizer=optimizer, step=2)
     print("saved", flush=True)
 
@@ -237,11 +241,11 @@ def survived(folder):
     step = run.load(folder, optimizer=optimizer)
     reference = applied("llama", "llama", FP32)
     ours = made(reference)
-    steps(reference, ours, 0, 1)
+    steps(reference, ours, 0, step)
     right = reference.full_state_dict(every_rank=True)
     got = run.full_state_dict(every_rank=True)
     worst = max(error(got[n], right[n]) for n in right)
-    losses = steps(run, optimizer, 1, 2), steps(reference, ours, 1, 2)
+    losses = steps(run, optimizer, step, step + 1), steps(reference, ours, step, step + 1)
     run.save(folder, optimizer=optimizer, step=7)
     again = run.load(folder, optimizer=optimizer)
     left = sorted(p.name for p in Path(folder).parent.iterdir())

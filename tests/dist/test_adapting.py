@@ -107,6 +107,28 @@ def test_adapters_as_peft_reads_them(four, tmp_path, overrides, others):
         assert '"base_model_name_or_path"' in found["config"]
 
 
+@pytest.mark.parametrize(("overrides", "others"), [(TP, WHOLE), (WHOLE, TP)])
+def test_what_trains_beside_adapters_is_saved_with_them(four, tmp_path, overrides, others):
+    folder = str(tmp_path / "adapters")
+    arguments = {"folder": folder, "overrides": overrides, "others": others, "named": "beside"}
+    for found in four.run("adapting.saved", **arguments):
+        assert found["logits"] < LIMIT
+        assert '"modules_to_save": [\n    "model.embed_tokens",\n    "model.norm"' in found["config"]
+
+
+def test_a_layer_that_trains_beside_its_own_adapter_has_no_file(four, tmp_path):
+    codes = four.run("adapting.both", folder=str(tmp_path / "a"), overrides=WHOLE)
+    assert codes == [["PL688"]] * 4
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_dropout_is_drawn_again_in_recomputing(four, tp):
+    """Under one seed, gradients with and without checkpointing are the same, bit for bit."""
+    found = four.run("adapting.dropped", overrides=settings(tp=tp, param_dtype="fp32"))
+    for changed, alike, evaluated in found:
+        assert alike and changed > 1e-3 and evaluated < LIMIT
+
+
 def test_adapters_of_packed_weights_as_peft_reads_them(four, tmp_path):
     arguments = {"folder": str(tmp_path / "a"), "overrides": TP, "others": WHOLE, "named": "packed"}
     for found in four.run("adapting.saved", **arguments):
@@ -128,6 +150,16 @@ def test_an_export_with_adapters_merged(four, tmp_path):
 def test_a_model_on_meta(four, tmp_path, weights):
     arguments = {"folder": str(tmp_path / "base"), "overrides": TP, "weights": weights}
     assert four.run("adapting.from_meta", **arguments) == [True] * 4
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+@pytest.mark.parametrize("overrides", [TP, WHOLE])
+def test_the_script_fills_a_model_on_meta(four, tmp_path, weights, overrides):
+    arguments = {"folder": str(tmp_path / "base"), "overrides": overrides, "weights": weights}
+    assert four.run("adapting.script_from_meta", **arguments) == [([], "")] * 4
+    arguments |= {"folder": str(tmp_path / "other"), "broken": {"intermediate_size": 64}}
+    for _, error in four.run("adapting.script_from_meta", **arguments):
+        assert "nothing was loaded" in error and "gate_proj.weight is [64, 64]" in error
 
 
 def test_a_checkpoint_goes_on_under_another_plan(four, tmp_path):

@@ -4,9 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pool import Pool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "coverage"))
 
+import theirs
 from run import LIMIT, row
 
 SAMPLE = [
@@ -29,3 +31,44 @@ def test_a_family_is_planned_and_proved(family, four, tmp_path):
     assert (found["verdict"], found["reason"], found["flow"]) == ("proved", "", "proved")
     assert 0 < max(found["errors"].values()) and found["errors"]["gradient"] < LIMIT
     assert found["share"] > 0.5
+
+
+@pytest.mark.parametrize("family", ["reformer", "cpmant", "ctrl", "internlm3", "musicgen"])
+def test_what_once_had_no_plan_has_one(family, four, tmp_path):
+    """Reversible layers; linears known by shape, or by number; another family's class; codes of sound."""
+    found = row(family, four, tmp_path, plans={})
+    assert (found["verdict"], found["reason"], found["flow"]) == ("proved", "", "proved")
+    assert found["share"] > 0.85
+
+
+def test_experts_are_counted_by_themselves(four, tmp_path):
+    found = row("mixtral", four, tmp_path, plans={})
+    assert found["experts"] == {"share": 1.0, "styles": ["experts"]} and not found["kept"]
+    found = row("dbrx", four, tmp_path, plans={})
+    assert found["experts"]["share"] == 0.0 and found["kept"][0][0] == "mlp (DbrxExpertGLU)"
+
+
+@pytest.fixture(scope="module")
+def two():
+    pytest.importorskip("accelerate")  # transformers wants it to spread a model that it loads
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "verdict", "off"),
+    [
+        ("llama", "right", set()),
+        ("gpt2", "none", set()),
+        ("apertus", "wrong", {"alpha_n", "alpha_p"}),
+        ("doge", "crash", set()),
+    ],
+)
+def test_transformers_own_is_measured(family, verdict, off, two):
+    """What is wrong without a word: each rank keeps its part of the gradient of `alpha_n`."""
+    found = theirs.row(family, two)
+    assert found["verdict"] == verdict, found["reason"]
+    assert {name.rpartition(".")[2] for name in found.get("off", ())} == off
+    if verdict in ("right", "wrong"):
+        assert found["logits"] < LIMIT and found["split"] > 0.9

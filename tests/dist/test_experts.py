@@ -181,3 +181,64 @@ def test_meshes_by_name(four, written):
     results = four.run("expertjobs.meshes", path=written(MESHES), names=list(sizes))
     assert [found for found, _ in results] == [sizes] * 4
     assert [place for _, place in results] == [(0, 2, 0), (0, 2, 0), (1, 2, 1), (1, 2, 1)]
+
+
+LYING = PLAN.replace("unit(on = ep_shard)", "spread(on = ep_shard, shard_dim = auto)")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("experts", [4, 2])
+def test_experts_in_the_unit_of_their_block(four, written, way, experts):
+    """The block's unit gathers two meshes; with fewer experts than ranks, along dim 1."""
+    changes = {"num_key_value_heads": 4} if way == "tensor alone" else {}
+    changes |= {"num_local_experts": experts}
+    results = four.run(
+        "expertjobs.judge",
+        model="mixtral",
+        path=written(LYING),
+        overrides=WAYS[way],
+        changes=changes,
+        hand={4: "within", 2: "within_along_one"}[experts] if way == "tp" else None,
+    )
+    for result in results:
+        assert result["error"] < LIMIT, result
+        assert result["applied"] == result["script"], result
+        assert result.get("hand", result["applied"]) == result["applied"], result
+
+
+def test_experts_fewer_than_ranks_are_split_along_dim_1(four, written):
+    auto = PLAN.replace("on = ep_shard", "on = ep_shard, shard_dim = auto")
+    for text in (auto, LYING):
+        path = written(text)
+        changes = {"num_local_experts": 2}
+        for result in four.run(
+            "expertjobs.judge", model="mixtral", path=path, changes=changes, hand=None
+        ):
+            assert result["error"] < LIMIT and result["applied"] == result["script"], result
+            assert "Shard(dim=1)" in result["applied"][0]
+        for share in four.run("expertjobs.shares", model="mixtral", path=path, changes=changes):
+            experts = [pair for name, pair in share.items() if "experts" in name]
+            assert experts and all(own * 4 == full for own, full in experts)
+
+
+@pytest.mark.parametrize("way", ["tp", "sequence"])
+def test_the_handle_of_two_meshes_in_one_unit(four, written, way):
+    test_the_handle(four, lambda _: written(LYING), None, way)
+    for wrong, gradient in four.run(
+        "trainingjobs.early", model="mixtral", plan=written(LYING), overrides=WAYS[way]
+    ):
+        assert wrong < LIMIT and gradient < LIMIT
+
+
+@pytest.mark.parametrize(("old", "new"), [(LYING, APART), (APART, LYING), (PLAN, LYING)])
+def test_resumed_with_two_meshes_in_one_unit(four, written, tmp_path, old, new):
+    test_resumed(four, written, tmp_path, old, new)
+
+
+@pytest.mark.parametrize("text", [PLAN, LYING], ids=["unit", "spread"])
+def test_what_transformers_reads_of_it(four, written, tmp_path, text):
+    for result in four.run(
+        "expertjobs.export", model="mixtral", path=written(text), folder=str(tmp_path / "out")
+    ):
+        assert result["different"] == [] and result["problems"] == []
+        assert result["error"] < LIMIT

@@ -111,6 +111,13 @@ def test_a_model_on_meta(four, tmp_path, overrides, weights):
     assert four.run("fourbitjobs.from_meta", **arguments) == [True] * 4
 
 
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+@pytest.mark.parametrize("overrides", [WHOLE, TP])
+def test_the_script_fills_a_model_on_meta(four, tmp_path, overrides, weights):
+    arguments = {"folder": str(tmp_path / "base"), "overrides": overrides, "weights": weights}
+    assert four.run("fourbitjobs.script_from_meta", **arguments) == [([], "")] * 4
+
+
 @pytest.mark.parametrize(("overrides", "others"), [(TP, WHOLE), (WHOLE, TP)])
 def test_adapters_as_peft_reads_them(four, tmp_path, overrides, others):
     arguments = {"folder": str(tmp_path / "a"), "overrides": overrides, "others": others}

@@ -222,3 +222,56 @@ def test_blocks_of_two_kinds_each_in_its_way(four, plan):
     results = four.run("rematjobs.compare", model="lfm2", plan=path)
     right(results)
     assert four.run("rematjobs.compare", model="lfm2", plan=path, script=True) == results
+
+
+@pytest.mark.parametrize("way", ["full", "ops(save = [matmul(every = 2)])", "full(offload = cpu)"])
+def test_blocks_that_share_keys_and_values_of_gemma4(four, plan, way):
+    path = plan(f"model.layers.* : {way}", family="gemma4_text", head=PLAIN)
+    results = four.run("rematjobs.compare", model="gemma4-shared", plan=path)
+    right(results)
+    assert four.run("rematjobs.compare", model="gemma4-shared", plan=path, script=True) == results
+
+
+SHARED = """plan r for FAMILY
+mesh {
+    dp_shard = auto
+}
+fsdp on dp_shard {
+    group(model.layers[1].shared_transformer, model.layers[5].shared_transformer) : unit
+    group(model.layers[3].shared_transformer, model.layers[7].shared_transformer) : unit
+    model.layers.* : unit
+    root           : unit
+}
+"""
+
+
+def test_hybrid_blocks_that_share_a_transformer(four, plan):
+    """zamba2: what two layers share is one unit, and is computed again in both."""
+    path = plan("model.layers.* : full", family="zamba2", head=SHARED)
+    results = four.run("rematjobs.compare", model="zamba2", plan=path)
+    right(results)
+    assert four.run("rematjobs.compare", model="zamba2", plan=path, script=True) == results
+
+
+TOWERS = """plan r for FAMILY
+mesh {
+    dp_shard = auto
+}
+fsdp on dp_shard {
+    model.language_model.layers.*      : unit
+    model.vision_tower.encoder.layers.* : unit
+    root                               : unit
+}
+"""
+
+
+@pytest.mark.parametrize("scope", ["model.language_model", "model.vision_tower.encoder"])
+def test_one_tower_alone(four, plan, scope):
+    """Its layers are computed again, the other tower's are not."""
+    path = plan(f"{scope}.layers.* : full(early_stop = false)", family="gemma3", head=TOWERS)
+    arguments = {"model": "gemma3-vision", "plan": path}
+    results = four.run("rematjobs.compare", **arguments)
+    right(results)
+    assert four.run("rematjobs.compare", script=True, **arguments) == results
+    for again in four.run("rematjobs.twice", scope=scope, **arguments):
+        assert again == {f"{scope}.layers.0", f"{scope}.layers.1"}

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,36 @@ def test_transformers_reads_an_export_bit_for_bit(four, tmp_path, model, mesh, m
         assert result["twice"] == ["PL497"]
         assert result["cache"] is True  # what the plan turned off for training is on again
         assert ("model.safetensors.index.json" in result["files"]) == ("shard_size" not in more)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.013, 0.03])
+def test_a_kill_at_any_moment(four, tmp_path, delay):
+    """Two processes save without end and are killed from outside; what is there is a whole save."""
+    folder = tmp_path / "runs" / "run"
+    folder.parent.mkdir()
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("savingjobs.py"))]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder), str(tmp_path / "store"), "anytime"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [ranks[0].stdout.readline() for _ in range(4)] == ["saving\n", "2\n", "3\n", "4\n"]
+    time.sleep(delay)
+    for process in ranks:
+        process.kill()
+    said = ranks[0].communicate(timeout=60)[0].split()
+    last = int(said[-1]) if said else 4
+    assert [process.wait(timeout=60) for process in ranks] == [-signal.SIGKILL] * 2
+    for result in four.run("savingjobs.survived", folder=str(folder)):
+        assert result["step"] in (last, last + 1)
+        assert result["worst"] < 1e-3  # a step changes the weights by a hundred times as much
+        assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-4)
+        assert result["again"] == 7
+        assert result["left"] == ["run"]
 
 
 @pytest.mark.parametrize("moment", ["writing", "renaming"])

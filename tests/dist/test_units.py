@@ -78,6 +78,13 @@ fsdp on a * b {
 """,
     "sized": HEAD
     + "fsdp on dp_shard {\n    auto(min_params = 15K) : unit\n    root : unit\n}\n",
+    "classed": HEAD
+    + """fsdp on dp_shard {
+    **<LlamaMLP>          : unit
+    **<LlamaDecoderLayer> : unit
+    root                  : unit
+}
+""",
     "partly": HEAD
     + """fsdp on dp_shard {
     model.layers.* : unit(reshard = 2)
@@ -175,6 +182,25 @@ def test_islands_by_dtype(four, tmp_path):
     for result in four.run("unitjobs.islands", path=str(plan)):
         assert result["applied"] == result["script"] == result["hand"]
         assert result["far"] < 0.1
+
+
+MIXED = """fsdp on dp_shard {
+    precision(param = bf16, reduce = fp32)
+    model.layers.* : unit
+    model.norm     : unit(precision(param = fp32, output = bf16))
+    lm_head        : unit(precision(param = bf16, reduce = bf16, output = fp32, cast_inputs = false))
+    root           : unit
+}
+"""
+
+
+def test_each_unit_in_its_own_precision(four, tmp_path):
+    """An island by selector; what a unit reduces in, gives out, and whether it casts its inputs."""
+    plan = tmp_path / "t.plan"
+    plan.write_text(HEAD + MIXED)
+    for result in four.run("unitjobs.judge", model="llama", path=str(plan), hand="mixed"):
+        assert result["applied"] == result["script"] == result["hand"]
+        assert 1e-4 < result["error"] < 0.2
 
 
 CONTEXT = """plan t for llama

@@ -126,12 +126,50 @@ def test_llama_is_verified(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("qwen3-8b", "qwen3"), ("phi-3-mini", "phi3"), ("gpt2", "gpt2")]
+    ("model", "plan"),
+    [
+        ("qwen3-8b", "qwen3"),
+        ("phi-3-mini", "phi3"),
+        ("gpt2", "gpt2"),
+        ("gemma-3-4b", "gemma3_vision"),  # on images: each data rank reads its own
+        ("qwen3-vl-8b", "qwen3_vl"),
+    ],
 )
 def test_other_families_are_verified(model, plan):
     settings = [] if plan == "gpt2" else ["tp=2"]
     found, sink = proved(model, plan, settings=settings)
     assert (found.verdict, list(sink)) == ("verified", [])
+
+
+def test_a_tower_that_is_wrong_is_refuted_at_its_line(tmp_path):
+    plan = plan_of(
+        tmp_path,
+        """plan partial for gemma3
+
+mesh {
+    dp_shard = auto
+    tp = 2
+}
+
+tensor on tp {
+    model.vision_tower.encoder.layers.*.mlp {
+        fc1 : colwise
+        fc2 : rowwise(-> partial)
+    }
+}
+
+fsdp on dp_shard {
+    root : unit
+}
+""",
+    )
+    found, sink = proved("gemma-3-4b", plan)
+    assert found.verdict == "refuted"
+    first = found.certificate["first"]
+    assert first["what"] == "output"
+    assert first["name"] == "model.vision_tower.encoder.layers.0.mlp"
+    assert f"{plan}:11" in first["places"]
+    assert [d.code for d in sink] == ["PL520"]
 
 
 def test_a_norm_that_no_rule_names_is_refuted(tmp_path, capsys):

@@ -419,6 +419,32 @@ def hosted(model):
     return place(mesh, "dp_shard")
 
 
+def classed(model):
+    mesh = world()
+    for block in model.model.layers:
+        fully_shard(block.mlp, mesh=mesh)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return place(mesh, "dp_shard")
+
+
+def mixed(model):
+    mesh = world()
+    half, single = torch.bfloat16, torch.float32
+    common = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=single)
+    norm = MixedPrecisionPolicy(param_dtype=single, output_dtype=half)
+    head = MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=half, output_dtype=single, cast_forward_inputs=False
+    )
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=common)
+    fully_shard(model.model.norm, mesh=mesh, mp_policy=norm)
+    fully_shard(model.lm_head, mesh=mesh, mp_policy=head)
+    fully_shard(model, mesh=mesh, mp_policy=common, reshard_after_forward=True)
+    return place(mesh, "dp_shard")
+
+
 def copied(model):
     mesh = world(4, names=("dp",))
     for block in model.model.layers:

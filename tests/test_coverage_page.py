@@ -1,0 +1,72 @@
+"""docs/coverage.md is made of rows; the verdict on transformers' own, of what two ranks found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "coverage"))
+
+import theirs
+
+ROOT = Path(__file__).parent.parent
+PLANNED = {"plan": {"lm_head": "colwise"}}
+GOOD = {**PLANNED, "logits": 1e-6, "loss": 0.0, "gradient": 2e-6, "off": {}, "weights": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "verdict", "told"),
+    [
+        ([{"plan": {}}, {"plan": {}}], "none", ""),
+        ([GOOD, GOOD], "right", ""),
+        ([GOOD, {**GOOD, "gradient": 0.5, "off": {"norm": 0.5}}], "wrong", "gradients"),
+        ([{**GOOD, "logits": float("nan")}, GOOD], "wrong", "logits"),
+        ([GOOD, {**PLANNED, "stage": "training", "error": "E"}], "crash", "training: E"),
+        ([{**PLANNED, "stage": "one process", "error": "E"}] * 2, "unbuilt", "E"),
+    ],
+)
+def test_one_rank_that_is_off_is_enough(ranks, verdict, told):
+    found, reason = theirs.judged(ranks)
+    assert found == verdict and told in reason
+
+
+def row(name, **more):
+    errors = {"logits": 1e-6, "loss": 0.0, "gradient": 2e-6, "parameters": 0.0}
+    found = {"type": name, "source": "init", "verdict": "proved", "reason": "", "flow": "proved"}
+    return {**found, "share": 1.0, "kept": [], "errors": errors, **more}
+
+
+def test_a_page_counts_and_tells_why(tmp_path):
+    rows = [
+        row("llama", source="shipped", plan="llama", errorssp={"logits": 1e-6, "gradient": 3e-6}),
+        row("mixtral", experts={"share": 1.0, "styles": ["experts"]}),
+        row("dbrx", share=0.1, kept=[["mlp (DbrxExpertGLU)", 0.9]], experts={"share": 0.0}),
+        row("gemma4_assistant", verdict="", reason="StrictDataclassError"),
+        row("nothere", verdict="", reason="can't be built: no | such class"),
+    ]
+    own = [
+        {"type": "llama", "verdict": "right", "split": 1.0},
+        {"type": "mixtral", "verdict": "wrong", "reason": "", **GOOD, "gradient": 0.5},
+        {"type": "dbrx", "verdict": "right", "split": 0.0},
+        {"type": "gemma4_assistant", "verdict": "none"},
+    ]
+    (tmp_path / "theirs").mkdir()
+    for found, folder in [(rows, tmp_path), (own, tmp_path / "theirs")]:
+        for one in found:
+            (folder / f"{one['type']}.json").write_text(json.dumps(one))
+    words = [sys.executable, "tests/coverage/page.py", "--folder", str(tmp_path)]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    page = " ".join(text.split())
+    assert "Of 5 types, 4 can be built; **3 are proved** (1 with a plan that ships), 2 of" in page
+    assert "2 are mixtures of experts; 1 of those run with every expert split" in page
+    assert "Of 4 types, 3 have a plan of their own: **2 train right** (1 of them without" in page
+    assert (
+        "**1 are wrong without a word** (mixtral). planc's plan is right for 1 of those 1" in page
+    )
+    assert "| llama | [llama](../plans/llama.plan) | 100% |  | proved | 1e-06 |" in text
+    assert "| mixtral | wrong gradient, off by 50% |" in text and "| **wrong** |" in text
+    assert "| dbrx | 10% | `mlp (DbrxExpertGLU)` 90% | the weights of all experts" in text
+    assert "| gemma4_assistant | a drafter: its forward takes" in text
+    assert "| nothere | can't be built: no / such class |" in text
