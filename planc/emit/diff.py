@@ -184,8 +184,6 @@ def _whole(change: Change) -> str:
             return ", ".join(f"{name} {words.dtype(str(v))}" for name, v in parts.items())
         case "training":
             return "trainable" if parts["trainable"] else "frozen"
-        case "random":
-            return "drawn alike on all ranks"
         case "quantize":
             return f"{parts['kind']} in {words.dtype(str(parts['storage']))}"
         case "divide":
@@ -201,8 +199,8 @@ def _whole(change: Change) -> str:
             return ", ".join(_spread(parts))
         case "megatron":
             return f"{parts['strategy']}, over {_listed(parts['shard'])}"
-        case "megatron unit":
-            return ""
+        case "megatron unit" | "random":
+            return "drawn alike on all ranks" if change.kind == "random" else ""
     over = "" if change.reason else f" on {change.over}"  # a reason names the axis
     return ", ".join([f"{parts['style']}{over}", *_locals(change.parts)])
 
