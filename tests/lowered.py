@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 
 from planc.ir.kernels import Save
 from planc.ir.style import (
+    Attributes,
     Change,
     Colwise,
     Custom,
     Experts,
+    Features,
     Held,
     Input,
     MlaKv,
@@ -200,6 +202,8 @@ any_style = st.one_of(
         path=st.sampled_from(["a:B", "a.b:C"]),
         arguments=st.dictionaries(words, plain, max_size=2).map(lambda d: tuple(d.items())),
     ),
+    st.just(Features()),
+    st.builds(Attributes, names=st.lists(words, min_size=1, max_size=2, unique=True).map(tuple)),
     st.builds(MlaKv, rope=st.integers(1, 64)),
     st.builds(Parameters, held=bare),
     st.builds(Experts, held=bare, input=layouts, output=layouts, local=st.booleans()),

@@ -154,7 +154,8 @@ def test_all_that_is_wrong_is_said_with_its_place():
         'x.json, at ops[1].shapes[0].shape: "big" is not of type array',
         'x.json, at ops[1].style.output: "sharded" is not a layout',
         'x.json, at ops[2].style.name: "diagonal" is not "colwise", "rowwise", "sequence", '
-        '"input", "output", "replicate", "mla_kv", "parameters", "experts" or "python"',
+        '"input", "output", "replicate", "mla_kv", "parameters", "experts", '
+        '"features", "attributes" or "python"',
         'x.json, at ops[3].modules: "model layers" is not a set of modules',
         'x.json, at ops[4]: "colour" is not known here; known are op, modules, axis, style, '
         "shapes and place",

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import diffused
 import pytest
 
 from planc.cli import main
@@ -126,7 +127,7 @@ def family(model):
     return json.loads((PLANS / "models" / f"{model}.json").read_text())["model_type"]
 
 
-@pytest.mark.parametrize(("model", "plan", "settings"), CASES)
+@pytest.mark.parametrize(("model", "plan", "settings"), [*CASES, *diffused.CASES])
 def test_lowers(capsys, golden, model, plan, settings):
     words = (model, plan, "--world-size", "8", *settled(settings))
     code, out, err = run(capsys, "lower", *words)
@@ -148,13 +149,16 @@ def test_is_checked(capsys, model, plan, settings):
 
 def test_every_plan_has_a_golden():
     """A shipped plan without a case here would have no golden, and no check in CI."""
-    assert {p.stem for p in PLANS.glob("*.plan")} == {plan for _, plan, _ in CASES}
-    for model, _, _ in CASES:
+    cases = [(model, plan) for model, plan, _ in CASES]
+    cases += [param.values[:2] for param in diffused.CASES]
+    assert {p.stem for p in PLANS.glob("*.plan")} == {plan for _, plan in cases}
+    for model, _ in cases:
         assert (HERE / "goldens" / f"{model}.txt").is_file()
 
 
 def test_every_family_of_every_header_has_a_case():
-    named = {name for p in PLANS.glob("*.plan") for name in families(p)}
+    others = {param.values[1] for param in diffused.CASES}
+    named = {n for p in PLANS.glob("*.plan") if p.stem not in others for n in families(p)}
     assert named == {family(model) for model, _, _ in CASES}
 
 

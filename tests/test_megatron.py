@@ -1,5 +1,5 @@
 """`backend = megatron`: what it means, every word that it cannot honour, what it lowers to and
-emits. That the real package then trains the same model is for tests/dist/test_megatron.py."""
+emits. That the real package then trains the same model is for tests/dist/test_handover.py."""
 
 import inspect
 import json
@@ -204,7 +204,11 @@ MISTAKES = {
     ),
     "no unit": (HEAD + megatron(), [5], "needs a unit beside the root"),
     "no root": (HEAD + megatron(BLOCKS, root=False) + "}\n", [5], "shards the whole model"),
-    "meta": (HEAD + "load {\n init = meta\n}\n" + megatron(BLOCKS), [6], "has its weights"),
+    "meta": (
+        HEAD + "load {\n init = meta\n}\n" + megatron(BLOCKS),
+        [6],
+        "has memory for its weights",
+    ),
     "tensor parallelism": (TWO + TENSOR + megatron(BLOCKS), [7], "tensor parallelism has split"),
     "another axis": (TWO + megatron(BLOCKS), [6], "not `tp`"),
 }

@@ -16,6 +16,7 @@ from planc.checks.blocks import blocks
 from planc.checks.checkpoints import checkpoints
 from planc.checks.compiled import compiled
 from planc.checks.containers import containers
+from planc.checks.counts import counts
 from planc.checks.coverage import coverage
 from planc.checks.draws import draws
 from planc.checks.dtypes import dtypes
@@ -57,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     containers,
     kinds,
     bare,
+    counts,
     packed,
     fused,
     halves,

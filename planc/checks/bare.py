@@ -56,7 +56,7 @@ def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
     for other in plan.tensor:
         deeper = len(other.modules.path) > len(rule.modules.path)
         decides = not isinstance(other.style, MlaKv) and other.style != Replicated()
-        decides = decides and style_name(other.style) not in ("input", "output")
+        decides = decides and style_name(other.style) not in ("input", "output", "attributes")
         if deeper and decides and other.modules.within(rule.modules):
             sink.error(
                 "PL224",

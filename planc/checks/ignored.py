@@ -5,7 +5,7 @@ from __future__ import annotations
 from planc.diagnostic import Label, Sink
 from planc.ir.owners import Owned, owned
 from planc.ir.plan import Ignored, Plan
-from planc.ir.style import Input, Output
+from planc.ir.style import Attributes, Input, Output
 from planc.model.facts import Facts
 
 
@@ -53,7 +53,7 @@ def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
     said += [
         (rule.modules, rule.origin, "a style")
         for rule in plan.tensor
-        if not isinstance(rule.style, Input | Output)
+        if not isinstance(rule.style, Attributes | Input | Output)
     ]
     for modules, origin, what in said:
         if modules.within(one.modules):

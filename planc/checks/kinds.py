@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan, TensorRule
-from planc.ir.style import Colwise, MlaKv, Replicate, Replicated, Rowwise, Sequence, style_name
+from planc.ir.style import (
+    Colwise,
+    Features,
+    MlaKv,
+    Replicate,
+    Replicated,
+    Rowwise,
+    Sequence,
+    style_name,
+)
 from planc.model.facts import Facts, Module
 
 
@@ -40,6 +49,14 @@ def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
     return None
 
 
+def _over_features(module: Module) -> tuple[str, str] | None:
+    """An RMS norm can be put right by a factor; a norm that takes the mean away can't."""
+    weights = [p.name for p in module.parameters]
+    if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
+        return ("it is no RMS norm with one weight", "gather its input, and leave it whole")
+    return None
+
+
 def _wrong(rule: TensorRule) -> tuple[str, str] | None:
     """Why the module can't take the style, and what to do; None where it can."""
     module = rule.modules.module
@@ -57,6 +74,8 @@ def _wrong(rule: TensorRule) -> tuple[str, str] | None:
                 )
             if module.kind == "embedding" and rule.style.parts != 1:
                 return ("an embedding holds no projections", "take `parts` out")
+        case Features():
+            return _over_features(module)
         case MlaKv():
             return _latent(rule.style, module)
         case Replicated() if rule.style.summed and not module.count:

@@ -202,8 +202,8 @@ def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
     """Other sections: what it does to DTensors, to the meta device and to other axes."""
     if plan.load is not None and (plan.load.meta or plan.load.weights):
         name = "meta" if plan.load.meta else "weights"
-        message = "Megatron-FSDP takes a model that has its weights"
-        told = f"take `{name}` out, and load the model before the plan is applied"
+        message = "Megatron-FSDP takes a model that has memory for its weights"
+        told = f"take `{name}` out; `run.load` fills the model all the same"
         yield _Finding(message, plan.load.origin, told)
     four = next((r for r in plan.adapters.rules if r.quant), None) if plan.adapters else None
     if four is not None:

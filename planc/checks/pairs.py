@@ -5,7 +5,7 @@ from __future__ import annotations
 from planc.checks.table import active, around, splits_output, takes_split
 from planc.diagnostic import Sink
 from planc.ir.plan import Plan, TensorRule
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts, Module, Modules, Segment
 from planc.model.indices import Indices
 
 
@@ -19,8 +19,6 @@ def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
     sets = [(parent, *_sides(own)) for parent, own in around(facts, active(plan))]
     for parent, given, taken in sets:
         if bool(given) == bool(taken) or _next_door(parent, given, taken, sets):
-            continue
-        if given and _hands_on(parent, given, sets):
             continue
         if given:
             sink.warning(
@@ -44,51 +42,54 @@ def pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
 
 
+_Sets = list[tuple[Modules, list[TensorRule], list[TensorRule]]]
+
+
 def _sides(own: tuple[TensorRule, ...]) -> tuple[list[TensorRule], list[TensorRule]]:
     """The linears that give a split output, and those that take a split input."""
     linears = [r for r in own if r.modules.module.kind == "linear"]
     return [r for r in linears if splits_output(r)], [r for r in linears if takes_split(r)]
 
 
-def _hands_on(
-    parent: Modules,
-    given: list[TensorRule],
-    sets: list[tuple[Modules, list[TensorRule], list[TensorRule]]],
-) -> bool:
-    """Whether all that gives is the end of a Sequential, and a rowwise layer beside that takes it.
-
-    So are adapters built: their outputs are added to those of a colwise layer.
-    """
-    if parent.module.cls != "Sequential":
-        return False
-    last = parent.module.children[-1].segment
-    if any(r.modules.path[-1] != last for r in given):
-        return False
-    outer = parent.path
-    while outer and isinstance(outer[-1], Indices):
-        outer = outer[:-1]
-    around = Modules(outer[:-1], parent.module)  # which holds it, or the list that it is in
-    return any(s[2] and around.overlap(s[0]) is not None for s in sets)
-
-
 def _next_door(
-    parent: Modules,
-    given: list[TensorRule],
-    taken: list[TensorRule],
-    sets: list[tuple[Modules, list[TensorRule], list[TensorRule]]],
+    parent: Modules, given: list[TensorRule], taken: list[TensorRule], sets: _Sets
 ) -> bool:
-    """Whether the other side is right beside the parent, as in BERT's `attention.{self,output}`,
-    or right around or inside it, as in CPM-Ant's `ffn.{w_in.w_0,w_out}`.
+    """Whether the other side is right beside the parent, as in BERT's `attention.{self,output}`.
 
-    Only where the parent has no other linear, which might be the one that was forgotten.
+    Only where the parent has no other linear, which might be the one that was forgotten. The
+    entries of a list stand where the list does: `to_out[0]` beside `to_q`, `net[2]` beside
+    `net[0].proj`.
     """
+    at = _home(parent)
+    inside = [s for s in sets if _meet(_home(s[0]), at) and s[0] is not parent]
+    if any(others if given else mine for _, mine, others in inside):
+        return True
     linears = sum(c.times for c in parent.module.children if c.module.kind == "linear")
     if len({r.modules.path[-1] for r in given or taken}) < linears:
         return False
-    outer = parent.path[:-1]
-    beside = [
-        s for s in sets if outer in (s[0].path[:-1], s[0].path) or s[0].path[:-1] == parent.path
-    ]
-    if given:
-        return any(others and not mine for _, mine, others in beside)
-    return any(others and not mine for _, others, mine in beside)
+    outer = _outer(at)
+    if any(_meet(_home(s), outer) and (others if given else mine) for s, mine, others in sets):
+        return True
+    below = [s for s in sets if _meet(_outer(_home(s[0])), at) or _meet(_outer(_home(s[0])), outer)]
+    return any(
+        (others and not mine) if given else (mine and not others) for _, mine, others in below
+    )
+
+
+_Path = tuple[Segment, ...]
+
+
+def _home(parent: Modules) -> _Path:
+    """The path of the module that calls what is in the parent: a list calls nothing."""
+    return _outer(parent.path) if parent.module.kind == "list" else parent.path
+
+
+def _outer(path: _Path) -> _Path:
+    """The path of the module around, past a list."""
+    rest = path[:-1]
+    return rest[:-1] if path and isinstance(path[-1], Indices) else rest
+
+
+def _meet(one: _Path, two: _Path) -> bool:
+    module = Module(cls="", kind="other")
+    return Modules(one, module).overlap(Modules(two, module)) is not None

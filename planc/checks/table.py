@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from planc.diagnostic import Label
+from planc.ir.derive import AROUND
 from planc.ir.plan import Plan, TensorRule, Unit
-from planc.ir.style import Colwise, Input, MlaKv, Output, Replicated, Rowwise, Shard, weight_shard
+from planc.ir.style import Colwise, Replicated, Rowwise, Shard, weight_shard
 from planc.model.facts import Facts, Modules, Parameter
 
 
@@ -77,7 +78,7 @@ def split_dim(rule: TensorRule, parameter: Parameter) -> int | None:
 
 def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
     """The rules that decide about weights."""
-    return (r for r in rules if not isinstance(r.style, Input | Output | MlaKv | Replicated))
+    return (r for r in rules if not isinstance(r.style, (*AROUND, Replicated)))
 
 
 def unit_of(plan: Plan, modules: Modules) -> Unit | None:

@@ -15,6 +15,7 @@ from planc.draft.search import Search
 from planc.draft.text import Draft, render
 from planc.model import cache
 from planc.model.blocks import block_lists, sorts
+from planc.model.config import buildable
 from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
@@ -52,7 +53,7 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
     """
     quiet = Sink()
     small, values, maker, why = _NOTHING
-    if facts.code or "model_type" in facts.config:
+    if facts.code or buildable(facts.config):
         small, values, maker, why = _small(facts, quiet)
     known = small or facts
     made = run(maker) if maker is not None else None

@@ -287,12 +287,13 @@ def _closes(linear: Linear, waiting: list[Linear], width: int) -> bool:
 
     So does any that gives hidden states of what is wider and was opened, whatever its name.
     """
-    if linear.outputs == width < linear.inputs:
-        return any(w.inputs == width and w.outputs % linear.inputs == 0 for w in waiting)
     if linear.name.rpartition(".")[2] == "dense" and not CLOSES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)
-    return bool(waiting) and CLOSES.search(linear.name) is not None
+    if CLOSES.search(linear.name):
+        return bool(waiting)
+    opened = [w for w in waiting if w.inputs == width and w.outputs % linear.inputs == 0]
+    return linear.outputs == width < linear.inputs and bool(opened)
 
 
 def _near(one: str, two: str) -> bool:

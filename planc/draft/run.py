@@ -10,12 +10,11 @@ from planc.draft.roles import Ran
 if TYPE_CHECKING:
     import torch
 
-    from planc.model.own import Own
-    from planc.model.real import Maker
+    from planc.model.own import Makes
     from planc.runtime.trace import Trace
 
 
-def run(maker: Maker | Own) -> Ran | None:
+def run(maker: Makes) -> Ran | None:
     """What a run shows, or None where the model does not run."""
     import torch
 

@@ -8,6 +8,7 @@ from planc.emit.python import Group, lay, quoted, remark
 from planc.emit.reach import IN
 from planc.lowering.ops import Adapt, Load, Lowered
 
+_REFUSED = "Another form than the model's own, such as experts one by one, is an error.\n    "
 _ABOUT = {
     "slices": "Fills the model from a folder of safetensors; each rank reads its slices.",
     "rank0": "Fills the model from a folder of safetensors; rank 0 reads and sends.",
@@ -33,7 +34,9 @@ def filled(lowered: Lowered) -> list[str]:
         return []
     lines = [
         "def load_weights(model, folder, device):",
-        f'    """{_ABOUT[way]}"""',
+        f'    """{_ABOUT[way]}',
+        "",
+        f'    {_REFUSED}"""',
     ]
     adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
     if adapts:

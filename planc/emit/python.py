@@ -48,6 +48,7 @@ _IMPORTS = (
     ),
     ("torch.distributed.tensor", ("DTensor", "Partial", "Replicate", "Shard")),
     ("torch.distributed.tensor", ("distribute_module", "distribute_tensor")),
+    ("torch.distributed.tensor._utils", ("compute_local_shape_and_global_offset",)),
     (_PARALLEL, ("ColwiseParallel", "ParallelStyle")),
     (_PARALLEL, ("PrepareModuleInput", "PrepareModuleOutput")),
     (_PARALLEL, ("RowwiseParallel", "SequenceParallel", "parallelize_module")),
@@ -178,6 +179,10 @@ def style_source(style: ir.Style, head: str = "") -> Group:
             return Group(f"{head}RotaryGradient(", (str(style.rope),))
         case ir.Parameters() | ir.Experts():
             return _bare(style, head)
+        case ir.Features():
+            return Group(f"{head}FeaturesParallel(", ())
+        case ir.Attributes():
+            return Group(f"{head}DividedAttributes(", tuple(map(quoted, style.names)))
         case ir.Custom():
             given = tuple(f"{name}={_value(value)}" for name, value in style.arguments)
             return Group(f"{head}{style.path.replace(':', '.')}(", given)

@@ -294,6 +294,10 @@ def _layouts(style: ir.Style) -> Iterator[tuple[str, Value]]:
             yield "gradient", "sum" if style.summed else "same"
         case ir.MlaKv():
             yield "rope", style.rope
+        case ir.Features():
+            pass
+        case ir.Attributes():
+            yield from ((name, "split") for name in style.names)
         case ir.Custom():
             yield "path", style.path
             yield "arguments", ir.style_arguments(style)

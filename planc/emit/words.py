@@ -80,7 +80,9 @@ def flow(style: ir.Style) -> str:
 
 
 def _with_local(style: ir.Style, local: bool) -> ir.Style:
-    assert not isinstance(style, ir.Replicated | ir.MlaKv | ir.Parameters | ir.Custom)
+    assert isinstance(
+        style, ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output | ir.Experts
+    )
     return replace(style, local=local)
 
 

@@ -13,6 +13,7 @@ from math import prod
 
 from planc.ir.plan import AdapterRule, Plan, Quant, TensorRule, Unit
 from planc.ir.style import (
+    Attributes,
     Change,
     Colwise,
     Input,
@@ -35,8 +36,9 @@ FOUR_BIT = "FourBit"  # the class of a quantised layer
 KINDS = ("linear", "conv1d", "embedding")
 """The modules that take an adapter; that of an embedding is parameters, not modules."""
 
-AROUND = (Input, Output, MlaKv)
-"""Styles that change what comes in or goes out, of a layer and its adapter together."""
+AROUND = (Input, Output, MlaKv, Attributes)
+"""Styles that change what comes in or goes out, of a layer and its adapter together, and none of
+its weights."""
 
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planc.diagnostic import Sink
+from planc.ir.derive import AROUND
 from planc.ir.owners import Owned, owned
 from planc.ir.plan import Fsdp, Plan, Spread, Unit
 from planc.ir.shapes import AUTO, even_dim, local_shape, ruled
-from planc.ir.style import Input, Output
 from planc.model.facts import Facts
 
 Part = TypeVar("Part", Unit, Spread)
@@ -57,7 +57,7 @@ def held(
         found: what `owned` gives of the plan.
     """
     rules = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
-    rules = [r for r in rules if not isinstance(r.style, Input | Output)]
+    rules = [r for r in rules if not isinstance(r.style, AROUND)]
     for own in found:
         if (own.spread or own.unit) is not part or own.unit is None:
             continue

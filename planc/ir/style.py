@@ -186,6 +186,22 @@ class Experts:
     local: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """An RMS norm over features that are split: its weight is too, its mean is of all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attributes:
+    """Integer attributes that count what the ranks split, such as heads: each has its part.
+
+    Args:
+        names: of the attributes, those of the module itself.
+    """
+
+    names: tuple[str, ...]
+
+
 Literal = int | float | str | bool | None | tuple["Literal", ...]
 
 
@@ -215,6 +231,8 @@ Style = (
     | MlaKv
     | Parameters
     | Experts
+    | Features
+    | Attributes
     | Custom
 )
 
@@ -256,6 +274,8 @@ def style_arguments(style: Style) -> str:
             parts = ["gradient = sum"] * style.summed
         case MlaKv():
             parts = [f"rope = {style.rope}"]
+        case Attributes():
+            parts = [f"{name} = split" for name in style.names]
         case Custom():
             parts = [f"{name} = {_literal(value)}" for name, value in style.arguments]
         case Parameters() | Experts():
@@ -315,6 +335,8 @@ def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | 
     """
     dim: int | None = None
     match style:
+        case Features():
+            return Split(0)
         case Colwise():
             turned = kind == "embedding" or (kind == "conv1d" and ndim == 2)
             dim = 1 if turned else 0

@@ -6,10 +6,12 @@ from planc.ir.arguments import Arguments
 from planc.ir.evaluate import evaluate
 from planc.ir.scope import Failed, Scope
 from planc.ir.style import (
+    Attributes,
     Change,
     Colwise,
     Custom,
     Experts,
+    Features,
     Held,
     Input,
     Layout,
@@ -37,6 +39,8 @@ STYLES = (
     "mla_kv",
     "parameters",
     "experts",
+    "features",
+    "attributes",
 )
 
 
@@ -66,6 +70,10 @@ def style_of(call: tree.Call, scope: Scope, *, kind: str = "other") -> Style | N
             return Replicated(summed=summed) if arguments.done() else None
         case "mla_kv":
             return _mla_kv(call, scope)
+        case "features":
+            return Features() if Arguments(call, scope).done() else None
+        case "attributes":
+            return _attributes(call, scope)
         case _:
             return _bare(call, scope)
 
@@ -215,6 +223,18 @@ def _mla_kv(call: tree.Call, scope: Scope) -> MlaKv | None:
         told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
         arguments.wrong(call, "`mla_kv` needs the number of rotary features", told)
     return MlaKv(rope=rope) if arguments.done() else None
+
+
+def _attributes(call: tree.Call, scope: Scope) -> Attributes | None:
+    """`attributes(heads = split)`."""
+    names = tuple(dict.fromkeys(str(a.name) for a in call.arguments if a.name is not None))
+    arguments = Arguments(call, scope, names)
+    for name in names:
+        arguments.word(name, {"split": True}, True)
+    if not names and arguments.ok:
+        told = "name what counts heads: `attributes(heads = split)`"
+        arguments.wrong(call, "`attributes` names no attribute", told)
+    return Attributes(names=names) if arguments.done() else None
 
 
 # Bare parameters ---------------------------------------------------------------------------------

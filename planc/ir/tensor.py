@@ -15,7 +15,7 @@ from planc.ir.styles import STYLES, custom, style_of
 from planc.model.facts import Modules
 from planc.syntax import tree
 
-_ASPECTS = {"input": "input", "output": "output"}
+_ASPECTS = {name: name for name in ("input", "output", "attributes")}
 
 
 def tensor(program: Program) -> Iterator[TensorRule]:

@@ -21,7 +21,7 @@ from typing import TypeVar
 from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
 from planc.ir.plan import CheckpointRule, Plan, TensorRule
 from planc.ir.shapes import local_shape
-from planc.ir.style import Input, MlaKv, Output, Replicated, Sequence, weight_shard
+from planc.ir.style import Input, Output, Replicated, Sequence, weight_shard
 from planc.lowering.adapting import adapt, quantize, scales
 from planc.lowering.draws import draws
 from planc.lowering.first import arrive, configure
@@ -247,7 +247,7 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
     """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
-    if isinstance(rule.style, Input | Output | MlaKv):
+    if isinstance(rule.style, AROUND):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from planc.ir.derive import FOUR_BIT
+from planc.ir.derive import AROUND, FOUR_BIT
 from planc.ir.owners import owned
 from planc.ir.plan import Plan, Precision, Spread, TensorRule, Unit
 from planc.ir.shapes import local_shape, ruled, split_dim
-from planc.ir.style import Input, Output, weight_split
+from planc.ir.style import weight_split
 from planc.lowering.ops import FullyShard, Lowered
 from planc.lowering.ops import Spread as Lying
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
@@ -59,7 +59,7 @@ class Holdings:
 
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan = plan
-        rules = [r for r in tensor if not isinstance(r.style, Input | Output)]
+        rules = [r for r in tensor if not isinstance(r.style, AROUND)]
         tied = _Tied(facts)
         self.all = [
             Holding(

@@ -15,6 +15,10 @@ def style_data(style: ir.Style) -> dict[str, Any]:
             return {**body, "gradient": "sum"}  # any other is not lowered
         case ir.MlaKv():
             return {**body, "rope": style.rope}
+        case ir.Features():
+            return body
+        case ir.Attributes():
+            return {**body, "attributes": list(style.names)}
         case ir.Custom():
             given = {name: _plain(value) for name, value in style.arguments}
             return {"name": "python", "style": style.name, "path": style.path, "arguments": given}
@@ -79,6 +83,10 @@ def read_style(data: dict[str, Any]) -> ir.Style:
             return ir.Replicated(summed=data["gradient"] == "sum")
         case "mla_kv":
             return ir.MlaKv(rope=data["rope"])
+        case "features":
+            return ir.Features()
+        case "attributes":
+            return ir.Attributes(names=tuple(data["attributes"]))
         case "python":
             given = tuple((n, _frozen(v)) for n, v in data["arguments"].items())
             return ir.Custom(name=data["style"], path=data["path"], arguments=given)

@@ -12,10 +12,12 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from planc import whole
+from planc.model.config import diffused
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
@@ -34,7 +36,12 @@ def folder() -> Path:
 
 def key_of(config: dict[str, Any]) -> str:
     """The name of a configuration's entry: its content and the versions that read it."""
-    return named(f"facts {_FORMAT}", json.dumps(config, sort_keys=True))
+    return named(f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *also(config))
+
+
+def also(config: Mapping[str, Any]) -> list[str]:
+    """The version of the library that a configuration needs beside those that all do."""
+    return [f"diffusers {version('diffusers')}"] if diffused(config) else []
 
 
 def named(*parts: str) -> str:
@@ -66,9 +73,10 @@ def version(package: str) -> str:
         return "none"
 
 
-def versions() -> dict[str, str]:
+def versions(config: Mapping[str, Any]) -> dict[str, str]:
     """The versions of the packages that decide what a model is and how it runs."""
-    return {name: version(name) for name in ("torch", "transformers")}
+    names = ("torch", "transformers", *(("diffusers",) if diffused(config) else ()))
+    return {name: version(name) for name in names}
 
 
 def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
@@ -16,6 +16,18 @@ from planc.diagnostic import Sink
 from planc.share import GRAMMARS, PLANS
 
 _MAX_BYTES = 5_000_000
+CLASS = "_class_name"
+"""The field that names the class, in every configuration that diffusers writes."""
+
+
+def diffused(values: Mapping[str, Any]) -> bool:
+    """Whether the fields are of a model of diffusers."""
+    return CLASS in values and "model_type" not in values
+
+
+def buildable(values: Mapping[str, Any]) -> bool:
+    """Whether the fields say which model of transformers or of diffusers they are of."""
+    return "model_type" in values or diffused(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +56,8 @@ class Config:
         """Whether the schema holds; each field that breaks it is a finding (PL603)."""
 
         schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
+        if diffused(self.values):
+            schema["required"] = [CLASS]
         validator = _strict()(schema)
         problems = [leaf for e in validator.iter_errors(self.values) for leaf in _leaves(e)]
         for problem in sorted(problems, key=lambda e: list(map(str, e.absolute_path))):
@@ -148,12 +162,19 @@ def locate(model: str) -> Place | None:
     except (OSError, ValueError):  # a name too long, or with a NUL in it
         return None
     if mode is not None and stat.S_ISDIR(mode):
-        return Place(name=f"{model.rstrip('/')}/config.json", path=path / "config.json")
+        inner = _inside(path)
+        return Place(name=f"{model.rstrip('/')}/{inner}", path=path / inner)
     if mode is not None:
         return Place(name=model, path=path)
     if re.fullmatch(r"[\w.-]+", model) and known.is_file():
         return Place(name=f"plans/models/{model}.json", path=known)
     return _in_hub_cache(model)
+
+
+def _inside(folder: Path) -> str:
+    """Where a folder has its configuration; of a pipeline of diffusers, its transformer's."""
+    pipeline = not (folder / "config.json").exists() and (folder / "model_index.json").exists()
+    return "transformer/config.json" if pipeline else "config.json"
 
 
 def shipped() -> tuple[str, ...]:
@@ -174,7 +195,10 @@ def _in_hub_cache(model: str) -> Place | None:
         except Exception:  # a name that the hub would not take
             return None
         path = Path(found) if isinstance(found, str) else None
-    return None if path is None else Place(name=f"{model}/config.json", path=path)
+    if path is None:
+        return None
+    inner = "transformer/" if path.parent.name == "transformer" else ""
+    return Place(name=f"{model}/{inner}config.json", path=path)
 
 
 def _snapshot(model: str) -> Path | None:
@@ -188,7 +212,8 @@ def _snapshot(model: str) -> Path | None:
         hub = Path(get("HF_HUB_CACHE") or get("HUGGINGFACE_HUB_CACHE") or home / "hub")
         repository = hub.expanduser() / f"models--{model.replace('/', '--')}"
         commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
-        path = repository / "snapshots" / commit / "config.json"
+        snapshot = repository / "snapshots" / commit
+        path = snapshot / _inside(snapshot)
         return path if path.is_file() else None
     except (OSError, ValueError, RuntimeError):
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from planc.diagnostic import Sink, meant, one_of
 from planc.model import cache as store
-from planc.model.config import Config, in_hand, locate, read, shipped
+from planc.model.config import Config, diffused, in_hand, locate, read, shipped
 from planc.model.facts import Facts
 
 
@@ -51,12 +51,20 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
         facts = store.read(key, config_name=config.name, given=frozenset(config.values))
         if facts is not None:
             return facts
-    from planc.model.build import from_config
-
-    facts = from_config(config, sink)
+    facts = _built(config, sink)
     if facts is not None and cache:
         store.write(key, facts)
     return facts
+
+
+def _built(config: Config, sink: Sink) -> Facts | None:
+    if diffused(config.values):
+        from planc.model import diffusion
+
+        return diffusion.from_config(config, sink)
+    from planc.model import build
+
+    return build.from_config(config, sink)
 
 
 def of_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:

@@ -6,9 +6,10 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from planc.model.config import diffused
+from planc.model.denoiser import Denoiser
 from planc.model.inputs import Choice, Shape
 from planc.model.real import SPREAD, Maker
 
@@ -20,18 +21,21 @@ LARGEST = 200_000_000
 _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 
 
-def maker_of(values: dict[str, Any], code: str) -> Maker | Own:
+def maker_of(values: dict[str, Any], code: str) -> Makes:
     """What builds a model to be run.
 
     Args:
-        values: the configuration of a model of transformers.
+        values: the configuration of a model of transformers or of diffusers.
         code: the factory of a model of the user's own, empty for none.
 
     Raises:
-        PlanError: transformers refuses the configuration.
+        PlanError: transformers or diffusers refuses the configuration.
+        ValueError: what the forward of a class of diffusers takes is not known.
         Exception: whatever the user's code raises.
     """
-    return Own(code) if code else Maker(values)
+    if code:
+        return Own(code)
+    return Denoiser(values) if diffused(values) else Maker(values)
 
 
 class Own:
@@ -122,8 +126,19 @@ class Own:
         if hasattr(output, "loss"):
             return output
         if isinstance(output, dict):
-            return SimpleNamespace(**{"loss": None, "logits": None, **output})
+            return _told(output.get("loss"), output.get("logits"))
         values = [v for v in output if isinstance(v, torch.Tensor) and v.is_floating_point()]
         loss = next((v for v in values if v.dim() == 0), None)
         logits = next((v for v in values if v.dim() >= 2), None)
-        return SimpleNamespace(loss=loss, logits=logits)
+        return _told(loss, logits)
+
+
+def _told(loss: Any, logits: Any) -> Any:
+    """What a model gave, as a tree to torch: FSDP's hooks have to find its tensors."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=logits)
+
+
+Makes = Maker | Own | Denoiser
+"""What builds a small model and gives it inputs: `build(seed)` and `sample(shape)`."""

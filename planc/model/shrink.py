@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil, lcm
 from typing import Any, TypeGuard
 
+from planc.model.config import diffused
 from planc.model.scales import (
     COUNTS,
     DROPOUT,
@@ -56,9 +57,14 @@ def shrink(
             kinds that the configuration does not tell apart, such as the first, dense layers.
 
     Returns:
-        Fields for `AutoConfig.for_model`: those of `config`, smaller. Dropout is off.
+        Fields for `AutoConfig.for_model`: those of `config`, smaller. Dropout is off. Of a model
+        of diffusers, those of its class.
     """
     axes = {"tp": ranks} if isinstance(ranks, int) else dict(ranks)
+    if diffused(config):
+        from planc.model import denoiser
+
+        return denoiser.shrink(config, tp=axes.get("tp", 1))
     made = _Shrinker(axes.get("tp", 1), axes.get("ep", 1), layers, blocks or {})
     small = made.config(config)
     towers(config, small)

@@ -18,6 +18,14 @@ _FACTS = (
     "num_key_value_heads",
     "num_key_value_groups",
     "split_size",
+    "heads",
+    "n_heads",
+    "n_head",
+    "num_kv_heads",
+    "inner_dim",
+    "embed_dim",
+    "hidden_size",
+    "all_head_size",
     "is_sliding",
 )
 """Attributes that say how a module splits what its projections give it. Never `layer_idx`: layers

@@ -20,6 +20,7 @@ from planc.lowering.document import digest
 from planc.lowering.ops import Checkpoint, Compile, FullyShard, Lowered, MegatronShard, Parallelize
 from planc.model import cache
 from planc.model.blocks import sorts
+from planc.model.config import buildable
 from planc.model.facts import Facts, below
 from planc.model.load import of_values
 from planc.model.shrink import shrink
@@ -242,7 +243,7 @@ def _small(
     """The plan compiled for a small model, or why that can't be."""
     if facts.code:
         return _own(facts, ir, plan, settings, axes)
-    if "model_type" not in facts.config:
+    if not buildable(facts.config):
         return Outcome(verdict="unknown", reason="the model has no configuration to shrink")
     quiet = Sink()
     try:
@@ -287,7 +288,7 @@ def judge(values: dict[str, Any], compiled: Compiled) -> Outcome:
     assert compiled.lowered is not None and compiled.facts is not None
     code = compiled.facts.code
     config = json.dumps(values, sort_keys=True)
-    key = cache.named(f"flow {_FORMAT}", digest(compiled.lowered), config)
+    key = cache.named(f"flow {_FORMAT}", digest(compiled.lowered), config, *cache.also(values))
     own = bool(code or compiled.lowered.code)  # which may change, and the plan does not
     kept = None if own else outcome_of(cache.recall(key))
     if kept is not None:

@@ -15,6 +15,7 @@ from planc.lowering import lower
 from planc.lowering.document import digest
 from planc.lowering.ops import Compile, FullyShard, Lowered, Quantize
 from planc.model.blocks import sorts
+from planc.model.config import buildable
 from planc.model.facts import Facts
 from planc.model.load import load, of_values
 from planc.model.shrink import shrink
@@ -152,8 +153,8 @@ def _shrunken(case: _Case) -> str | None:
     sink = Sink()
     if case.facts.code:
         facts: Facts | None = case.facts  # as it is: there is no configuration to make it small by
-    elif "model_type" not in case.facts.config:
-        return f"{case.facts.name} has no transformers configuration that could be made small"
+    elif not buildable(case.facts.config):
+        return f"{case.facts.name} has no configuration that could be made small"
     else:
         case.config = shrink(case.facts.config, ranks=axes, blocks=sorts(case.facts))
         facts = of_values(case.config, "the small model", sink)
@@ -241,7 +242,7 @@ def _certificate(
         "checks": list(case.said),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
         "left_out": list(_left_out(case.lowered)),
-        "versions": store.versions(),
+        "versions": store.versions(case.facts.config),
         "device": found.device if found else None,
         "seconds": round(found.seconds if found else 0.0, 3),
     }

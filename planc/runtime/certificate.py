@@ -80,9 +80,9 @@ def number(error: float) -> str:
     return f"{mantissa}e{int(exponent)}" if error < 1e-2 else f"{error:.2g}"
 
 
-def versions() -> dict[str, str]:
-    """What ran a proof."""
+def versions(config: Mapping[str, Any]) -> dict[str, str]:
+    """What ran a proof of a model of this configuration."""
     import planc
 
     own = {"planc": planc.__version__, "python": platform.python_version()}
-    return {**own, **cache.versions()}
+    return {**own, **cache.versions(config)}

@@ -13,8 +13,9 @@ from bitsandbytes import matmul_4bit
 from bitsandbytes.functional import quantize_4bit
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from planc.runtime.slices import blocks_of, part_of, slices_of, taken
+from planc.runtime.slices import blocks_of, part_of, slices_of
 
 
 class FourBit(nn.Linear):
@@ -74,8 +75,18 @@ class FilledFourBit(FourBit):
         weight = torch.empty(sizes, dtype=dtype)
         for inner, outer in blocks_of(ranges):
             weight[inner] = whole[outer].to(dtype)
-        column, self.quant_state = quantize_4bit(weight.to(self.home), **self.packing)
-        part_of(self.weight).copy_(taken(column, slices_of(self.weight)))
+        self.keep(weight)
+
+    def keep(self, weight):
+        """Quantises this rank's part of the weight, and keeps the rows of its shard."""
+        weight = weight.to(self.home).contiguous()
+        column, self.quant_state = quantize_4bit(weight, **self.packing)
+        rows, start = len(column), 0
+        if isinstance(self.weight, DTensor):  # which FSDP alone has split
+            mesh, how = self.weight.device_mesh, self.weight.placements
+            place = compute_local_shape_and_global_offset(column.shape, mesh, how)
+            (rows, _), (start, _) = place
+        part_of(self.weight).copy_(column[start : start + rows])
 
 
 def quantize_filled(layer, kind, storage, device, **how):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -16,9 +16,6 @@ from planc.lowering.ops import Load, Lowered
 from planc.runtime import handover, resuming, saving, training, tuned
 from planc.runtime.loading import Weights
 from planc.runtime.meshes import Meshes
-
-_BEFORE = "load the model before the plan is applied"
-_DCP = "the state dicts of the package's model and the optimizer with torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +131,6 @@ class Run:
 
         Weights in 4 bits are left out.
         """
-        if handover.called(self.lowered):
-            return handover.full_state_dict(self.model, every_rank or distributed.get_rank() == 0)
         return training.full_state_dict(self.model, every_rank=every_rank)
 
     # weights: planc/runtime/loading.py, saving.py
@@ -164,10 +159,9 @@ class Run:
         Raises:
             PlanError: PL475, the plan says otherwise; PL496, every missing, unexpected or wrongly
                 shaped name at once, before anything is loaded; PL497, files that are missing or
-                broken; PL499, Megatron-FSDP shards the model.
+                broken.
         """
-        handover.refuse(self.lowered, "run.load", f"{_BEFORE}, or read {_DCP}")
-        return resuming.load(
+        step = resuming.load(
             self.model,
             Path(path),
             weights=weights,
@@ -175,6 +169,9 @@ class Run:
             optimizer=optimizer,
             device=self.mesh.device_type,
         )
+        if handover.called(self.lowered):
+            handover.installed(self.model)
+        return step
 
     def save(
         self,
@@ -186,10 +183,8 @@ class Run:
         """Writes a checkpoint that any plan can resume from; the last one stays whole until then.
 
         Raises:
-            PlanError: PL497, the folder holds something else, or it could not be written; PL499,
-                Megatron-FSDP shards the model.
+            PlanError: PL497, the folder holds something else, or it could not be written.
         """
-        handover.refuse(self.lowered, "run.save", f"write {_DCP}")
         saving.save(self.model, Path(path), optimizer=optimizer, step=step)
 
     def export(
@@ -208,10 +203,8 @@ class Run:
 
         Raises:
             PlanError: PL189, adapters, and not a word about them; PL686, weights in 4 bits; PL497,
-                the folder holds weights already, or it could not be written; PL499, Megatron-FSDP
-                shards the model.
+                the folder holds weights already, or it could not be written.
         """
-        handover.refuse(self.lowered, "run.export", "write what `run.full_state_dict` gives")
         saving.export(
             self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
         )

@@ -8,16 +8,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.lowering.layout import layout
 from planc.lowering.ops import Lowered, MegatronShard
 from planc.runtime import megatron
 from planc.runtime.agree import stop
-from planc.runtime.shards import plain, split
+from planc.runtime.shards import megatron_of
 
 _MEGATRON: Any = megatron  # without types, as the scripts that carry it are
 DEVICES = ("cuda",)
@@ -98,11 +97,6 @@ def _dtype(name: str | None) -> torch.dtype | None:
 # The handle --------------------------------------------------------------------------------------
 
 
-def wrapper(model: nn.Module) -> Any:
-    """The package's model around this one, from any of its parameters."""
-    return next(model.parameters())._megatron_fsdp_model
-
-
 def optimizer(given: Optimizer) -> Optimizer:
     """An optimizer of the model's parameters, made to step with the package."""
     if not hasattr(given.param_groups[0]["params"][0], "_megatron_fsdp_model"):
@@ -120,7 +114,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Where gradients are sharded each pass is reduced all the same: they add up in shards.
     """
-    own = wrapper(model)
+    own = megatron_of(model)
     own.set_model_auto_sync(False)
     own.is_last_microbatch = False
     try:
@@ -130,41 +124,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         own.set_model_auto_sync(True)
 
 
-def full_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """The whole weights on the CPU, of the optimizer's precision; every rank must call it.
-
-    Args:
-        model: inside the package's.
-        keep: whether this rank wants them; otherwise it gets an empty dictionary.
-    """
-    out: dict[str, Tensor] = {}
-    for name, value in wrapper(model).state_dict().items():
-        if not isinstance(value, Tensor):
-            continue
-        full = _whole(value) if isinstance(value, DTensor) else value
-        if keep:
-            out[plain(name.removeprefix("module."))] = full.detach().to("cpu", copy=True)
-    return out
-
-
-def _whole(shard: DTensor) -> Tensor:
-    """Every rank puts its part where the package says it is, and their bytes are added: exact.
-
-    Its buffers are cut where they are full, so ranks have unlike parts of a parameter, and some
-    none; torch's own ways ask for like ones.
-    """
-    from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
-
-    chunk = gather_and_compute_chunk_metadata(shard)
-    part = shard.detach().to_local()
-    full = torch.zeros(tuple(shard.shape), dtype=part.dtype, device=part.device)
-    ends = zip(chunk.offsets, chunk.sizes, strict=True)
-    full[tuple(slice(start, start + size) for start, size in ends)] = part
-    data = full.view(-1).view(torch.uint8)
-    for axis, placement in enumerate(shard.placements):
-        if split(placement):
-            distributed.all_reduce(data, group=shard.device_mesh.get_group(axis))
-    return full
+def installed(model: nn.Module) -> None:
+    """What was read into the optimizer's weights goes on to those that the model computes with."""
+    megatron_of(model).install_optimized_model_weights()
 
 
 def refuse(lowered: Lowered, what: str, told: str) -> None:

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from planc.lowering.ops import Divide, Lowered
 from planc.model.inputs import Shape, part_of
-from planc.model.own import Own
-from planc.model.real import Maker
+from planc.model.own import Makes
 from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.handle import Run
@@ -64,7 +63,7 @@ def device_for(ranks: int) -> str:
 
 
 def prove(
-    maker: Maker | Own,
+    maker: Makes,
     lowered: Lowered,
     digest: str,
     seed: int,
@@ -110,7 +109,7 @@ def prove(
     }
 
 
-def batch(maker: Maker | Own, lowered: Lowered, seed: int, step: int) -> dict[str, torch.Tensor]:
+def batch(maker: Makes, lowered: Lowered, seed: int, step: int) -> dict[str, torch.Tensor]:
     """What one step reads; the ends of the vocabulary, where special tokens are, stay out."""
     ways = lowered.axis_size(*lowered.data)
     rows, length = ways * max(1, 4 // ways), math.lcm(LENGTH, lowered.world_size)

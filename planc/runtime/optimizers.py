@@ -19,7 +19,7 @@ from planc.diagnostic import Diagnostic
 from planc.runtime.agree import problem
 from planc.runtime.loading import keys
 from planc.runtime.ranges import Pieces
-from planc.runtime.shards import Order, aliases, held, irregular, orders
+from planc.runtime.shards import Order, aliases, bare, held, irregular, like, orders
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -29,7 +29,8 @@ def outgoing(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, parameter, group in _parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            out[f"{STATE}{name}.{key}"] = value
+            same = like(value, parameter) if isinstance(value, Tensor) else value
+            out[f"{STATE}{name}.{key}"] = same
         for key, value in group.items():
             if key != "params":
                 out[f"{GROUPS}{name}.{key}"] = value
@@ -76,7 +77,7 @@ def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) 
     out: dict[str, Any] = {}
     own = orders(model)
     for key, meta in stored.items():
-        parameter = parameters[_owner(key)].detach()
+        parameter = bare(parameters[_owner(key)])
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype

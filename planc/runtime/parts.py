@@ -204,6 +204,21 @@ class RotaryGradient(ParallelStyle):
         return module
 
 
+class DividedAttributes(ParallelStyle):
+    """Integer attributes of a module that count what the ranks split, such as heads."""
+
+    def __init__(self, *names) -> None:
+        self.names = names
+
+    def _apply(self, module, device_mesh):
+        for name in self.names:
+            whole, ranks = getattr(module, name), device_mesh.size()
+            if whole % ranks:
+                raise ValueError(f"{name} = {whole} does not split over {ranks} ranks")
+            setattr(module, name, whole // ranks)
+        return module
+
+
 class BareParallel(ParallelStyle):
     """Parameters of a module's own, of which its forward sees the rank's part.
 
@@ -229,6 +244,37 @@ class BareParallel(ParallelStyle):
             layout = place if place.is_shard() else Replicate()
             distribute(module, name, device_mesh, layout)
         with_views(module, views)
+        return module
+
+
+class FeaturesParallel(BareParallel):
+    """An RMS norm over features that are split: each rank has its part of the weight.
+
+    The module's own code divides by the mean of what the rank has; what it gives is put
+    right by the mean over all ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({"weight": Shard(0)})
+
+    def _apply(self, module, device_mesh):
+        super()._apply(module, device_mesh)
+        if hasattr(module, "normalized_shape"):
+            module.normalized_shape = rank_part(module.weight).shape
+        forward = module.forward
+
+        @wraps(forward)
+        def over_all(hidden):
+            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+            own = hidden.float().square().mean(-1, keepdim=True)
+            sums = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)
+            mean = gathered(sums, device_mesh) / device_mesh.size()
+            least = torch.finfo(hidden.dtype).eps if eps is None else eps
+            factor = ((own + least) / (mean + least)).sqrt()
+            output = forward(hidden)
+            return (output.float() * factor).to(output.dtype)
+
+        module.forward = over_all
         return module
 
 
@@ -278,7 +324,9 @@ class ExpertsParallel(BareParallel):
 
 __all__ = [
     "BareParallel",
+    "DividedAttributes",
     "ExpertsParallel",
+    "FeaturesParallel",
     "PackedParallel",
     "RotaryGradient",
     "SummedGradient",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planc.lowering.ops import Quantize
-from planc.runtime.shards import Runs, local, plain, runs, take
+from planc.runtime.shards import Runs, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,5 @@ def pack(layer: nn.Module, weight: Tensor) -> None:
         layer: its bytes may be sharded by a unit; the scales are of all of `weight`.
         weight: what `source(layer).ranges` are, in its dtype.
     """
-    from bitsandbytes.functional import quantize_4bit
-
     own: Any = layer
-    column, own.quant_state = quantize_4bit(weight.to(own.home).contiguous(), **own.packing)
-    local(own.weight).copy_(take(column, runs(own.weight)))
+    own.keep(weight)

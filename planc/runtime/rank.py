@@ -17,15 +17,14 @@ from planc import whole
 from planc.diagnostic import Sink
 from planc.lowering.document import loads
 from planc.lowering.ops import Lowered
-from planc.model.own import Own, maker_of
-from planc.model.real import Maker
+from planc.model.own import Makes, maker_of
 from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
 from planc.runtime.job import Job
 from planc.runtime.locate import outputs_of, parted, taker
 from planc.runtime.numerics import SingleError, batch, device_for, moved, own_part, prove
 
-_MAKERS: dict[str, Maker | Own] = {}
+_MAKERS: dict[str, Makes] = {}
 
 
 def prepare(job: Job) -> None:
@@ -100,7 +99,7 @@ def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
 
 
 def _locate(
-    maker: Maker | Own,
+    maker: Makes,
     lowered: Lowered,
     job: Job,
     seed: int,

@@ -22,7 +22,7 @@ from planc.runtime.pieces import Stored, one
 from planc.runtime.quantising import packed
 from planc.runtime.ranges import Pieces
 from planc.runtime.saving import METADATA, reason, saved
-from planc.runtime.shards import held, irregular, orders, reshard
+from planc.runtime.shards import bare, held, irregular, orders, reshard
 
 _MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
 
@@ -117,7 +117,7 @@ def load_checkpoint(
     materialise(model, values, device)
     tensors, moved = held(model), orders(model)
     for name, entry in matched.items():
-        own, order = tensors[name].detach(), moved.get(name)
+        own, order = bare(tensors[name]), moved.get(name)
         apart = irregular(own, order)
         target[start + entry.name] = Pieces.of(own, order) if apart else own
     if optimizer is not None:

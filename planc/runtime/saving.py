@@ -23,7 +23,17 @@ from planc.runtime.loading import together
 from planc.runtime.optimizers import moved, outgoing
 from planc.runtime.quantising import packed
 from planc.runtime.ranges import Pieces
-from planc.runtime.shards import Order, adapter, aliases, held, irregular, orders, reshard, whole
+from planc.runtime.shards import (
+    Order,
+    adapter,
+    aliases,
+    bare,
+    held,
+    irregular,
+    orders,
+    reshard,
+    whole,
+)
 from planc.runtime.tuned import Tuned, change, unmerged
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
@@ -52,9 +62,7 @@ def save(
     reshard(model)
     tensors, own, four = held(model), orders(model), packed(model)
     names = [n[0] for n in aliases(model) if n[0] not in four]
-    state: dict[str, Any] = {
-        "model": {n: _storable(tensors[n].detach(), own.get(n)) for n in names}
-    }
+    state: dict[str, Any] = {"model": {n: _storable(bare(tensors[n]), own.get(n)) for n in names}}
     if optimizer is not None:
         flat = outgoing(model, optimizer)
         state["optimizer"] = {

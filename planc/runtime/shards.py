@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from planc.runtime import slices
 
 _SLICES: Any = slices  # without types, as the scripts that carry it are
+_CUT = "__create_chunk_list__"
 _HALVES = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 Runs = tuple[tuple[int, int], ...]
 """Along one dimension: the ranges [start, stop) of the whole that a rank holds, in its order."""
@@ -65,6 +68,10 @@ def reshard(model: nn.Module) -> None:
     """Puts the shards back in place: a unit that keeps its parameters holds whole ones now."""
     for unit in units(model):
         unit.reshard()
+    owner = megatron_of(model)
+    if owner is not None:
+        owner._replace_param_with_distributed_if_needed()
+        _measure(model)
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -102,6 +109,67 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
+# Megatron-FSDP -----------------------------------------------------------------------------------
+
+
+def megatron_of(model: nn.Module) -> Any:
+    """The model that Megatron-FSDP has around this one, None for torch's FSDP."""
+    return getattr(next(model.parameters(), None), "_megatron_fsdp_model", None)
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """A tensor without its history, of which it stays known where Megatron-FSDP cut it."""
+    return like(tensor.detach(), tensor)
+
+
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same tensor; where another one of its layout was cut, so was this."""
+    known = getattr(getattr(other, "_local_tensor", None), _CUT, None)
+    if known is not None and isinstance(tensor, DTensor) and tensor.shape == other.shape:
+        setattr(tensor._local_tensor, _CUT, known)
+    return tensor
+
+
+def _measure(model: nn.Module) -> None:
+    """Lets the package find out, once, where each shard was cut; every rank must call it."""
+    from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+
+    for parameter in model.parameters():
+        own = isinstance(parameter, DTensor) and any(map(split, parameter.placements))
+        if own and not hasattr(parameter._local_tensor, _CUT):
+            update_uneven_dtensor_chunk_metadata(parameter)
+
+
+def _cut(tensor: Tensor) -> tuple[Runs, ...] | None:
+    """The ranges of a shard of Megatron-FSDP, None for any other tensor.
+
+    Its buffers are cut where they are full, so ranks have unlike parts of a parameter, and some
+    none. The package keeps that at the local tensor, where torch's checkpoints look for it.
+    """
+    known = getattr(getattr(tensor, "_local_tensor", None), _CUT, None)
+    if known is None:
+        return None
+    [chunk] = known()
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return tuple(((start, start + size),) if size else () for start, size in ends)
+
+
+def _added(tensor: DTensor) -> Tensor:
+    """Every rank puts its part into zeros, and their bytes are added: exact."""
+    part = local(tensor)
+    full = torch.zeros(tuple(tensor.shape), dtype=part.dtype, device=part.device)
+    for inner, outer in places(runs(tensor)):
+        full[outer] = part[inner]
+    data = full.view(-1).view(torch.uint8)
+    for axis, placement in enumerate(tensor.placements):
+        if split(placement):
+            distributed.all_reduce(data, group=tensor.device_mesh.get_group(axis))
+    return full
+
+
+# Slices ------------------------------------------------------------------------------------------
+
+
 def split(placement: Placement) -> bool:
     """Whether a placement splits its tensor: `Shard`, or FSDP's `_StridedShard`, no subclass."""
     return bool(_SLICES.splits(placement))
@@ -116,7 +184,8 @@ def runs(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
         tensor: a shard, or what is not split.
         order: in which it is held, where that is not the model's own; the ranges are of the latter.
     """
-    found: tuple[Runs, ...] = _SLICES.slices_of(tensor, order)
+    cut = _cut(tensor)
+    found: tuple[Runs, ...] = _SLICES.slices_of(tensor, order) if cut is None else cut
     return found
 
 
@@ -128,7 +197,7 @@ def irregular(tensor: Tensor, order: Order | None = None) -> bool:
     distributed checkpoint can be asked for it then, nor for one that is strided by itself, which
     lies in several ranges; and torch knows nothing of an order that is not the model's own.
     """
-    return bool(_SLICES.irregular_one(tensor, order))
+    return _cut(tensor) is not None or bool(_SLICES.irregular_one(tensor, order))
 
 
 def whole(tensor: Tensor, order: Order | None = None) -> Tensor:
@@ -140,7 +209,8 @@ def whole(tensor: Tensor, order: Order | None = None) -> Tensor:
         tensor: a shard, or what is not split.
         order: in which it is held, where that is not the model's own.
     """
-    full: Tensor = _SLICES.whole_of(tensor, order)
+    cut = isinstance(tensor, DTensor) and _cut(tensor) is not None
+    full: Tensor = _added(tensor) if cut else _SLICES.whole_of(tensor, order)
     return full
 
 

@@ -19,7 +19,9 @@ from torch.distributed.tensor.placement_types import Placement
 from planc.ir import style as ir
 from planc.runtime.parts import (
     BareParallel,
+    DividedAttributes,
     ExpertsParallel,
+    FeaturesParallel,
     PackedParallel,
     RotaryGradient,
     SummedGradient,
@@ -58,6 +60,10 @@ def build(style: ir.Style) -> ParallelStyle:
             return SummedGradient()  # one that only says so is not lowered
         case ir.MlaKv():
             return RotaryGradient(style.rope)
+        case ir.Features():
+            return FeaturesParallel()
+        case ir.Attributes():
+            return DividedAttributes(*style.names)
         case ir.Custom():
             given = {name: _list(value) for name, value in style.arguments}
             made: ParallelStyle = imported(style.path)(**given)

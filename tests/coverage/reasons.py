@@ -20,12 +20,13 @@ THEIRS = {
 """Of transformers' own tensor parallelism, where it crashes or is wrong."""
 
 KEPT = {
-    "blt": "the patcher's entropies decide where patches begin; no split with it was proved",
-    "dbrx": "the weights of all experts are one matrix, which its code views as experts",
-    "jetmoe": "each of its two sets of experts is one tensor in a module of its own, and routers "
-    "sort the tokens between them",
+    "blt": "its code adds to its embeddings in place, and layout flow proved no split of it",
+    "dbrx": "the weights of all experts are one matrix, which its code views as experts: "
+    "no style of planc splits that",
+    "jetmoe": "what goes up and what goes down are modules of their own, with all experts in one "
+    "tensor each: planc's `experts` wants both in one",
     "longcat_flash": "identity experts stand among the others and add the input itself, "
-    "once for each rank",
+    "which a sum over ranks would count once for each",
 }
 """Of plans that split less than half."""
 

@@ -134,7 +134,10 @@ def row(name, pool, folder, plans):
     """
     found = {"type": name, "source": "init", "verdict": "", "reason": ""}
     sink = Sink()
-    facts, values, small = models(name, sink)
+    try:
+        facts, values, small = models(name, sink)
+    except Exception as error:  # a default configuration that transformers itself refuses
+        return {**found, "reason": f"can't be built: {type(error).__name__}: {error}"}
     if small is None:
         return {**found, "reason": f"can't be built{' small' * bool(facts)}: {first(sink)}"}
     path = folder / f"{name}.plan"

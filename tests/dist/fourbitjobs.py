@@ -88,6 +88,7 @@ def compare(
     overrides,
     family="llama",
     extra="",
+    more="",
     double=False,
     compute=None,
     storage="float32",
@@ -98,7 +99,7 @@ def compare(
     steps=2,
 ):
     """How far a plan is from one process; that steps of training leave its 4-bit weights alone."""
-    body = BODY.replace("init = random)", f"init = random{extra})", 2)
+    body = BODY.replace("init = random)", f"init = random{extra})", 2) + more
     kept, kind = getattr(torch, storage), getattr(torch, dtype)
     right_model = single(family, kind, double, changes, kept, compute and getattr(torch, compute))
     tokens, labels = numerics.data(right_model.config.vocab_size)

@@ -1,4 +1,4 @@
-"""What tests/dist/test_megatron.py runs on every rank."""
+"""What tests/dist/test_handover.py runs on every rank."""
 
 import contextlib
 from pathlib import Path
@@ -8,6 +8,7 @@ from nocuda import without_cuda
 from numerics import BATCH, MODELS, build, data, error
 
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
 import planc
 from planc.emit.script import render
@@ -129,9 +130,6 @@ def refused(plan):
         run = planc.apply(model, plan, device_type="cpu")
         calls = {
             "unshard": run.unshard,
-            "load": lambda: run.load("nowhere"),
-            "save": lambda: run.save("nowhere"),
-            "export": lambda: run.export("nowhere"),
             "again": lambda: planc.apply(model, plan, device_type="cpu"),
         }
         for name, call in calls.items():
@@ -147,3 +145,95 @@ def refused(plan):
             said = "hand it to planc's `run.optimizer`"
             found["step"] = said if said in str(error) else str(error)
     return found
+
+
+def losses_of(model, optimizer, first, rows):
+    """The losses of two steps, from a number on."""
+    found = []
+    for step in (first, first + 1):
+        tokens, labels = (t[rows] for t in data(model.config.vocab_size, step))
+        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return torch.tensor(found)
+
+
+def by_one():
+    """A model of one process after four steps, and the losses of all."""
+    single = build("llama")
+    own = optimizer_of(single, "adamw")
+    losses = [losses_of(single, own, first, slice(None)) for first in (0, 2)]
+    return single, losses
+
+
+def applied(plan):
+    made = build("llama")
+    run = planc.apply(made, plan, device_type="cpu")
+    return made, run, run.optimizer(optimizer_of(made, "adamw"))
+
+
+def behind(losses, right):
+    """How far the mean of all ranks' losses is off."""
+    distributed.all_reduce(losses)
+    return (losses / distributed.get_world_size() - right).abs().max().item()
+
+
+def begin(plan, folder):
+    _, (right, _) = by_one()
+    rank = distributed.get_rank()
+    with without_cuda():
+        made, run, optimizer = applied(plan)
+        losses = losses_of(made, optimizer, 0, slice(rank, rank + 1))
+        run.save(folder, optimizer=optimizer, step=2)
+    return {"error": behind(losses, right)}
+
+
+def resume(plan, folder):
+    single, (_, right) = by_one()
+    rank = distributed.get_rank()
+    with without_cuda():
+        made, run, optimizer = applied(plan)
+        with torch.no_grad():
+            for parameter in made.parameters():  # what is not read would show
+                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(7.0)
+        step = run.load(folder, optimizer=optimizer)
+        losses = losses_of(made, optimizer, 2, slice(rank, rank + 1))
+        full = run.full_state_dict(every_rank=True)
+    wanted = single.state_dict()
+    return {
+        "step": step,
+        "error": behind(losses, right),
+        "weights": max(error(full[name], value) for name, value in wanted.items()),
+    }
+
+
+def files(plan, folder):
+    """Whether weights are those of the files after `run.load`, and again after `run.export`."""
+    right = build("llama")
+    with torch.no_grad():
+        for number, parameter in enumerate(right.parameters()):
+            parameter.add_(number / 100)
+    if distributed.get_rank() == 0:
+        right.save_pretrained(folder)
+    distributed.barrier()
+    with without_cuda():
+        made = build("llama")
+        run = planc.apply(made, plan, device_type="cpu")
+        run.load(folder)
+        full = run.full_state_dict(every_rank=True)
+        run.export(f"{folder}.new")
+        tokens, _ = data(made.config.vocab_size)
+        with torch.no_grad():
+            logits = made(input_ids=tokens).logits
+    distributed.barrier()
+    again = type(right).from_pretrained(f"{folder}.new", attn_implementation="eager").state_dict()
+    wanted = right.state_dict()
+    with torch.no_grad():
+        close = torch.equal(logits, right.train()(input_ids=tokens).logits)
+    return {
+        "loaded": all(torch.equal(full[n], v) for n, v in wanted.items()),
+        "exported": all(torch.equal(again[n], v) for n, v in wanted.items()),
+        "logits": close,
+    }

@@ -2,9 +2,9 @@
 
 Its code asks `torch.cuda` for a device, streams and events everywhere, which it orders copies and
 collectives with. On the CPU all of these run at once and in order, so there is nothing to order:
-here they are nothing, for as long as a test runs. One more thing is set: gradients are scaled
-before the reduction and not in it (`gradient_reduce_div_fusion`, a switch of the package), as gloo
-has no reduction that scales. All else is the package's own.
+here they are nothing, for as long as a test runs, and `Tensor.cuda` gives the tensor itself. One
+more thing is set: gradients are scaled before the reduction and not in it (a switch of the package,
+`gradient_reduce_div_fusion`), as gloo has no reduction that scales. All else is the package's own.
 """
 
 import contextlib

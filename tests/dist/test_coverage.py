@@ -33,7 +33,7 @@ def test_a_family_is_planned_and_proved(family, four, tmp_path):
     assert found["share"] > 0.5
 
 
-@pytest.mark.parametrize("family", ["reformer", "cpmant", "ctrl", "internlm3", "musicgen"])
+@pytest.mark.parametrize("family", ["reformer", "cpmant", "ctrl", "zamba2", "internlm3", "musicgen"])
 def test_what_once_had_no_plan_has_one(family, four, tmp_path):
     """Reversible layers; linears known by shape, or by number; another family's class; codes of sound."""
     found = row(family, four, tmp_path, plans={})

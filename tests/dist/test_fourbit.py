@@ -54,6 +54,18 @@ def test_copies_and_shards(four):
     right(four.run("fourbitjobs.compare", overrides=overrides))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "}\nfsdp on dp_shard, replicate on dp_replicate {\n    offload(cpu, pin = false)\n",
+        "    units = own\n",
+    ],
+)
+def test_beside_other_words_of_a_plan(four, more):
+    overrides = settings(tp=2, param_dtype="fp32")
+    right(four.run("fourbitjobs.compare", overrides=overrides, more=more))
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_products_in_another_dtype(four, tp):
     arguments = {"compute": "bfloat16", "extra": ", compute = bf16"}

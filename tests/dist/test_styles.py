@@ -34,7 +34,7 @@ def test_the_script_carries_what_it_needs(plan, monkeypatch):
     lowered = planc.lower(toy.made(), plan.name, world_size=4, overrides=["tp=2"])
     source = render(lowered, digest="0" * 64)
     well_made(source)
-    for name in ("PackedParallel", "TransposedParallel", "SummedGradient", "RotaryGradient"):
+    for name in ("PackedParallel", "TransposedParallel", "SummedGradient", "RotaryGradient", "FeaturesParallel", "DividedAttributes"):
         assert source.count(f"class {name}(") == 1
     plain = planc.lower("llama-3.1-8b", "llama", world_size=4, overrides=["tp=2"])
     assert "class " not in render(plain, digest="0" * 64)
@@ -43,6 +43,7 @@ def test_the_script_carries_what_it_needs(plan, monkeypatch):
 WRONG = [  # (what the plan says, what it is to say, a gradient that then is wrong)
     ("gate     : replicate(gradient = sum)", "gate     : replicate", "blocks.0.gate.0.weight"),
     ("latent   : mla_kv(rope = 4)", "latent   : replicate", "blocks.1.latent.weight"),
+    ("attn              : attributes(heads = split)", "", "blocks.0.attn.to_q.weight"),
     ("colwise(parts = [16, 8, 8])", "colwise(parts = 4)", "blocks.0.qkv.weight"),
     ("down_bias = partial", "down_bias = replicate", "loss"),
     ("two      : colwise(parts = 2)", "two      : colwise", "blocks.0.two.weight"),

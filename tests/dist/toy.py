@@ -29,6 +29,24 @@ class Experts(nn.Module):
         return ((out + self.down_bias) * weights[..., None]).sum(2)
 
 
+class Heads(nn.Module):
+    """An attention whose code cuts features by its number of heads, behind a norm over all."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.to_q = nn.Linear(WIDE, WIDE)
+        self.to_k = nn.Linear(WIDE, WIDE, bias=False)  # behind a softmax its gradient is 0
+        self.norm = nn.RMSNorm(WIDE, eps=1e-3)
+        self.to_out = nn.ModuleList([nn.Linear(WIDE, WIDE)])
+
+    def forward(self, x):
+        q = self.norm(self.to_q(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k = self.to_k(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        found = functional.scaled_dot_product_attention(q, k, q)
+        return self.to_out[0](found.transpose(1, 2).flatten(-2))
+
+
 class Block(nn.Module):
     """Every cut is at a share of what is there, so a rank can cut its own part."""
 
@@ -36,6 +54,7 @@ class Block(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(WIDE, sum(SIZES))
         self.out = nn.Linear(SIZES[0], WIDE)
+        self.attn = Heads()
         self.two = nn.Linear(WIDE, 2 * INNER)
         self.back = nn.Linear(2 * INNER, WIDE)
         self.pairs = nn.Linear(WIDE, 2 * INNER, bias=False)
@@ -57,6 +76,7 @@ class Block(nn.Module):
         q, k, v = fused.split([fused.shape[-1] * n // sum(SIZES) for n in SIZES], -1)
         heads = q.unflatten(-1, (-1, 2)) * k[..., None] + v[..., None]  # two queries to a key
         x = calm(x + self.out(heads.flatten(-2)))
+        x = calm(x + self.attn(x))
         one, two = self.two(x).chunk(2, -1)
         x = calm(x + self.back(torch.cat([one.tanh(), two * one], -1)))
         pairs = self.pairs(x)
@@ -100,6 +120,10 @@ tensor on tp {
     $block {
         qkv      : colwise(parts = [16, 8, 8])
         out      : rowwise
+        attn              : attributes(heads = split)
+        attn.to_{q,k}     : colwise
+        attn.norm         : features
+        attn.to_out[0]    : rowwise
         two      : colwise(parts = 2)
         back     : rowwise(parts = 2)
         pairs    : colwise(parts = 2, interleaved = true)

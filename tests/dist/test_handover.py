@@ -155,9 +155,52 @@ def test_what_the_handle_refuses(four, written):
     for found in four.run("megatronjobs.refused", plan=written()):
         assert found == {
             "unshard": "PL499",
-            "load": "PL499",
-            "save": "PL499",
-            "export": "PL499",
             "step": "hand it to planc's `run.optimizer`",
             "again": "PL493",
         }
+
+
+TORCH = """
+plan small for llama
+
+mesh {
+    dp_replicate = 2
+    dp_shard     = auto
+}
+
+fsdp on dp_shard, replicate on dp_replicate {
+    model.layers.* : unit
+    root           : unit
+}
+"""
+
+
+@pytest.mark.parametrize("first", ["megatron", "torch"])
+@pytest.mark.parametrize("then", ["megatron", "torch"])
+def test_what_is_saved_goes_on_under_another_plan(four, written, tmp_path, first, then):
+    """Two steps, a checkpoint, two more: as four in one process, whoever does which two."""
+    other = tmp_path / "torch.plan"
+    other.write_text(TORCH)
+    plans = {"megatron": written(), "torch": str(other)}
+    folder = str(tmp_path / "last")
+    begun = four.run("megatronjobs.begin", plan=plans[first], folder=folder)
+    ended = four.run("megatronjobs.resume", plan=plans[then], folder=folder)
+    for start, end in zip(begun, ended, strict=True):
+        assert end["step"] == 2 and start["error"] < LIMIT and end["error"] < LIMIT
+        assert end["weights"] < ADAM
+
+
+def test_optimizer_state_that_some_ranks_lack(four, written, tmp_path):
+    """A parameter of 64 numbers is on one rank alone, and so is its state."""
+    folder = str(tmp_path / "last")
+    four.run("megatronjobs.begin", plan=written(strategy="optim_grads"), folder=folder)
+    for found in four.run("megatronjobs.resume", plan=written(strategy="optim"), folder=folder):
+        assert found["step"] == 2 and found["error"] < LIMIT and found["weights"] < ADAM
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_weights_from_files_and_back(four, written, tmp_path, strategy):
+    """`run.load` of safetensors, whole again and exported: every bit as it was."""
+    plan = written(strategy=strategy)
+    for found in four.run("megatronjobs.files", plan=plan, folder=str(tmp_path / "files")):
+        assert found == {"loaded": True, "exported": True, "logits": True}

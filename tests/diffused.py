@@ -1,0 +1,22 @@
+"""The shipped models of diffusers, which is an extra: without it their tests are skipped."""
+
+from importlib.util import find_spec
+
+import pytest
+
+needed = pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed")
+
+TOTALS = {
+    "wan2.1-t2v-1.3b": 1_418_996_800,
+    "wan2.1-t2v-14b": 14_288_491_584,
+    "wan2.1-i2v-14b": 16_394_878_784,
+    "flux.1-dev": 11_901_408_320,
+}
+"""Parameters; what the models' publishers say, rounded: 1.3 (1.4), 14, 14 (16 with its images'
+projections) and 12 billion."""
+
+CASES = [
+    pytest.param("wan2.1-t2v-1.3b", "wan", ["tp=2"], marks=needed),
+    pytest.param("wan2.1-i2v-14b", "wan", ["tp=4"], marks=needed),
+    pytest.param("flux.1-dev", "flux", ["tp=2"], marks=needed),
+]

@@ -1,0 +1,79 @@
+"""Transformers of diffusers train on four processes as on one: by verify, apply and script."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import diffused
+
+from planc.diagnostic import Sink
+from planc.proof.verify import verify
+from planc.share import PLANS
+
+pytestmark = diffused.needed
+LIMIT = 1e-4
+CASES = [("wan2.1-t2v-1.3b", "wan"), ("wan2.1-i2v-14b", "wan"), ("flux.1-dev", "flux")]
+WAYS = [
+    ["tp=2", "checkpointing=true"],
+    ["tp=2", "dp_replicate=2", "checkpointing=false"],
+    ["tp=4", "checkpointing=true"],
+]
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=" ".join)
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_apply(four, model, plan, settings):
+    overrides = [*settings, 'param_dtype="fp32"']
+    for errors in four.run("diffusionjobs.compare", name=model, plan=plan, overrides=overrides):
+        assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_the_emitted_python_does_the_same(four, model, plan):
+    overrides = ["tp=2", 'param_dtype="fp32"']
+    arguments = {"name": model, "plan": plan, "overrides": overrides}
+    applied = four.run("diffusionjobs.compare", **arguments)
+    assert four.run("diffusionjobs.compare", **arguments, script=True) == applied
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_bfloat16_trains(four, model, plan):
+    """As the plan is shipped: gathered and computed in bf16, gradients summed in fp32."""
+    for losses in four.run("diffusionjobs.mixed", name=model, plan=plan, overrides=["tp=2"]):
+        assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_verify(model, plan):
+    sink = Sink()
+    proof = verify(model, plan, sink, world_size=8, settings=["tp=2"])
+    assert proof.verdict == "verified", [d.message for d in sink]
+    found = proof.certificate
+    assert found["errors"]["logits"] < 1e-5 and found["errors"]["gradients"] < 1e-5
+    assert found["versions"]["diffusers"]
+    assert json.dumps(found)
+
+
+BROKEN = [
+    ("wan2.1-t2v-1.3b", "wan", "attn{1,2}                     :", "attn1 :"),
+    ("wan2.1-t2v-1.3b", "wan", ": features", ": parameters(weight = shard(0))"),
+    ("wan2.1-t2v-1.3b", "wan", "        ffn.net[2]                    : rowwise\n", ""),
+    ("flux.1-dev", "flux", "parts = [width, 4 * width]", "parts = 5"),
+    ("flux.1-dev", "flux", "        attn.norm_{q,k} : replicate(gradient = sum)\n", ""),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "right", "wrong"), BROKEN)
+def test_a_broken_plan_is_refuted(tmp_path, model, plan, right, wrong):
+    text = (PLANS / f"{plan}.plan").read_text()
+    assert right in text
+    path = tmp_path / "broken.plan"
+    path.write_text(text.replace(right, wrong))
+    sink = Sink()
+    proof = verify(model, str(path), sink, settings=["tp=2"])
+    assert proof.verdict == "refuted"
+    assert {d.code for d in sink} & {"PL520", "PL521"}

@@ -1,0 +1,214 @@
+"""Models of diffusers: found, read safely, built by the installed class, shrunk, proved."""
+
+import json
+import subprocess
+import sys
+
+import diffused
+import pytest
+from modelfolder import found
+
+from planc.diagnostic import Sink
+from planc.driver import compile_plan
+from planc.model import cache
+from planc.model.load import load
+from planc.model.shrink import shrink
+from planc.proof.flow import flow
+from planc.share import PLANS
+
+pytestmark = diffused.needed
+
+
+def config(name="wan2.1-t2v-1.3b", **fields):
+    values = json.loads((PLANS / "models" / f"{name}.json").read_text())
+    return {k: v for k, v in {**values, **fields}.items() if v is not ...}
+
+
+def written(folder, values):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def facts_of(model):
+    sink = Sink()
+    facts = load(model, sink)
+    assert facts is not None, [d.message for d in sink]
+    return facts
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", diffused.TOTALS)
+def test_shipped_models(name):
+    facts = facts_of(name)
+    assert facts.count == diffused.TOTALS[name]
+    assert facts.name == facts.family == config(name)["_class_name"]
+    assert facts.config_name == f"plans/models/{name}.json"
+    assert facts.given >= {"num_layers", "num_attention_heads", "attention_head_dim"}
+
+
+def test_a_model_a_pipeline_and_a_cached_hub_name(home, monkeypatch):
+    plain = facts_of(written(home / "model", config()))
+    written(home / "pipe" / "transformer", config())
+    written(home / "pipe" / "transformer_2", config(num_layers=7))
+    (home / "pipe" / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    whole = facts_of(str(home / "pipe"))
+    assert whole.root == plain.root
+    assert whole.config_name.endswith("pipe/transformer/config.json")
+    assert facts_of(str(home / "pipe" / "transformer_2")).config["num_layers"] == 7
+    hub = home / "hub" / "models--Wan-AI--Wan"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("0123")
+    (home / "pipe").rename(hub / "moved")
+    (hub / "snapshots").mkdir()
+    (hub / "moved").rename(hub / "snapshots" / "0123")
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    assert facts_of("Wan-AI/Wan").config_name == "Wan-AI/Wan/transformer/config.json"
+
+
+def test_the_cache_gives_what_was_built_and_knows_the_version(home, monkeypatch):
+    folder = written(home / "model", config())
+    fresh, _ = found(folder, cache=False)
+    facts_of(folder)
+    assert facts_of(folder) == fresh
+    one = cache.key_of(config())
+    monkeypatch.setattr(cache, "version", lambda name: "9" if name == "diffusers" else "1")
+    two = cache.key_of(config())
+    monkeypatch.setattr(cache, "version", lambda name: "8" if name == "diffusers" else "1")
+    assert len({one, two, cache.key_of(config())}) == 3
+    llama = cache.key_of({"model_type": "llama"})
+    monkeypatch.setattr(cache, "version", lambda name: "7" if name == "diffusers" else "1")
+    assert cache.key_of({"model_type": "llama"}) == llama
+
+
+WRONG = [
+    ({"_class_name": "WanTransformer3dModel"}, "PL676", "did you mean WanTransformer3DModel"),
+    ({"_class_name": "WanPipeline"}, "PL676", "its `transformer` folder"),
+    ({"_class_name": "os.system"}, "PL676", "no model class 'os.system'"),
+    ({"_class_name": "__builtins__"}, "PL676", "no model class"),
+    ({"_class_name": "torch"}, "PL676", "no model class"),
+    ({"_class_name": 3}, "PL603", "`_class_name` is 3"),
+    ({"num_layers": ...}, "PL603", "lacks `num_layers`"),
+    ({"num_layers": "many"}, "PL603", '`num_layers` is "many"'),
+    ({"patch_size": "big"}, "PL606", "diffusers cannot build a model"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "told"), WRONG)
+def test_what_is_wrong_with_a_configuration(home, change, code, told):
+    sink = Sink()
+    assert load(written(home / "model", config(**change)), sink) is None
+    assert {d.code for d in sink} == {code}
+    assert told in " ".join(f"{d.message} {d.help}" for d in sink)
+
+
+def test_code_in_the_folder_is_not_run(home):
+    folder = written(home / "model", config(auto_map={"AutoModel": "mine.Model"}))
+    (home / "model" / "mine.py").write_text("raise SystemExit('it ran')")
+    assert load(folder, Sink()) is not None
+
+
+def test_without_diffusers_the_extra_is_named(home, monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    sink = Sink()
+    assert load(written(home / "model", config()), sink) is None
+    assert [(d.code, d.help) for d in sink] == [("PL675", "pip install 'planc[diffusers]'")]
+
+
+def test_other_models_import_no_diffusers():
+    """So it costs them nothing; torch and transformers are there on a cold cache."""
+    code = "import sys; from planc.model.load import load; from planc.diagnostic import Sink\n"
+    code += "load('gpt2', Sink(), cache=False); print('diffusers' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+# Small -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", diffused.TOTALS)
+def test_the_small_model_runs_and_reaches_all(name, tp):
+    from planc.model.denoiser import Denoiser
+
+    small = shrink(facts_of(name).config, ranks=tp)
+    assert (small["num_attention_heads"] % tp == 0) == (
+        config(name)["num_attention_heads"] % tp == 0
+    )
+    maker = Denoiser(small)
+    model = maker.build(0)
+    assert sum(p.numel() for p in model.parameters()) < 3_000_000
+    output = model(**maker.sample())
+    output.loss.backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_of_another_class_the_inputs_are_not_known():
+    values = {
+        "_class_name": "SD3Transformer2DModel",
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+    }
+    from planc.model.denoiser import Denoiser
+
+    with pytest.raises(ValueError, match="what the forward of SD3Transformer2DModel takes"):
+        Denoiser(values)
+
+
+# Proofs ------------------------------------------------------------------------------------------
+
+
+def judged(name, plan, settings):
+    sink, found = Sink(), Sink()
+    compiled = compile_plan(name, str(plan), sink, world_size=64, settings=settings)
+    assert compiled.lowered is not None, [d.message for d in sink]
+    return flow(compiled, str(plan), settings, found), list(found), list(sink)
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize(
+    ("name", "plan"), [(n, "flux" if n.startswith("flux") else "wan") for n in diffused.TOTALS]
+)
+def test_shipped_plans_are_proved(name, plan, checkpointing):
+    verdict, findings, said = judged(name, plan, ["tp=4", f"checkpointing={checkpointing}"])
+    assert (verdict.verdict, findings) == ("proved", [])
+    assert 0 < verdict.outcome.worst < 1e-5
+    assert {d.code for d in said} <= {"PL204"}
+
+
+MUTANTS = [  # (model, plan, what it says, what it is to say, the code, in its message)
+    ("wan2.1-t2v-1.3b", "wan", "ffn.net[2]                    : rowwise", "", "PL50", "ffn"),
+    ("wan2.1-t2v-1.3b", "wan", "attn{1,2}.to_out[0]           : rowwise", "", "PL50", "to_out"),
+    ("wan2.1-t2v-1.3b", "wan", "attn{1,2}                     :", "attn1 :", "PL50", "attn2"),
+    ("wan2.1-t2v-1.3b", "wan", ": features", ": parameters(weight = shard(0))", "PL50", "norm_q"),
+    ("wan2.1-i2v-14b", "wan", "optional attn2.norm_added_k   : features", "", "PL50", "attn2"),
+    ("flux.1-dev", "flux", "parts = [width, 4 * width]", "parts = 5", "PL50", "proj_out"),
+    ("flux.1-dev", "flux", "attn.norm_{q,k} : replicate(gradient = sum)", "", "PL50", "norm_q"),
+    ("flux.1-dev", "flux", "norm_out.linear                     : colwise(-> replicate)",
+     "norm_out.linear : colwise", "PL50", "norm_out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "right", "wrong", "code", "where"), MUTANTS)
+def test_a_broken_plan_is_refuted(tmp_path, name, plan, right, wrong, code, where):  # noqa: PLR0917
+    text = (PLANS / f"{plan}.plan").read_text()
+    assert right in text
+    path = tmp_path / "broken.plan"
+    path.write_text(text.replace(right, wrong))
+    verdict, findings, _ = judged(name, path, ["tp=2"])
+    assert verdict.verdict == "refuted"
+    assert any(d.code.startswith(code) and where in d.message for d in findings)
+
+
+def test_heads_that_do_not_split_are_refused():
+    sink = Sink()
+    assert (
+        compile_plan("wan2.1-t2v-1.3b", "wan", sink, world_size=8, settings=["tp=8"]).lowered
+        is None
+    )
+    assert "attention is split over heads" in " ".join(d.message for d in sink)
