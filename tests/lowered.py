@@ -24,6 +24,7 @@ from planc.ir.style import (
     Sequence,
     Shard,
 )
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Adapt,
     Checkpoint,
@@ -327,6 +328,7 @@ any_op = st.one_of(
         units=st.lists(paths, max_size=2, unique_by=str).map(tuple),
         place=places,
     ),
+    st.builds(Draw, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
     st.builds(
         Prefetch,
         units=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),

@@ -163,7 +163,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         "x.json, at ops[20].reshard: null is not of type boolean or integer",
         'x.json, at ops[21].op: "explode" is not "configure", "load", "adapt", "parallelize", '
         '"tie", "freeze", "quantize", "checkpoint", "compile", "fully_shard", '
-        '"megatron_shard", "divide" or "prefetch"',
+        '"megatron_shard", "divide", "prefetch" or "draw"',
         "x.json, at ops[22]: 3 is not of type object",
     ]
 

@@ -53,6 +53,16 @@ BLOCKS = "model.layers.* : unit"
 MISTAKES = {
     "a second sharding": (HEAD + fsdp(BLOCKS, BLOCKS), "PL102", [7, 6]),
     "a second sharding of one": (HEAD + fsdp(BLOCKS, "model.layers[3] : unit"), "PL102", [7, 6]),
+    "groups of what is no list": (
+        HEAD + fsdp("groups(model.norm, model.layers.*) : unit"),
+        "PL012",
+        [6],
+    ),
+    "groups of unlike lists": (
+        HEAD + fsdp("groups(model.layers[0:4].mlp, model.layers[0:5].self_attn) : unit"),
+        "PL012",
+        [6],
+    ),
     "a second sharding in a group": (
         HEAD + fsdp("lm_head : unit", "group(model.norm, lm_head) : unit"),
         "PL102",
@@ -206,6 +216,19 @@ def test_a_tie_is_frozen_and_ignored_whole(model):
 
 
 # What is no mistake ------------------------------------------------------------------------------
+
+
+def test_groups_are_of_one_entry_each():
+    line = "groups(model.layers.*.mlp, model.layers.*.self_attn) : unit(reshard = except_last)"
+    plan = lowered(HEAD + fsdp(line))
+    groups = [op for op in plan.ops if isinstance(op, FullyShard) and op.group]
+    names = [tuple(map(str, op.members)) for op in groups]
+    assert names == [(f"model.layers[{i}].mlp", f"model.layers[{i}].self_attn") for i in range(32)]
+    assert [op.reshard for op in groups] == [True] * 31 + [False]
+    text = text_of(plan, digest=digest(plan))
+    assert text.count("group(") == 2  # 31 that are freed, and the last
+    assert "31 x" in text
+    assert loads(dumps(plan), "again", Sink()) == plan
 
 
 def test_backward_goes_through_frozen_blocks_behind_what_trains():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planc.model.real import taught
 from planc.model.shrink import shrink
 from planc.share import PLANS
 
@@ -38,6 +39,7 @@ def trained(config):
     cls = CAUSAL[type(made)] if type(made) in CAUSAL else getattr(transformers, named)
     part = made if isinstance(made, cls.config_class) else made.get_text_config()
     model = cls._from_config(part, attn_implementation="eager").float().train()
+    taught(model)
     tokens = torch.randint(8, 64, (2, 16))
     output = model(input_ids=tokens, labels=tokens, use_cache=False)
     output.loss.backward()

@@ -52,7 +52,8 @@ def test_any_plan(plan):
     assert len(one.splitlines()) >= 5
     for op in plan.ops:
         if isinstance(op, Tie):
-            assert f"{op.parameter} = {op.source}" in one
+            alone = f"{op.parameter} = {op.source}: one parameter" in one
+            assert alone or "parameters, one in the model each" in one
 
 
 def test_head():
@@ -265,3 +266,14 @@ def test_a_plan_without_layers_and_data_says_so():
     assert lines[0].startswith("p for M, 64 ranks  ")
     assert lines[3] == "data        the same on every rank"
     assert lines[-1] == "per rank    0 B of parameters at rest"
+
+
+def test_ties_of_two_modules_share_a_line():
+    one, two = "h.1", "h.0"
+    names = ("mlp.up.weight", "mlp.down.weight")
+    ties = [Tie(parameter=f"{one}.{n}", source=f"{two}.{n}") for n in names]
+    assert text(*ties) == [f"tie         {one} = {two}: 2 parameters, one in the model each"]
+    alone = Tie(parameter="head.weight", source="embed.weight")
+    assert text(alone) == [
+        "tie         head.weight = embed.weight: one parameter in the model",
+    ]

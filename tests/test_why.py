@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from test_cli import CASES
+from test_library import CASES
 
 from planc.cli import main
 from planc.diagnostic import Sink
@@ -94,7 +94,7 @@ def test_every_shipped_plan_is_explained_whole(model, plan, settings):
     for (op, target), gathered in units.items():
         assert gathered == lowered.ops[op].gathered, target
     missed = [op for i, op in enumerate(lowered.ops) if i not in told]
-    assert [type(op).__name__ for op in missed] in ([], ["Configure"])
+    assert {type(op).__name__ for op in missed} <= {"Configure", "Draw"}  # of the whole model
 
 
 @pytest.mark.parametrize(("model", "plan", "settings"), CASES[:4])

@@ -18,6 +18,7 @@ from planc.checks.compiled import compiled
 from planc.checks.containers import containers
 from planc.checks.counts import counts
 from planc.checks.coverage import coverage
+from planc.checks.draws import draws
 from planc.checks.dtypes import dtypes
 from planc.checks.fused import fused
 from planc.checks.graphs import graphs
@@ -88,6 +89,7 @@ RULES: tuple[Rule, ...] = (
     compiled,
     graphs,
     adapters,
+    draws,
     four_bits,
     coverage,
 )

@@ -19,6 +19,7 @@ _FILES = (
     "arrival.py",
     "fourbit.py",
     "megatron.py",
+    "drawing.py",
 )
 
 

@@ -180,7 +180,7 @@ class _Reasons:
         """Why an operation comes or goes."""
         if entry.kind.startswith("tensor"):
             return self.to_one([entry.over])
-        return self.to_one(self.tensor) if entry.kind == "tie" else ""
+        return self.to_one(self.tensor) if entry.kind in ("tie", "random") else ""
 
     def between(self, old: Entry, parts: Iterable[Part]) -> str:
         """Why an operation changes."""

@@ -199,8 +199,8 @@ def _whole(change: Change) -> str:
             return ", ".join(_spread(parts))
         case "megatron":
             return f"{parts['strategy']}, over {_listed(parts['shard'])}"
-        case "megatron unit":
-            return ""
+        case "megatron unit" | "random":
+            return "drawn alike on all ranks" if change.kind == "random" else ""
     over = "" if change.reason else f" on {change.over}"  # a reason names the axis
     return ", ".join([f"{parts['style']}{over}", *_locals(change.parts)])
 

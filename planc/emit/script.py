@@ -18,6 +18,7 @@ from planc.emit.loads import filled, initial, prepared
 from planc.emit.python import WIDTH, Group, assign, imports, lay, quoted, remark, style_source
 from planc.emit.reach import IN, Lines, loop_over, looped, parameter, replace, variable
 from planc.emit.sharding import divide, prefetch, shard
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
@@ -71,6 +72,7 @@ _SHARD = _Stage("shard", "Shards parameters, gradients and optimizer state.", Tr
 _REPLICATE = _Stage("copies", "Averages the gradients of whole copies.", True)
 _MEGATRON = _Stage("shard", "Hands the whole model to Megatron-FSDP.", True)
 _DIVIDE = _Stage("divide", "Sets what summed gradients are divided by.", True)
+_DRAW = _Stage("draw", "Lets ranks that work on the same activations draw alike.", True)
 _PREFETCH = _Stage("prefetch", "Gathers the parameters of the next blocks ahead of time.")
 
 
@@ -130,6 +132,8 @@ def _stage(op: AnyOp) -> _Stage:
             return _DIVIDE
         case Prefetch():
             return _PREFETCH
+        case Draw():
+            return _DRAW
         case _:
             assert_never(op)
 
@@ -170,6 +174,9 @@ def _body(stage: _Stage, ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
                 yield from divide(op, lowered)
             case Prefetch():
                 yield from prefetch(op)
+            case Draw():
+                note = remark(", ".join(op.fields))
+                yield from lay(f"draw_alike(mesh, {quoted(op.axis)})", IN, note=note)
 
 
 def _adapt(op: Adapt, lowered: Lowered) -> Lines:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from planc.emit import words
 from planc.ir import style as ir
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
@@ -50,6 +51,7 @@ KINDS = (
     "megatron",
     "divide",
     "prefetch",
+    "random",
 )
 """What a change can be about, in the order in which a diff lists it."""
 
@@ -118,6 +120,10 @@ def entries(lowered: Lowered, common: set[Group]) -> Iterator[Entry]:
         yield replace(entry, at=at)
 
 
+_ADAPTED = ("rank", "alpha", "dropout", "dtype", "init", "seed")
+_QUANTIZED = ("kind", "storage", "compute", "double", "block")
+
+
 def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
     match op:
         case Configure():
@@ -128,13 +134,11 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
         case Parallelize():
             yield _tensor(op)
         case Adapt():
-            names = ("rank", "alpha", "dropout", "dtype", "init", "seed")
-            own: Facts = tuple((name, getattr(op, name)) for name in names)
+            own: Facts = tuple((name, getattr(op, name)) for name in _ADAPTED)
             for members in op.members:
                 yield Entry(kind="adapters", modules=members, facts=own, place=op.place)
         case Quantize():
-            said = ("kind", "storage", "compute", "double", "block")
-            kept: Facts = tuple((name, getattr(op, name)) for name in said)
+            kept: Facts = tuple((name, getattr(op, name)) for name in _QUANTIZED)
             for members in op.members:
                 inner = words.layer(members)
                 yield Entry(kind="quantize", modules=inner, facts=kept, place=op.place)
@@ -154,6 +158,8 @@ def _said(op: AnyOp, common: set[Group]) -> Iterator[Entry]:
             factor: Facts = (("factor", op.factor),)
             for some in op.units or (None,):
                 yield Entry(kind="divide", modules=some, facts=factor, place=op.place)
+        case Draw():
+            yield Entry(kind="random", label=op.axis, facts=(("fields", op.fields),))
         case Prefetch():
             depth: Facts = (("forward", op.forward), ("backward", op.backward))
             for modules in op.units:

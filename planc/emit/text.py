@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from planc.emit import words
 from planc.ir.style import style_name
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     FORMAT_VERSION,
     Adapt,
@@ -58,9 +60,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
             yield _head("load", words.arrival(op))
     yield from _adapters(lowered)
     yield from _tensor(lowered)
-    for op in lowered.ops:
-        if isinstance(op, Tie):
-            yield _head("tie", f"{op.parameter} = {op.source}: one parameter in the model")
+    yield from _ties([op for op in lowered.ops if isinstance(op, Tie)])
     for word, state in (("frozen", False), ("trainable", True)):
         states = [o for o in lowered.ops if isinstance(o, Freeze) and o.trainable is state]
         yield from _listed(word, [str(o.modules) for o in states])
@@ -89,6 +89,26 @@ def _settings(lowered: Lowered) -> Iterator[str]:
             yield _head("divide", f"gradients are summed, then divided by {op.factor:,}{some}")
         if isinstance(op, Prefetch):
             yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
+        if isinstance(op, Draw):
+            told = f"drawn alike on all ranks of {op.axis}, from the first one's state"
+            yield _head("random", f"{told}: {', '.join(op.fields)}" if op.fields else told)
+
+
+def _ties(ops: list[Tie]) -> Iterator[str]:
+    """One line for all parameters that modules share, for blocks may share tens of them."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for op in ops:
+        names = zip(op.parameter.split(".")[::-1], op.source.split(".")[::-1], strict=False)
+        tail = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], names)][::-1]
+        cut = -sum(len(name) + 1 for name in tail) or None
+        both = op.parameter[:cut], op.source[:cut]
+        shared.setdefault(both, []).append(".".join(tail))
+    for (one, source), tails in shared.items():
+        if len(tails) == 1:
+            end = f".{tails[0]}" if tails[0] else ""
+            yield _head("tie", f"{one}{end} = {source}{end}: one parameter in the model")
+        else:
+            yield _head("tie", f"{one} = {source}: {len(tails)} parameters, one in the model each")
 
 
 def _title(lowered: Lowered, digest: str) -> str:
@@ -237,8 +257,10 @@ def _together(one: FullyShard, two: FullyShard) -> bool:
 
 def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, str, str]]:
     """(unit, reshard, bytes, a precision of its own) of each unit."""
+    folded = list(_folded(ops))
+    ops = [op for op, _ in folded]
     columns = (
-        [f"{len(op.members[0])} x " if _several(op) else "" for op in ops],
+        [f"{times} x " if times > 1 else "" for _, times in folded],
         [words.size(op.nbytes) for op in ops],
         [words.size(op.gathered) for op in ops],
     )
@@ -255,5 +277,26 @@ def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, s
         )
 
 
-def _several(op: FullyShard) -> bool:
-    return not op.group and len(op.members[0]) > 1
+def _folded(ops: Sequence[FullyShard]) -> Iterator[tuple[FullyShard, int]]:
+    """Each unit with how many it is; the groups of one line that are of like sizes as one."""
+    groups: list[tuple[FullyShard, int]] = []
+    for op in ops:
+        before = groups[-1][0] if groups else None
+        both = _joined(before, op) if before and before.group and op.group else None
+        if both:
+            groups[-1] = (both, groups[-1][1] + 1)
+        else:
+            groups.append((op, 1 if op.group else len(op.members[0])))
+    return iter(groups)
+
+
+def _joined(one: FullyShard, two: FullyShard) -> FullyShard | None:
+    """Two groups of entries of the same lists as one."""
+    if one.place != two.place or len(one.members) != len(two.members):
+        return None
+    unions = tuple(a.union(b) for a, b in zip(one.members, two.members, strict=True))
+    members = tuple(m for m in unions if m is not None)
+    joined = replace(one, members=members)
+    return (
+        joined if len(members) == len(unions) and replace(two, members=members) == joined else None
+    )

@@ -35,6 +35,7 @@ class Terms:
 
     Args:
         group: whether all modules of the line are one unit.
+        entry: the entry of the lists that are grouped one by one, -1 where there is one group.
     """
 
     reshard: bool | int | str = True
@@ -42,6 +43,7 @@ class Terms:
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
     group: bool = False
+    entry: int = -1
     said: frozenset[str] = frozenset()
     origin: Span
 
@@ -59,7 +61,10 @@ def rule(item: tree.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -
         # a group is one unit, so it is its own last
         word = False if isinstance(terms.reshard, str) else terms.reshard
         own = replace(terms, reshard=word, group=True)
-        claims.add_all([(m, own) for m in members], "unit", item.origin, override=item.override)
+        pairs = [(m, own) for m in members]
+        if item.target.name == "groups":
+            pairs = list(_one_by_one(members, terms, item.target, scope))
+        claims.add_all(pairs, "unit", item.origin, override=item.override)
         return
     root = item.target.path == "root" and not placed.nested
     found = (
@@ -262,8 +267,8 @@ def _dtype(arguments: Arguments) -> str | None:
 
 
 def _called(item: tree.Rule, call: tree.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
-    if call.name != "group":
-        unknown(call, ("group", *FOUND), "unit", scope)
+    if call.name not in ("group", "groups"):
+        unknown(call, ("group", "groups", *FOUND), "unit", scope)
         return ()
     return _members(item, call, placed, scope)
 
@@ -291,6 +296,35 @@ def _members(item: tree.Rule, call: tree.Call, placed: Placed, scope: Scope) -> 
     if not members and not item.optional:
         arguments.wrong(call, "the group is empty", "write `group(model.norm, lm_head)`")
     return tuple(members)
+
+
+def _one_by_one(
+    members: tuple[Modules, ...], terms: Terms, call: tree.Call, scope: Scope
+) -> Iterator[tuple[Modules, Terms]]:
+    """`groups(a.*, b.*) : unit`: a group of entry 0 of each list, one of entry 1, and so on."""
+    entries: dict[tuple[str, ...], set[int]] = {}
+    for member in members:
+        found = [s for s in member.path if isinstance(s, Indices)]
+        if len(found) != 1:
+            told = "write `groups(encoder.layers.*, decoder.layers.*)`"
+            Arguments(call, scope).wrong(
+                call, f"`{member}` is not of the entries of one list", told
+            )
+            return
+        entries.setdefault(member.key, set()).update(found[0])
+    if len({frozenset(e) for e in entries.values()}) > 1:
+        sizes = one_of([f"{len(e)}" for e in entries.values()], last="and")
+        told = "each list needs the same entries"
+        Arguments(call, scope).wrong(call, f"the lists have {sizes} entries", told)
+        return
+    last = max((max(e) for e in entries.values()), default=-1)
+    for member in members:
+        at = next(i for i, s in enumerate(member.path) if isinstance(s, Indices))
+        for entry in member.path[at]:
+            index = Indices(1 << int(entry))
+            one = Modules((*member.path[:at], index, *member.path[at + 1 :]), member.module)
+            word = entry != last if isinstance(terms.reshard, str) else terms.reshard
+            yield one, replace(terms, reshard=word, group=True, entry=int(entry))
 
 
 def units(claims: Claims[Terms]) -> Iterator[Unit]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from planc.diagnostic import Sink
 from planc.ir.kernels import Save
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     FORMAT_VERSION,
     Adapt,
@@ -189,6 +191,8 @@ def _op(op: AnyOp) -> dict[str, Any]:
         case Divide():
             own = {"units": [str(m) for m in op.units]} if op.units else {}
             body = {"op": "divide", "factor": op.factor, **own}
+        case Draw():
+            body = {"op": "draw", "axis": op.axis, "fields": list(op.fields)}
         case Prefetch():
             body = {"op": "prefetch", "units": [str(m) for m in op.units]}
             body |= {"forward": op.forward, "backward": op.backward}
@@ -282,6 +286,9 @@ def _read_plan(data: dict[str, Any]) -> Lowered:
     )
 
 
+_PLAIN: dict[str, Callable[..., AnyOp]] = {"compile": Compile, "freeze": Freeze}
+
+
 def _read(data: dict[str, Any]) -> AnyOp:
     if data["op"] != "megatron_shard":
         return _read_op(data)
@@ -317,10 +324,10 @@ def _read_op(data: dict[str, Any]) -> AnyOp:
                 for s in body.get("save", ())
             )
             return Checkpoint(**body)
-        case "compile":
-            return Compile(**body)
-        case "freeze":
-            return Freeze(**body)
+        case "compile" | "freeze" as name:
+            return _PLAIN[name](**body)
+        case "draw":
+            return Draw(axis=body["axis"], fields=tuple(body["fields"]), place=body["place"])
         case "load":
             return Load(**{**body, "fp32": tuple(modules_of(m) for m in body.get("fp32", ()))})
         case "divide":

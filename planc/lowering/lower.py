@@ -23,6 +23,7 @@ from planc.ir.plan import CheckpointRule, Plan, TensorRule
 from planc.ir.shapes import local_shape
 from planc.ir.style import Input, Output, Replicated, Sequence, weight_shard
 from planc.lowering.adapting import adapt, quantize, scales
+from planc.lowering.draws import draws
 from planc.lowering.first import arrive, configure
 from planc.lowering.megatron import at_rest, megatron
 from planc.lowering.memory import Holdings
@@ -78,6 +79,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         ),
         *units,
         *settings(plan, facts),
+        *draws(plan, facts),
     ]
     return Lowered(
         plan=plan.name,

@@ -30,6 +30,7 @@ class Holding:
         spread: what says how they lie in the unit, where they don't lie as it does.
         parameter: as the model has it.
         local: its shape after tensor parallelism, on the rank that holds most.
+        count: how many of the modules have one of their own, and not another's by a second name.
     """
 
     modules: Modules
@@ -37,6 +38,7 @@ class Holding:
     spread: Spread | None = None
     parameter: Parameter
     local: tuple[int, ...]
+    count: int
 
     def sharded(self, ranks: int) -> int:
         """Bytes at rest when FSDP splits a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
@@ -58,7 +60,7 @@ class Holdings:
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan = plan
         rules = [r for r in tensor if not isinstance(r.style, AROUND)]
-        tied = {name for group in facts.ties for name in group[1:]}
+        tied = _Tied(facts)
         self.all = [
             Holding(
                 modules=part,
@@ -66,11 +68,12 @@ class Holdings:
                 spread=own.spread,
                 parameter=replace(parameter, dtype=plan.dtype(parameter)),
                 local=local,
+                count=count,
             )
             for own in owned(plan, facts)
             for part, rule in ruled(own.modules, rules)
             for parameter in part.module.parameters
-            if not _again(part, parameter, tied)
+            if (count := tied.own(part, parameter))
             for local in [_local(part, parameter, rule, plan)]
         ]
 
@@ -86,13 +89,13 @@ class Holdings:
         param = precision.param if precision else None
         own = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
-        rest = sum(len(h.modules) * h.sharded(self.ranks(h)) for h in own)
-        return rest // calls, sum(len(h.modules) * h.whole(param) for h in own) // calls
+        rest = sum(h.count * h.sharded(self.ranks(h)) for h in own)
+        return rest // calls, sum(h.count * h.whole(param) for h in own) // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
         return sum(
-            len(h.modules) * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)))
+            h.count * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)))
             for h in self.all
         )
 
@@ -118,8 +121,22 @@ def kept_shape(
     return (*local[:dim], -(-local[dim] // ranks), *local[dim + 1 :])
 
 
-def _again(modules: Modules, parameter: Parameter, tied: set[str]) -> bool:
-    """Whether a parameter is another's second name."""
-    if len(modules) > 1 or not tied:
-        return False
-    return ".".join(filter(None, [next(modules.names()), parameter.name])) in tied
+class _Tied:
+    """Which parameters are another's by a second name.
+
+    Modules are gone through one by one only where some of their like are tied.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.names = {name for group in facts.ties for name in group[1:]}
+        self.keys = {
+            tuple("[]" if part.isdecimal() else part for part in name.split("."))
+            for name in self.names
+        }
+
+    def own(self, modules: Modules, parameter: Parameter) -> int:
+        """How many of the modules have a parameter of their own."""
+        if (*modules.key, parameter.name) not in self.keys:
+            return len(modules)
+        full = (".".join(filter(None, [name, parameter.name])) for name in modules.names())
+        return sum(name not in self.names for name in full)

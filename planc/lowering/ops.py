@@ -12,18 +12,10 @@ from dataclasses import dataclass, field
 from planc.ir.kernels import Save
 from planc.ir.style import Custom, Style
 from planc.lowering.expression import pattern_of
+from planc.lowering.op import Draw, Op
 from planc.model.facts import Modules
 
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """Args:
-    place: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
-    """
-
-    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +315,7 @@ AnyOp = (
     | FullyShard
     | MegatronShard
     | Divide
+    | Draw
     | Prefetch
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import PlanError, Sink
@@ -64,6 +65,7 @@ class Maker:
             for parameter in made.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
         model: nn.Module = made.float().train()
+        taught(model)
         for part in {
             id(m.config): m.config for m in model.modules() if hasattr(m, "config")
         }.values():
@@ -114,3 +116,24 @@ class Maker:
         if takes_more(self._cls):
             sample = with_towers(sample, choice, self._part, self.names)
         return sample
+
+
+def taught(model: nn.Module) -> None:
+    """Gives a block diffusion model, whose forward has no labels, a loss of its own, in place.
+
+    Its prompt is what others take as tokens, and its canvas the labels in another order, so all of
+    it is run; the loss is the mean cross entropy of the canvas.
+    """
+    from torch.nn.functional import cross_entropy
+
+    plain = model.forward
+    names = inspect.signature(plain).parameters
+    if "labels" in names or "decoder_input_ids" not in names:
+        return
+
+    def forward(input_ids: Any, labels: Any, **others: Any) -> Any:
+        output = plain(input_ids=input_ids, decoder_input_ids=labels.roll(1, -1), **others)
+        output.loss = cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+        return output
+
+    model.forward = forward

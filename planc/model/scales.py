@@ -118,7 +118,6 @@ COUNTS = {
     "n_shared_experts": 1,
     "num_shared_experts": 1,
     "moe_num_shared_experts": 1,
-    "num_kv_shared_layers": 1,
 }
 """Counts that go with experts or layers, and the most that a small model has of them."""
 
@@ -161,4 +160,5 @@ NESTED = frozenset({"encoder", "decoder", "attn_config", "ffn_config"})
 DROPOUT = re.compile(
     r"dropout|_pdrop$|_drop$|drop_rate|drop_path|layerdrop|resid_pdrop|jitter_noise"
 )
+JITTER = re.compile(r"jitter_(noise|eps)$")
 TOKEN = re.compile(r"_token_ids?$|_token_index$|^(un|mas)k_index$|_token_idx$")

@@ -120,6 +120,9 @@ class _Shrinker:
             single = {int(i): v for i, v in (config.get("per_layer_config") or {}).items()}
             if single:
                 columns.append([str(single.get(i)) for i in range(depth)])
+            last = config.get("num_kv_shared_layers")  # which have no keys and values of their own
+            last = last if _number(last) and last < depth else 0
+            columns += [[str(i >= depth - last) for i in range(depth)]] if last else []
             repeats = _period(config, depth)
             if (columns or repeats == 1) and len(set(self.blocks.get(depth, ()))) > 1:
                 columns.append(list(self.blocks[depth]))
@@ -134,6 +137,8 @@ class _Shrinker:
                 small["per_layer_config"] = {i: self.config(v) for i, v in own.items()}
             small[name] = len(kept)
             _numbered_layers(small, kept, depth, done=lists)
+            if last:
+                small["num_kv_shared_layers"] = sum(i >= depth - last for i in kept)
             for field in _dense_first(config, depth):
                 small[field] = min(sum(i < config[field] for i in kept), len(kept) - 1)
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
+from planc.lowering.op import Op
 from planc.lowering.ops import (
     Adapt,
     Configure,
@@ -18,7 +19,6 @@ from planc.lowering.ops import (
     Load,
     Lowered,
     MegatronShard,
-    Op,
     Parallelize,
     Prefetch,
     Quantize,

@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
+from planc.lowering.op import Draw
 from planc.lowering.ops import (
     Adapt,
     AnyOp,
@@ -39,6 +40,7 @@ from planc.lowering.ops import (
 from planc.runtime import handover
 from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
+from planc.runtime.drawing import draw_alike
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.styles import build, imported
@@ -213,6 +215,8 @@ class Worker:
                 divide(op, self.model, self.modules, self.meshes.root)
             case Prefetch():
                 prefetch(op, self.modules)
+            case Draw():
+                draw_alike(self.meshes.root, op.axis)
             case _:
                 assert_never(op)
 

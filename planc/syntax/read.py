@@ -6,6 +6,7 @@ its own git revision, else from the plans that ship with planc.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from planc.syntax import tree
 from planc.syntax.parse import MAX_CHARACTERS, parse
 
 _MAX_FILES = 64
+_HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,8 @@ def read(plan: str, sink: Sink) -> tuple[tree.File, ...]:
     """The files of a plan, what is extended before what extends it.
 
     Args:
-        plan: a path, `-` for standard input, the name of a shipped plan, or `REV:path` in git.
+        plan: a path, `-` for standard input, the name of a shipped plan or of a family that one
+            is for, or `REV:path` in git.
         sink: receives PL006 (can't be read), PL008 (extends itself) and the parser's findings.
     """
     chain = _Chain(sink)
@@ -99,6 +102,22 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in PLANS.glob("*.plan")))
 
 
+def families(path: Path) -> tuple[str, ...]:
+    """The families that the header of a shipped plan names."""
+    header = _HEADER.search(path.read_text(encoding="utf-8"))
+    return tuple(re.findall(r"[^\s,]+", header[1])) if header else ()
+
+
+def _of_family(name: str) -> Path | None:
+    """The shipped plan for a family that no file is called after, such as llama's for mistral.
+
+    One whose own name is among its families comes first: others are for a part of a family, such
+    as its classifiers.
+    """
+    those = [p for p in sorted(PLANS.glob("*.plan")) if name in families(p)]
+    return next((p for p in those if p.stem in families(p)), those[0] if those else None)
+
+
 def locate(plan: str) -> Place | None:
     """Where a plan is, or None where nothing of that name is."""
     if plan == "-":
@@ -111,6 +130,8 @@ def locate(plan: str) -> Place | None:
             return Place(name=plan, path=path)
         if bare and known.is_file():
             return Place(name=f"plans/{plan}.plan", path=known)
+        if bare and (base := _of_family(plan)):
+            return Place(name=f"plans/{base.name}", path=base)
     except (OSError, ValueError):  # a name too long, or with a NUL in it
         return None
     revision, colon, inside = plan.rpartition(":")

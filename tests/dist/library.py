@@ -3,11 +3,14 @@
 It runs each case of `test_plans.py` on four gloo processes, which takes some minutes:
 
     python -W ignore tests/dist/library.py
+
+and only some of them, by their names in `families.py`, where they are given.
 """
 
 import sys
 from pathlib import Path
 
+PLANS = Path(__file__).parent.parent.parent / "plans"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "library.md"
 HEAD = "|---|---|---|---|---|---|\n"
 
@@ -43,19 +46,17 @@ def share(model, plan):
 
     blocks = [op.modules for op in plan.ops if isinstance(op, Checkpoint)]
     names = tuple(f"{name}." for modules in blocks for name in modules.names())
-    total = sum(
-        p.numel() for n, p in numerics.build(model).named_parameters() if n.startswith(names)
-    )
-    split = 0
-    for op in plan.ops:
-        if isinstance(op, Parallelize) and any(map(op.modules.within, blocks)):
-            for shape in op.shapes:
-                if shape.shape != shape.local:
-                    size = 1
-                    for n in shape.shape:
-                        size *= n
-                    split += size * len(op.modules)
-    return split / total
+    known = dict(numerics.build(model).named_parameters(remove_duplicate=False))
+    inside = {id(p): p.numel() for n, p in known.items() if n.startswith(names)}
+    split = {
+        id(known[f"{name}.{shape.name}"])
+        for op in plan.ops
+        if isinstance(op, Parallelize)
+        for shape in op.shapes
+        if shape.shape != shape.local
+        for name in op.modules.names()
+    }
+    return sum(n for one, n in inside.items() if one in split) / sum(inside.values())
 
 
 def ways(model, always):
@@ -81,7 +82,8 @@ def row(pool, model, plan, always):
         for result in pool.run("numerics.compare", model=model, plan=plan, overrides=overrides):
             worst = max(worst, result["logits"], result["loss"], result["gradient"])
     low = lowered(model, plan, runs[0])
-    sequence = "option" if not always else ("none" if plan in ("opt", "llama4", "gemma4", "bert", "gemma3_vision", "qwen3_vl", "qwen2_5_vl") else "always")
+    none = "require not sequence_parallel" in (PLANS / f"{plan}.plan").read_text()
+    sequence = "option" if not always else ("none" if none else "always")
     family = numerics.MODELS[model]["model_type"]
     kind = model.partition("-")[2]
     name = f"{family} ({kind})" if kind else family
@@ -96,14 +98,21 @@ def main():
     from test_plans import ALSO, ALWAYS, CASES
 
     pool = Pool()
-    rows = []
-    for model, plan in CASES + ALSO + ALWAYS:
-        rows.append(row(pool, model, plan, (model, plan) in ALWAYS))
-        print(rows[-1], file=sys.stderr)
-    pool.close()
     before, _, after = PAGE.read_text().partition(HEAD)
-    after = after[after.index("\n\n") :]
-    PAGE.write_text(before + HEAD + "\n".join(sorted(rows)) + after)
+    table, gap, after = after.partition("\n\n")
+    rows = {_name(row): row for row in table.splitlines()} if sys.argv[1:] else {}
+    for model, plan in CASES + ALSO + ALWAYS:
+        if not sys.argv[1:] or model in sys.argv[1:]:
+            made = row(pool, model, plan, (model, plan) in ALWAYS)
+            rows[_name(made)] = made
+            print(made, file=sys.stderr)
+    pool.close()
+    PAGE.write_text(before + HEAD + "\n".join(sorted(rows.values())) + gap + after)
+
+
+def _name(line):
+    """What a row is about: the family and the plan."""
+    return tuple(cell.strip() for cell in line.split("|")[1:3])
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
+from planc.lowering.op import Draw
 from planc.lowering.ops import Parallelize
 from planc.model.inputs import part_of
-from planc.model.real import Maker
+from planc.model.real import Maker, taught
 from planc.runtime.shards import ordered, orders
 
 LENGTH, BATCH = 16, 4
@@ -65,7 +66,9 @@ def build(model, **changes):
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return made.float().train()
+    made = made.float().train()
+    taught(made)
+    return made
 
 
 def class_of(config):
@@ -89,7 +92,7 @@ def sample(config):
     tokens, labels = data(text.vocab_size)
     if "Classification" in class_of(config).__name__:
         return {"input_ids": tokens, "labels": labels[:, 0] % config.num_labels}
-    if not hasattr(config, "vision_config"):
+    if not hasattr(config, "vision_config") or config.model_type == "diffusion_gemma":
         return {"input_ids": tokens, "labels": labels}
     return Maker(config.to_dict()).sample()
 
@@ -109,7 +112,7 @@ def plain(name):
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def compare(model, plan, overrides=(), changes=None, script=False, without=None):
+def compare(model, plan, overrides=(), changes=None, script=False, without=None, seed=None):
     """How far a parallel model is from the single process, on this rank.
 
     Args:
@@ -118,7 +121,9 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
         overrides: settings of a plan that is not lowered.
         changes: configuration fields that differ from those of `MODELS`.
         script: whether the emitted Python spreads the model, instead of planc's own apply.
-        without: leave out the operations on modules of this name, to break the plan on purpose.
+        without: leave out the operations on modules of this name, to break the plan on purpose;
+            `draw`, those that let ranks draw alike.
+        seed: of what the single process draws in training; ranks but the first have other ones.
 
     Returns:
         Relative errors of `logits`, `loss` and the worst `gradient`, whose name is `worst`; and
@@ -126,6 +131,8 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
     """
     single = build(model, **(changes or {}))
     inputs = sample(single.config)
+    if seed is not None:
+        torch.manual_seed(seed)
     right = single(**inputs, use_cache=False)
     right.loss.backward()
     parallel = build(model, **(changes or {}))
@@ -136,6 +143,8 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
         kept = tuple(op for op in plan.ops if not names(op, without))
         assert len(kept) < len(plan.ops), f"nothing is named {without}"
         plan = replace(plan, ops=kept)
+    if seed is not None:
+        torch.manual_seed(seed + distributed.get_rank())
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
@@ -144,8 +153,10 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None)
     loss = whole(output.loss).clone()
     distributed.all_reduce(loss)  # ranks with the same data have the same loss
     loss /= distributed.get_world_size()
-    gradients = gradients_of(parallel)
-    reference = {name: p.grad for name, p in single.named_parameters() if p.requires_grad}
+    # a tower for images has no gradient where there is none
+    parameters = single.named_parameters()
+    reference = {name: p.grad for name, p in parameters if p.grad is not None}
+    gradients = gradients_of(parallel, reference)
     assert gradients.keys() == reference.keys()
     # Some gradients are 0 but for rounding: a key's bias does nothing behind a softmax.
     least = 1e-3 * max(grad.abs().max().item() for grad in reference.values())
@@ -170,17 +181,26 @@ def lowered(model, document):
 
 
 def names(op, last):
-    """Whether an operation gives a style to modules of a name."""
+    """Whether an operation gives a style to modules of a name, or is of that name itself."""
+    if isinstance(op, Draw):
+        return last == "draw"
     return isinstance(op, Parallelize) and str(op.modules).endswith(last)
 
 
-def gradients_of(model):
-    """Whole gradients by the names that parameters had before anything was wrapped."""
+def gradients_of(model, wanted=None):
+    """Whole gradients by the names that parameters had before anything was wrapped.
+
+    Args:
+        model: the parallel model.
+        wanted: the parameters that have to have one; all that are trained by default.
+    """
     gradients, own = {}, orders(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         grad = parameter.grad
+        if wanted is not None and grad is None and plain(name) not in wanted:
+            continue
         assert grad is not None, f"{name} has no gradient"
         partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
         assert not partial, f"the gradient of {name} is a part of a sum"

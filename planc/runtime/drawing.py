@@ -1,0 +1,25 @@
+"""Random numbers that ranks of one axis draw alike. Scripts carry this file's definitions along."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def draw_alike(mesh: DeviceMesh, axis: str) -> None:
+    """Gives the random state of an axis's first rank to all its ranks, for CPU and device.
+
+    They stay alike as long as they draw as many numbers, which like shards do.
+    """
+    group = mesh[axis].get_group()
+    first = distributed.get_global_rank(group, 0)
+
+    def of_first(state: torch.Tensor) -> torch.Tensor:
+        state = state.to(mesh.device_type)
+        distributed.broadcast(state, src=first, group=group)
+        return state.cpu()
+
+    torch.set_rng_state(of_first(torch.get_rng_state()))
+    if mesh.device_type == "cuda":
+        torch.cuda.set_rng_state(of_first(torch.cuda.get_rng_state()))

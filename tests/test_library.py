@@ -1,0 +1,194 @@
+"""The shipped plans: found by the family's name, checked and lowered for a model of real shape.
+
+Shapes in plans/models are written from memory of what was published; `TOTALS` in test_model.py
+holds how many parameters each comes to.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import diffused
+import pytest
+
+from planc.cli import main
+from planc.syntax.read import families, locate
+
+HERE = Path(__file__).parent
+PLANS = HERE.parent / "plans"
+sys.path.insert(0, str(HERE / "dist"))
+
+CASES = [
+    ("llama-3.1-8b", "llama", ["tp=2", "sequence_parallel=false"]),
+    ("llama-3.2-1b", "llama", ["tp=4"]),
+    ("mistral-7b-v0.3", "llama", ["tp=2"]),
+    ("qwen2.5-7b", "llama", ["tp=4"]),
+    ("qwen3-8b", "qwen3", ["tp=2"]),
+    ("gemma-3-1b", "gemma3", []),
+    ("phi-4", "phi3", ["tp=2"]),
+    ("gpt2", "gpt2", []),
+    ("gemma-2-9b", "gemma2", ["tp=2"]),
+    ("stablelm-2-1.6b", "stablelm", ["tp=2"]),
+    ("starcoder2-3b", "starcoder2", ["tp=2"]),
+    ("olmo-7b", "olmo", ["tp=2"]),
+    ("olmo-2-7b", "olmo2", ["tp=2"]),
+    ("phi-2", "phi", ["tp=2"]),
+    ("command-r", "cohere", ["tp=2"]),
+    ("command-r7b", "cohere2", ["tp=2"]),
+    ("glm-4-9b", "glm", ["tp=2"]),
+    ("glm-4-9b-0414", "glm4", ["tp=2"]),
+    ("minitron-4b", "nemotron", ["tp=2"]),
+    ("pythia-6.9b", "gpt_neox", ["tp=2"]),
+    ("gpt-j-6b", "gptj", ["tp=2"]),
+    ("opt-1.3b", "opt", ["tp=2"]),
+    ("falcon-7b", "falcon", ["tp=2"]),
+    ("bloom-7b1", "bloom", ["tp=2"]),
+    ("mpt-7b", "mpt", ["tp=2"]),
+    ("codegen-350m", "codegen", ["tp=2"]),
+    ("starcoder", "gpt_bigcode", ["tp=2"]),
+    ("xglm-564m", "xglm", ["tp=2"]),
+    ("biogpt", "biogpt", ["tp=2"]),
+    ("persimmon-8b", "persimmon", ["tp=2"]),
+    ("mixtral-8x7b", "mixtral", ["tp=2"]),
+    ("deepseek-v2-lite", "deepseek_v3", ["tp=2"]),
+    ("gpt-oss-20b", "gpt_oss", ["tp=2"]),
+    ("olmoe-1b-7b", "olmoe", ["tp=2"]),
+    ("qwen3-30b-a3b", "qwen3_moe", ["tp=2"]),
+    ("nemotron-h-8b", "nemotron_h", ["tp=2"]),
+    ("mamba-codestral-7b", "mamba2", ["tp=2"]),
+    ("jamba-v0.1", "jamba", ["tp=2"]),
+    ("qwen3-next-80b-a3b", "qwen3_next", ["tp=2"]),
+    ("bert-base", "bert", ["tp=2"]),
+    ("llama-4-scout", "llama4", ["tp=2"]),
+    ("llama-4-maverick", "llama4", ["tp=2"]),
+    ("ministral-8b", "llama", ["tp=2"]),
+    ("qwen1.5-moe-a2.7b", "mixtral", ["tp=2"]),
+    ("gemma-7b", "llama", ["tp=2"]),
+    ("gemma-4-26b-a4b", "gemma4", ["tp=2"]),
+    ("gemma-4-e4b", "gemma4", ["tp=2"]),
+    ("gemma-3-4b", "gemma3_vision", ["tp=2"]),
+    ("phi-3.5-moe", "phimoe", ["tp=2"]),
+    ("deepseek-v3", "deepseek_v3", ["tp=2"]),
+    ("glm-4.5-air", "qwen3_moe", ["tp=2"]),
+    ("granite-3.1-8b", "llama", ["tp=2"]),
+    ("granite-3.1-1b-a400m", "granitemoe", ["tp=2"]),
+    ("bamba-9b", "falcon_h1", ["tp=2"]),
+    ("falcon-h1-0.5b", "falcon_h1", ["tp=2"]),
+    ("zamba2-2.7b", "zamba2", ["tp=2"]),
+    ("jetmoe-8b", "jetmoe", ["tp=2"]),
+    ("ctrl", "ctrl", ["tp=2"]),
+    ("cpm-ant-10b", "cpmant", ["tp=2"]),
+    ("qwen3-vl-8b", "qwen3_vl", ["tp=2"]),
+    ("qwen2.5-vl-7b", "qwen2_5_vl", ["tp=2"]),
+    ("diffusiongemma-26b-a4b", "diffusion_gemma", ["tp=2"]),
+    ("minimax-text-01", "minimax", ["tp=2"]),
+    ("smollm3-3b", "llama", ["tp=2"]),
+    ("exaone-4.0-32b", "exaone4", ["tp=2"]),
+    ("ernie-4.5-21b-a3b", "mixtral", ["tp=2"]),
+    ("ernie-4.5-0.3b", "llama", ["tp=2"]),
+    ("apertus-8b", "apertus", ["tp=2"]),
+    ("hunyuan-7b", "hunyuan_v1_dense", ["tp=2"]),
+    ("diffllama-1b", "diffllama", ["tp=2"]),
+    ("helium-1-2b", "llama", ["tp=2"]),
+    ("seed-oss-36b", "llama", ["tp=2"]),
+    ("afm-4.5b", "nemotron", ["tp=2"]),
+    ("olmo-3-7b", "olmo2", ["tp=2"]),
+    ("llama-3.2-1b-classes", "classifier", ["tp=2"]),
+    ("qwen2.5-0.5b", "llama", ["tp=2"]),
+    ("phi-3-mini", "phi3", ["tp=2"]),
+]
+"""A model, its plan, and settings."""
+
+UNEVEN = {"granite-3.1-8b", "granite-3.1-1b-a400m", "hunyuan-7b"}
+"""Their vocabularies do not divide by 2, which is a warning."""
+
+NAMED = """
+llama llama4 mistral mixtral ministral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next gemma gemma2
+gemma3 gemma4 phi phi3 phimoe gpt2 gpt_neox gptj gpt_oss opt bloom falcon falcon_h1 mpt stablelm
+starcoder2 olmo2 olmoe deepseek_v2 deepseek_v3 glm4 glm4_moe cohere cohere2 granite granitemoe
+nemotron nemotron_h bamba jamba mamba2 zamba2 minimax smollm3 exaone4 ernie4_5_moe
+diffusion_gemma bert
+"""
+"""Families that the library has by name, whatever file their plan is in."""
+
+
+def settled(settings):
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def run(capsys, *words):
+    code = main([str(w) for w in words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def family(model):
+    """The model type of a shipped configuration."""
+    return json.loads((PLANS / "models" / f"{model}.json").read_text())["model_type"]
+
+
+@pytest.mark.parametrize(("model", "plan", "settings"), [*CASES, *diffused.CASES])
+def test_lowers(capsys, golden, model, plan, settings):
+    words = (model, plan, "--world-size", "8", *settled(settings))
+    code, out, err = run(capsys, "lower", *words)
+    assert code == 0
+    assert not err or (model in UNEVEN and "PL203" in err), err
+    golden(f"{model}.txt", out)
+
+
+@pytest.mark.parametrize(("model", "plan", "settings"), CASES)
+def test_is_checked(capsys, model, plan, settings):
+    """No errors, and layout flow has the last word on what it can run."""
+    words = (model, plan, "--world-size", "8", *settled(settings))
+    code, out, _ = run(capsys, "check", *words)
+    assert code == 0, out
+    said = "layout flow (proved" if settings else "layout flow (no tensor parallelism)"
+    assert said in out, out
+    assert "PL504" not in out, out
+
+
+def test_every_plan_has_a_golden():
+    """A shipped plan without a case here would have no golden, and no check in CI."""
+    cases = [(model, plan) for model, plan, _ in CASES]
+    cases += [param.values[:2] for param in diffused.CASES]
+    assert {p.stem for p in PLANS.glob("*.plan")} == {plan for _, plan in cases}
+    for model, _ in cases:
+        assert (HERE / "goldens" / f"{model}.txt").is_file()
+
+
+def test_every_family_of_every_header_has_a_case():
+    others = {param.values[1] for param in diffused.CASES}
+    named = {n for p in PLANS.glob("*.plan") if p.stem not in others for n in families(p)}
+    assert named == {family(model) for model, _, _ in CASES}
+
+
+@pytest.mark.parametrize("name", NAMED.split())
+def test_is_found_by_its_family_and_proved(name):
+    """By `planc check MODEL family`; a row of the numerics is for its plan and of its kind."""
+    import numerics
+    import test_plans
+
+    place = locate(name)
+    assert place is not None
+    mine = [f for f in families(place.path) if f.removesuffix("_text") == name]
+    assert mine
+    proved = {
+        (numerics.MODELS[model]["model_type"].removesuffix("_text"), plan)
+        for model, plan in test_plans.CASES + test_plans.ALSO + test_plans.ALWAYS
+    }
+    assert (name, place.path.stem) in proved
+
+
+def test_a_family_is_a_name_for_its_plan(capsys):
+    one = run(capsys, "lower", "mistral-7b-v0.3", "mistral", "--world-size", "8")
+    two = run(capsys, "lower", "mistral-7b-v0.3", "llama", "--world-size", "8")
+    assert one == two and one[0] == 0
+
+
+def test_a_family_has_one_plan():
+    """Of plans that name a family in their headers, at most one bears a family's name."""
+    every = [p for p in PLANS.glob("*.plan") if p.stem in families(p)]
+    names = [name for p in every for name in families(p)]
+    assert len(names) == len(set(names))
+    assert locate("llama4_text").path.stem == "llama4"
+    assert locate("nothere") is None
