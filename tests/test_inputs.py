@@ -9,8 +9,9 @@ import torch
 from planc.diagnostic import Sink
 from planc.driver import compile_plan
 from planc.model.blocks import sorts
+from planc.model.feeds import KINDS
 from planc.model.inputs import Choice, part_of
-from planc.model.load import of_values
+from planc.model.load import load, of_values
 from planc.model.real import Maker
 from planc.model.shrink import shrink
 from planc.proof.flow import flow
@@ -180,3 +181,35 @@ def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monk
     assert kind.modules == "model.vision_tower.encoder.layers[0:27]"
     assert "no input was found for its images: tried lists of images (" in kind.reason
     assert [d.code for d in findings] == ["PL504"]
+
+
+def test_init_says_what_was_tried_for_a_tower(monkeypatch):
+    from planc.draft.init import draft
+    from planc.model import inputs
+    from planc.proof import flow as module
+
+    monkeypatch.setattr(inputs, "KINDS", [k for k in KINDS if k.name == "lists of images"])
+    monkeypatch.setattr(module, "_FORMAT", "test")
+    made = draft(load("gemma-3-4b", Sink()), Sink())
+    told = " ".join(line.removeprefix("#").strip() for line in made.text.splitlines())
+    assert "nothing of it can be proved: model.vision_tower.encoder.layers." in told
+    assert "No input was found for its images: tried lists of images (" in told
+    assert "$tower {" not in made.text.partition("mesh {")[2].partition("checkpoint")[0]
+    assert made.outcome.verdict == "proved"
+
+
+def test_blocks_that_drop_paths_are_of_one_kind():
+    """A block that drops none holds an Identity in the place of a DropPath."""
+    from torch import nn
+
+    from planc.model.blocks import signature
+    from planc.model.table import facts_of
+
+    def block(drop):
+        made = nn.Module()
+        made.fc, made.drop_path1 = nn.Linear(4, 4), drop
+        return facts_of(made).root
+
+    same, other = block(nn.Identity()), block(nn.Dropout(0.1))
+    assert signature(same) == signature(other)
+    assert signature(same) != signature(block(nn.Linear(4, 4)))

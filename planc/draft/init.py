@@ -177,9 +177,11 @@ def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None
     whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
     if search.unreached:
         page.comment.append(
-            "Whole on every rank, because a run on text does not come there and nothing of it can "
-            f"be proved: {', '.join(search.unreached)}."
+            "Whole on every rank, because the small model's run does not come there and nothing of "
+            f"it can be proved: {', '.join(search.unreached)}."
         )
+    if outcome.unfed:
+        page.comment.append(f"{outcome.unfed[0].upper()}{outcome.unfed[1:]}.")
     if whole:
         page.comment.append(
             f"Whole on every rank, because no split of them was right: {', '.join(whole)}."

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from planc.model.facts import Facts, Module, Modules
+from planc.model.scales import DROPOUT
 
 
 def block_lists(at: Modules) -> Iterator[Modules]:
@@ -19,8 +20,12 @@ def block_lists(at: Modules) -> Iterator[Modules]:
 
 
 def signature(module: Module) -> tuple[Any, ...]:
-    """What a block is made of, whatever its sizes: classes, names and parameters."""
-    inner = tuple(dict.fromkeys((c.name, signature(c.module)) for c in module.children))
+    """What a block is made of, whatever its sizes: classes, names and parameters.
+
+    What only drops paths is left out: in a model that drops none it is of another class.
+    """
+    made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
+    inner = tuple(dict.fromkeys((c.name, signature(c.module)) for c in made))
     return (module.cls, tuple(p.name for p in module.parameters), inner)
 
 

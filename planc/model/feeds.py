@@ -184,10 +184,14 @@ def _spectrum(config: Any, rows: int, generator: Any) -> Inputs:
     import torch
 
     bands = _number(config, "num_mel_bins", "input_size", "feature_size", default=80)
-    time = 2 * _number(config, "max_source_positions", default=32)
+    time = 2 * _number(config, "max_source_positions", "max_position_embeddings", default=32)
+    if window := 2 * _number(config, "n_window", default=0):
+        time = window * max(2, time // window)
+    mask = torch.ones(rows, time, dtype=torch.long)
     return {
         "input_features": _random(generator, rows, bands, time),
-        "feature_attention_mask": torch.ones(rows, time, dtype=torch.long),
+        "feature_attention_mask": mask,
+        "input_features_mask": mask,
     }
 
 
@@ -196,7 +200,13 @@ def _frames(config: Any, rows: int, generator: Any) -> Inputs:
     import torch
 
     bands = _number(
-        config, "input_feat_size", "num_mel_bins", "input_dim", "feature_size", default=128
+        config,
+        "input_feat_size",
+        "input_feat_per_channel",
+        "num_mel_bins",
+        "input_dim",
+        "feature_size",
+        default=128,
     )
     return {
         "input_features": _random(generator, rows, 64, bands),
