@@ -146,7 +146,9 @@ def test_tensor_parallel_without_a_choice(four, model, plan, checkpointing):
 
 
 def test_every_shipped_plan_is_proved():
-    proved = {plan for _, plan in CASES + ALWAYS}
+    from test_diffusion_plans import CASES as DIFFUSED
+
+    proved = {plan for _, plan in CASES + ALWAYS + DIFFUSED}
     assert {p.stem for p in PLANS.glob("*.plan")} == proved
 
 
