@@ -18,7 +18,7 @@ from planc.driver import UNREADABLE, Compiled, compile_plan
 from planc.lowering.document import dumps
 from planc.proof.flow import flow
 from planc.report import render, wants_colour
-from planc.runtime import certificate
+from planc.trial import certificate
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
 

@@ -23,6 +23,7 @@ FLOORS = {
     "runtime": 5,
     "driver": 6,
     "arguments": 6,
+    "trial": 6,
     "proof": 7,
     "draft": 8,
     "api": 9,

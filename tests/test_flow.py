@@ -246,7 +246,7 @@ def test_a_gradient_that_nothing_sums(tmp_path):
     from dataclasses import replace
 
     from planc.model.real import Maker
-    from planc.runtime.flow import simulate
+    from planc.trial.simulate import simulate
 
     values = shrink(compiled.facts.config, ranks=2)
     small = compile_plan_for(values, settings)

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from planc.ir.kernels import GROUPS, _table, like, listed, seen
-from planc.runtime.remat import offloading, operators, saving, saving_on_cpu
+from planc.runtime.carried.remat import offloading, operators, saving, saving_on_cpu
 
 
 def resolved(name):

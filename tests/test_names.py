@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 
 from planc.diagnostic import Diagnostic
 from planc.model.names import Recipe, recipes
-from planc.runtime.files import Entry, listing, reading
-from planc.runtime.loading import _stored
-from planc.runtime.pieces import Stored, fill, made, one
 from planc.runtime.shards import held
+from planc.runtime.weights.files import Entry, listing, reading
+from planc.runtime.weights.loading import _stored
+from planc.runtime.weights.pieces import Stored, fill, made, one
 
 SMALL = {
     "vocab_size": 128,

@@ -20,8 +20,8 @@ from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.model.shrink import shrink
 from planc.proof.findings import generic
-from planc.runtime.outcome import Outcome
 from planc.syntax.format import laid_out
+from planc.trial.outcome import Outcome
 
 _RANKS = 2
 _Small = tuple[Facts | None, dict[str, Any], Any, str]

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import torch
 
     from planc.model.own import Makes
-    from planc.runtime.trace import Trace
+    from planc.trial.trace import Trace
 
 
 def run(maker: Makes) -> Ran | None:
     """What a run shows, or None where the model does not run."""
     import torch
 
-    from planc.runtime.trace import Trace
+    from planc.trial.trace import Trace
 
     model, trace, inputs = maker.build(0), Trace(), maker.sample()
     gives: dict[str, int] = {}

@@ -22,7 +22,7 @@ from planc.driver import compile_plan
 from planc.model.facts import Facts, Module, Modules
 from planc.proof.findings import generic
 from planc.proof.flow import judge
-from planc.runtime.outcome import Outcome, Part
+from planc.trial.outcome import Outcome, Part
 
 _MOST = 60
 """Runs; a model has far fewer parts than that."""

@@ -10,7 +10,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-_RUNTIME = Path(__file__).resolve().parent.parent / "runtime"
+_CARRIED = Path(__file__).resolve().parent.parent / "runtime" / "carried"
 _FILES = (
     "parts.py",
     "remat.py",
@@ -44,7 +44,7 @@ def carried(body: str) -> list[str]:
 
 @cache
 def _definitions() -> dict[str, str]:
-    texts = [(_RUNTIME / file).read_text(encoding="utf-8") for file in _FILES]
+    texts = [(_CARRIED / file).read_text(encoding="utf-8") for file in _FILES]
     return {
         node.name: ast.get_source_segment(text, node) or ""
         for text in texts

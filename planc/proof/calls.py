@@ -50,7 +50,7 @@ def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
 
 def _run(values: dict[str, Any], code: str) -> set[str]:
     from planc.model.own import maker_of
-    from planc.runtime.trace import called as run
+    from planc.trial.trace import called as run
 
     maker = maker_of(values, code)
     return {generic(name) for name in run(maker.build(0), maker.sample())}

@@ -8,7 +8,7 @@ from planc.diagnostic import Label, Sink
 from planc.ir.plan import Plan
 from planc.model.facts import below
 from planc.proof.govern import rules
-from planc.runtime.outcome import Outcome, Part
+from planc.trial.outcome import Outcome, Part
 
 _SEEN = "seen on a shrunken model, with all ranks of the axis simulated (2)"
 _MOST = 8

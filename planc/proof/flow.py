@@ -1,7 +1,7 @@
 """Layout flow, as `planc check` asks for it: shrink, lower, simulate, remember, report.
 
 The plan is compiled once more, for a small model of the same family on its tensor axes alone, and
-what `planc.runtime.flow` finds there is reported at the lines of the plan. What was found is kept
+what `planc.trial.simulate` finds there is reported at the lines of the plan. What was found is kept
 by the digest of the small lowered plan, its configuration and the library versions, so a warm
 check imports no torch.
 """
@@ -28,7 +28,7 @@ from planc.proof import smaller
 from planc.proof.calls import called
 from planc.proof.findings import refuted, uncalled, unstated
 from planc.proof.kinds import Kind, kinds
-from planc.runtime.outcome import Outcome, outcome_of
+from planc.trial.outcome import Outcome, outcome_of
 
 PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
 """Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
@@ -294,7 +294,7 @@ def judge(values: dict[str, Any], compiled: Compiled) -> Outcome:
     if kept is not None:
         return kept
     from planc.model.own import maker_of
-    from planc.runtime.flow import simulate
+    from planc.trial.simulate import simulate
 
     try:
         maker = maker_of(values, code)

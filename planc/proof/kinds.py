@@ -17,7 +17,7 @@ from planc.ir.plan import Plan
 from planc.model.blocks import block_lists, signature
 from planc.model.facts import Facts, Modules, below
 from planc.model.indices import Indices
-from planc.runtime.outcome import LIMIT, Outcome
+from planc.trial.outcome import LIMIT, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

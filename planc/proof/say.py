@@ -10,8 +10,8 @@ from planc.diagnostic import Sink
 from planc.ir.plan import Plan
 from planc.lowering.ops import Lowered
 from planc.proof.govern import rules, units
-from planc.runtime.certificate import number
-from planc.runtime.verify import LIMITS, Comparison, Trouble
+from planc.trial.certificate import number
+from planc.trial.processes import LIMITS, Comparison, Trouble
 
 _WORDS = {
     "logits": "the logits",

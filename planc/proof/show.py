@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Sink
 from planc.report.machine import document as findings
-from planc.runtime.certificate import Certificate, number, summary
+from planc.trial.certificate import Certificate, number, summary
 
 if TYPE_CHECKING:
     from planc.proof.verify import Proof

@@ -22,8 +22,10 @@ from planc.model.shrink import shrink
 from planc.proof.flow import UNSEEN, megatron
 from planc.proof.say import parted, troubled, unknown
 from planc.proof.smaller import not_reached, settings, sizes
-from planc.runtime import certificate as store
-from planc.runtime.verify import (
+from planc.syntax.read import read
+from planc.syntax.tree import File
+from planc.trial import certificate as store
+from planc.trial.processes import (
     LIMITS,
     SEEDS,
     Comparison,
@@ -32,8 +34,6 @@ from planc.runtime.verify import (
     nursery,
     single_precision,
 )
-from planc.syntax.read import read
-from planc.syntax.tree import File
 
 PROCESSES = 4
 TIMEOUT = 120.0

@@ -12,7 +12,7 @@ from torch import nn
 from planc.diagnostic import PlanError
 from planc.lowering.ops import Adapt, Freeze, Lowered, Quantize
 from planc.runtime.agree import problem, stop
-from planc.runtime.firsts import adapter_layers, begin_adapters
+from planc.runtime.carried.firsts import adapter_layers, begin_adapters
 
 NAME = "default"  # of the adapter, peft's own
 _OPS = "_planc_adapters"  # where a model keeps the operations that gave it adapters

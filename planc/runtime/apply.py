@@ -40,7 +40,7 @@ from planc.lowering.ops import (
 from planc.runtime import handover
 from planc.runtime.adapters import inject, require
 from planc.runtime.agree import called, ready, stop
-from planc.runtime.drawing import draw_alike
+from planc.runtime.carried.drawing import draw_alike
 from planc.runtime.handle import Run
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.styles import build, imported

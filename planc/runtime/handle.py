@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from planc.lowering.ops import Load, Lowered
-from planc.runtime import handover, resuming, saving, training, tuned
-from planc.runtime.loading import Weights
+from planc.runtime import handover, training
 from planc.runtime.meshes import Meshes
+from planc.runtime.weights import resuming, saving, tuned
+from planc.runtime.weights.loading import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ class Run:
         """
         return training.full_state_dict(self.model, every_rank=every_rank)
 
-    # weights: planc/runtime/loading.py, saving.py
+    # weights: planc/runtime/weights/loading.py, saving.py
 
     def load(
         self,
@@ -209,7 +210,7 @@ class Run:
             self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
         )
 
-    # adapters: planc/runtime/tuned.py
+    # adapters: planc/runtime/weights/tuned.py
 
     def save_adapters(self, path: str | os.PathLike[str]) -> None:
         """Writes what is trained alone, as peft's `PeftModel.from_pretrained` reads it: adapters,

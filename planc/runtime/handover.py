@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from planc.lowering.layout import layout
 from planc.lowering.ops import Lowered, MegatronShard
-from planc.runtime import megatron
 from planc.runtime.agree import stop
+from planc.runtime.carried import megatron
 from planc.runtime.shards import megatron_of
 
 _MEGATRON: Any = megatron  # without types, as the scripts that carry it are

@@ -35,7 +35,7 @@ def quantise(layer: nn.Module, op: Quantize, device: str) -> None:
         op: says how.
         device: the type of device that the bytes go to.
     """
-    from planc.runtime.fourbit import quantize_filled
+    from planc.runtime.carried.fourbit import quantize_filled
 
     make: Any = quantize_filled
     make(

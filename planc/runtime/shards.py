@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from planc.runtime import slices
+from planc.runtime.carried import slices
 
 _SLICES: Any = slices  # without types, as the scripts that carry it are
 _CUT = "__create_chunk_list__"
@@ -37,8 +37,8 @@ Order = tuple[int, list[tuple[int, int]]]
 def orders(model: nn.Module) -> dict[str, Order]:
     """Parameters that are not in the model's own order, by plain name.
 
-    A weight of several projections is held rank by rank (`planc.runtime.parts.repack`), while every
-    file and every whole tensor that leaves the run has the order of the model.
+    A weight of several projections is held rank by rank (`planc.runtime.carried.parts.repack`),
+    while every file and every whole tensor that leaves the run has the order of the model.
     """
     return dict(_SLICES.rank_orders(model))
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from planc.ir import style as ir
-from planc.runtime.parts import (
+from planc.runtime.carried.parts import (
     BareParallel,
     DividedAttributes,
     ExpertsParallel,

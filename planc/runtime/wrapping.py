@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from planc.ir.lists import entries, of_entry
 from planc.lowering.ops import Checkpoint, Divide, FullyShard, Load, Prefetch
-from planc.runtime import arrival, remat
+from planc.runtime.carried import arrival, remat
 from planc.runtime.meshes import Meshes
 from planc.runtime.shards import units
 

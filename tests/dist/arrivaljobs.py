@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.emit.script import render
-from planc.runtime import loading, shards
+from planc.runtime.weights import loading
+from planc.runtime import shards
 
 MODELS["qwen3_moe"] = {
     "model_type": "qwen3_moe",

@@ -6,7 +6,7 @@ from torch import distributed
 from planc.diagnostic import Sink
 from planc.lowering.document import digest, loads
 from planc.model.real import Maker
-from planc.runtime.numerics import prove as compared
+from planc.trial.numerics import prove as compared
 
 
 def prove(values, document, seed=0):

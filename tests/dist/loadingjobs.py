@@ -12,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from trainingjobs import mine
 
 import planc
-from planc.runtime import shards, slices
-from planc.runtime.loading import load_files
+from planc.runtime import shards
+from planc.runtime.carried import slices
+from planc.runtime.weights.loading import load_files
 
 
 def written(model, folder, changes=None, shard_size="100KB"):

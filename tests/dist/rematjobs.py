@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planc
-from planc.runtime import remat
+from planc.runtime.carried import remat
 
 
 class Counting(TorchDispatchMode):

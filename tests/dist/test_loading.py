@@ -87,7 +87,7 @@ def test_shards_over_more_ranks_than_there_are_here():
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from planc.runtime.slices import misplaced, positions_of
+    from planc.runtime.carried.slices import misplaced, positions_of
 
     wrong = 0
     for rows, shard, tp in itertools.product(range(1, 24), (2, 3, 4), (2, 3)):

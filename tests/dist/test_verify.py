@@ -14,8 +14,8 @@ import pytest
 from planc.proof.verify import verify
 from planc.cli import main
 from planc.diagnostic import Sink
-from planc.runtime import certificate as store
-from planc.runtime import verify as runtime
+from planc.trial import certificate as store
+from planc.trial import processes as verify
 from planc.share import GRAMMARS
 
 SCHEMA = json.loads((GRAMMARS / "certificate.schema.json").read_text())
@@ -362,13 +362,13 @@ def test_the_certificate_of_other_versions_is_void(tmp_path, monkeypatch):
 
 
 def test_reading_a_certificate_imports_no_torch():
-    code = "import sys, planc.runtime.certificate; print('torch' in sys.modules)"
+    code = "import sys, planc.trial.certificate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_cuda_is_taken_where_there_is_a_device_for_every_rank(monkeypatch):
-    from planc.runtime import numerics
+    from planc.trial import numerics
 
     monkeypatch.setattr(numerics.torch.cuda, "device_count", lambda: 4)
     assert (numerics.device_for(4), numerics.device_for(8)) == ("cuda", "cpu")

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from planc.model.build import quiet
 from planc.model.real import Maker
-from planc.runtime.numerics import _all, relative, whole
+from planc.trial.numerics import _all, relative, whole
 
 _MESHES = {}
 

@@ -265,7 +265,7 @@ def homes(path):
     meta stands for a device that is not the CPU.
     """
     from loadingjobs import on_meta
-    from planc.runtime.loading import materialise
+    from planc.runtime.weights.loading import materialise
 
     model = on_meta("llama")
     planc.apply(model, path, device_type="cpu")

@@ -19,9 +19,6 @@ from planc.diagnostic import Diagnostic, PlanError
 from planc.model.names import recipes
 from planc.runtime.adapters import begin
 from planc.runtime.agree import problem
-from planc.runtime.buffers import recompute
-from planc.runtime.files import Entry, listing, reading
-from planc.runtime.pieces import Piece, Stored, fill, made, one
 from planc.runtime.quantising import pack, packed, source
 from planc.runtime.shards import (
     Order,
@@ -37,6 +34,9 @@ from planc.runtime.shards import (
     take,
     units,
 )
+from planc.runtime.weights.buffers import recompute
+from planc.runtime.weights.files import Entry, listing, reading
+from planc.runtime.weights.pieces import Piece, Stored, fill, made, one
 
 Weights = Literal["slices", "rank0"]
 _STALE = (r"rotary_emb\.inv_freq$",)

@@ -17,9 +17,6 @@ from planc.diagnostic import Diagnostic
 from planc.lowering.ops import Adapt, Lowered
 from planc.runtime.adapters import NAME, adapts, layers
 from planc.runtime.agree import problem
-from planc.runtime.files import Entry, headers, reading
-from planc.runtime.loading import together
-from planc.runtime.pieces import fill, one
 from planc.runtime.quantising import packed
 from planc.runtime.shards import (
     adapter,
@@ -31,6 +28,9 @@ from planc.runtime.shards import (
     runs,
     whole,
 )
+from planc.runtime.weights.files import Entry, headers, reading
+from planc.runtime.weights.loading import together
+from planc.runtime.weights.pieces import fill, one
 
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

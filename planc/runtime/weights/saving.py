@@ -18,11 +18,7 @@ from planc.diagnostic import Diagnostic
 from planc.lowering.ops import Configure, Lowered
 from planc.runtime.adapters import layers
 from planc.runtime.agree import problem
-from planc.runtime.files import INDEX, SINGLE
-from planc.runtime.loading import together
-from planc.runtime.optimizers import moved, outgoing
 from planc.runtime.quantising import packed
-from planc.runtime.ranges import Pieces
 from planc.runtime.shards import (
     Order,
     adapter,
@@ -34,7 +30,11 @@ from planc.runtime.shards import (
     reshard,
     whole,
 )
-from planc.runtime.tuned import Tuned, change, unmerged
+from planc.runtime.weights.files import INDEX, SINGLE
+from planc.runtime.weights.loading import together
+from planc.runtime.weights.optimizers import moved, outgoing
+from planc.runtime.weights.ranges import Pieces
+from planc.runtime.weights.tuned import Tuned, change, unmerged
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from planc.model.names import Recipe
-from planc.runtime.files import Entry
 from planc.runtime.shards import Runs, places
+from planc.runtime.weights.files import Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

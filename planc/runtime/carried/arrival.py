@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import distributed, nn
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from planc.runtime.slices import (
+from planc.runtime.carried.slices import (
     blocks_of,
     irregular_one,
     on_host,

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.agree import problem
-from planc.runtime.loading import keys
-from planc.runtime.ranges import Pieces
 from planc.runtime.shards import Order, aliases, bare, held, irregular, like, orders
+from planc.runtime.weights.loading import keys
+from planc.runtime.weights.ranges import Pieces
 
 STATE, GROUPS = "state.", "param_groups."
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planc.ir import style as ir
 from planc.lowering.ops import Lowered, Parallelize
-from planc.runtime.numerics import relative
-from planc.runtime.trace import Call
+from planc.trial.numerics import relative
+from planc.trial.trace import Call
 
 
 def by_rank(value: torch.Tensor) -> list[torch.Tensor]:

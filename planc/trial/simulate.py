@@ -27,15 +27,15 @@ from planc.lowering.ops import Checkpoint, Configure, Freeze, Lowered, Paralleli
 from planc.model.facts import below
 from planc.runtime.adapters import alone, missing_peft
 from planc.runtime.apply import Worker
-from planc.runtime.arrivals import by_rank, layouts, resized, says, stated
-from planc.runtime.implicit import Implicit, redistributions
-from planc.runtime.literals import Literals
 from planc.runtime.meshes import Meshes
-from planc.runtime.numerics import FLOOR, named, relative
-from planc.runtime.outcome import LIMIT, Outcome, Part
 from planc.runtime.shards import ordered, orders
-from planc.runtime.trace import Call, Trace, line_of
-from planc.runtime.verify import told_apart
+from planc.trial.arrivals import by_rank, layouts, resized, says, stated
+from planc.trial.implicit import Implicit, redistributions
+from planc.trial.literals import Literals
+from planc.trial.numerics import FLOOR, named, relative
+from planc.trial.outcome import LIMIT, Outcome, Part
+from planc.trial.processes import told_apart
+from planc.trial.trace import Call, Trace, line_of
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from planc.runtime.slices import blocks_of, part_of, slices_of
+from planc.runtime.carried.slices import blocks_of, part_of, slices_of
 
 
 class FourBit(nn.Linear):

@@ -13,7 +13,7 @@ import re
 import torch
 from torch import nn
 
-from planc.runtime.slices import part_of, plain_name, rank_orders, slices_of, taken
+from planc.runtime.carried.slices import part_of, plain_name, rank_orders, slices_of, taken
 
 
 def adapter_layers(model):

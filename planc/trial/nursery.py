@@ -1,4 +1,4 @@
-"""Where the processes of a proof come from: `python -m planc.runtime.nursery`.
+"""Where the processes of a proof come from: `python -m planc.trial.nursery`.
 
 Importing torch and transformers takes seconds, so one process imports them, while the command that
 started it still compiles; then it reads its job, one line of JSON, and forks one process a rank.
@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from planc.runtime.job import Job
+from planc.trial.job import Job
 
 GRACE = 3.0
 """Seconds that the other ranks get, once one is dead, to say what they know."""
@@ -46,7 +46,7 @@ def _fork(job: Job, number: int) -> int:
     code = 1
     try:
         end_with_the_command()
-        from planc.runtime import rank
+        from planc.trial import rank
 
         code = rank.main(job, number)
     finally:

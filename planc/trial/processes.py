@@ -1,6 +1,6 @@
 """Runs a proof on processes of this machine; the command's side of it, without torch.
 
-The processes are a session of their own, started by `planc.runtime.nursery`. However a proof ends,
+The processes are a session of their own, started by `planc.trial.nursery`. However a proof ends,
 by a verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from planc.diagnostic import one_of
 from planc.lowering.document import digest, dumps
 from planc.lowering.ops import Adapt, Compile, FullyShard, Load, Lowered, Quantize
-from planc.runtime.job import Job
+from planc.trial.job import Job
 
 LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "parameters": 1e-3}
 """The largest relative errors in float32 that count as the same; parameters are those after two
@@ -85,7 +85,7 @@ class Nursery:
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "planc.runtime.nursery"],
+                [sys.executable, "-W", "ignore", "-m", "planc.trial.nursery"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

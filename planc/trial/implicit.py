@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from planc.runtime.trace import Trace, caller
+from planc.trial.trace import Trace, caller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,9 @@ from planc.lowering.ops import Lowered
 from planc.model.own import Makes, maker_of
 from planc.runtime.adapters import alone
 from planc.runtime.apply import apply_lowered
-from planc.runtime.job import Job
-from planc.runtime.locate import outputs_of, parted, taker
-from planc.runtime.numerics import SingleError, batch, device_for, moved, own_part, prove
+from planc.trial.job import Job
+from planc.trial.locate import outputs_of, parted, taker
+from planc.trial.numerics import SingleError, batch, device_for, moved, own_part, prove
 
 _MAKERS: dict[str, Makes] = {}
 

@@ -13,16 +13,24 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
-from planc.runtime import optimizers
 from planc.runtime.agree import problem
-from planc.runtime.buffers import recompute
-from planc.runtime.files import Entry
-from planc.runtime.loading import Weights, load_files, lost, match, materialise, together, unlike
-from planc.runtime.pieces import Stored, one
 from planc.runtime.quantising import packed
-from planc.runtime.ranges import Pieces
-from planc.runtime.saving import METADATA, reason, saved
 from planc.runtime.shards import bare, held, irregular, orders, reshard
+from planc.runtime.weights import optimizers
+from planc.runtime.weights.buffers import recompute
+from planc.runtime.weights.files import Entry
+from planc.runtime.weights.loading import (
+    Weights,
+    load_files,
+    lost,
+    match,
+    materialise,
+    together,
+    unlike,
+)
+from planc.runtime.weights.pieces import Stored, one
+from planc.runtime.weights.ranges import Pieces
+from planc.runtime.weights.saving import METADATA, reason, saved
 
 _MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
 

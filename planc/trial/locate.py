@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from planc.ir import style as ir
 from planc.lowering.ops import Lowered, Parallelize
 from planc.runtime.handle import Run
-from planc.runtime.numerics import plain, relative, whole
-from planc.runtime.trace import first
+from planc.trial.numerics import plain, relative, whole
+from planc.trial.trace import first
 
 Outputs = dict[str, torch.Tensor]
 Take = Callable[[str, torch.Tensor], torch.Tensor | None]

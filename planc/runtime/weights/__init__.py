@@ -1,0 +1,1 @@
+"""Weights: how they come in, are saved, resumed and exported."""

@@ -1,0 +1,1 @@
+"""A small model, run: all ranks simulated in one process, or on real processes."""
