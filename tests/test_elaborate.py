@@ -342,6 +342,17 @@ def test_a_misspelt_word_is_told_the_one_it_looks_like(mean):
     assert next(iter(sink)).help is None
 
 
+@pytest.mark.parametrize(
+    ("stages", "text", "kept"),
+    [(1, "", True), (2, "", False), (2, "(reshard = always)", True), (2, "(reshard = 2)", 2)],
+)
+def test_units_of_pipeline_stages_keep_their_parameters(mean, stages, text, kept):
+    """By default: what one microbatch let go the next would gather again."""
+    mesh = f"mesh {{\n pp = {stages}\n dp_shard = auto\n}}\n"
+    plan, _ = mean(f"{HEAD}{mesh}fsdp on dp_shard {{\n model.layers.* : unit{text}\n}}\n")
+    assert {u.reshard for u in plan.fsdp.units} == {kept}
+
+
 # Checkpoints -------------------------------------------------------------------------------------
 
 

@@ -77,7 +77,7 @@ def rule(item: tree.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -
 
 def _terms(item: tree.Rule, scope: Scope) -> Terms | None:
     arguments = Arguments(item.action, scope, _KNOWN)
-    reshard = arguments.word("reshard", _RESHARD, True, least=1)
+    reshard = arguments.word("reshard", _RESHARD, not _staged(scope), least=1)
     own = _precision(arguments)
     shard = _axes(arguments)
     shard_dim = _dim(arguments)
@@ -91,6 +91,17 @@ def _terms(item: tree.Rule, scope: Scope) -> Terms | None:
         said=frozenset(a.name or "precision" for a in item.action.arguments),
         origin=item.origin,
     )
+
+
+def _staged(scope: Scope) -> bool:
+    """Whether the mesh has pipeline stages.
+
+    Each microbatch would gather what the last one let go, so by default units keep their
+    parameters: torchtitan's rule (`reshard_after_forward = "default"`).
+    """
+    mesh = scope.solve()
+    stages = mesh.axis("pp") if mesh else None
+    return stages is not None and stages.size > 1
 
 
 def _dim(arguments: Arguments) -> int:
