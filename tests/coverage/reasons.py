@@ -23,8 +23,6 @@ KEPT = {
     "blt": "its code adds to its embeddings in place, and layout flow proved no split of it",
     "dbrx": "the weights of all experts are one matrix, which its code views as experts: "
     "no style of planc splits that",
-    "jetmoe": "what goes up and what goes down are modules of their own, with all experts in one "
-    "tensor each: planc's `experts` wants both in one",
     "longcat_flash": "identity experts stand among the others and add the input itself, "
     "which a sum over ranks would count once for each",
 }
