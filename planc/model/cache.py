@@ -21,7 +21,7 @@ from planc.model.config import diffused
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
-_FORMAT = 3
+_FORMAT = 4
 """Counts the changes of what `planc.model.table` records and of how it is written here."""
 
 

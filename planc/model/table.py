@@ -183,7 +183,7 @@ def _kind(module: Any) -> str:
             return "list"
         case nn.ModuleDict():
             return "dict"
-        case nn.Dropout():
+        case nn.Dropout() if module.p > 0:
             return "dropout"
     if name == "Conv1D" and "nf" in module.__dict__:  # transformers' transposed linear
         return "conv1d"
