@@ -75,8 +75,8 @@ class Module:
 
     Args:
         cls: the name of its class.
-        kind: `linear`, `embedding`, `conv1d`, `norm`, `list`, `dict`, `dropout` (that drops) or `other`: what
-            decides which styles it can take.
+        kind: `linear`, `embedding`, `conv1d`, `norm`, `list`, `dict`, `dropout` (one that drops)
+            or `other`: what decides which styles it can take.
         parameters: its own parameters, not those of its children.
         facts: integers read off the module that matter when it is split, such as `head_dim`.
         children: in order; identical entries of a list are one child.
