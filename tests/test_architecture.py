@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,12 @@ def test_only_model_imports_transformers():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(n.split(".")[0] == "transformers" for n in names):
                 assert home(path) == "model", path
+
+
+def test_every_test_is_collected(request):
+    """pytest leaves out folders by name, and `dist` is a name that it leaves out by default."""
+    tests = Path(__file__).parent
+    left_out = request.config.getini("norecursedirs")
+    for file in tests.rglob("test_*.py"):
+        for folder in file.relative_to(tests).parts[:-1]:
+            assert not any(fnmatch(folder, pattern) for pattern in left_out), file

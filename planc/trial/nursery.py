@@ -26,7 +26,7 @@ def main() -> int:
     """Returns 0 when every rank ended well."""
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.disable()
-    from planc.runtime import rank  # torch, transformers, and torch's parallel parts
+    from planc.trial import rank  # torch, transformers, and torch's parallel parts
 
     text = sys.stdin.buffer.readline()
     if not text:
