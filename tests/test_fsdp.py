@@ -124,6 +124,7 @@ MISTAKES = {
         "PL445",
         [10, 7],
     ),
+    "prefetch past the end": (HEAD + fsdp("prefetch(backward = 32)", BLOCKS), "PL449", [6]),
     "prefetch that says nothing": (HEAD + fsdp("prefetch(forward = 0)", BLOCKS), "PL012", [6]),
     "prefetch into the past": (HEAD + fsdp("prefetch(forward = -1)", BLOCKS), "PL012", [6]),
     "prefetch twice": (

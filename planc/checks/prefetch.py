@@ -1,11 +1,13 @@
-"""PL444, PL445: a prefetch that has no list to go along, or that gathers what backward skips."""
+"""PL444, PL445, PL449: a prefetch without a list, into what backward skips, or past the end."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from planc.diagnostic import Label, Sink
 from planc.ir.lists import entries, lists
 from planc.ir.owners import owned
-from planc.ir.plan import Plan
+from planc.ir.plan import Plan, Prefetch
 from planc.model.facts import Facts, Modules
 
 
@@ -26,6 +28,7 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
             section.prefetch.origin,
             help="make the blocks units: `model.layers.* : unit`",
         )
+    _deep(section.prefetch, found, sink)
     if not section.prefetch.backward or "train" in plan.broken:
         return
     for units in found:
@@ -38,6 +41,20 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
                 *_frozen(gap, plan),
                 help="leave `backward` out, or put the frozen blocks into one unit: "
                 f"`group({gap}) : unit`",
+            )
+
+
+def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) -> None:
+    """Every entry would gather all of the others, and the list lie in memory whole."""
+    longest = max((len(entries(units)) for units in found), default=0)
+    for name in ("forward", "backward"):
+        depth = getattr(wanted, name)
+        if longest and depth >= longest:
+            sink.warning(
+                "PL449",
+                f"`{name} = {depth}` gathers the whole list ahead: it has {longest} entries",
+                wanted.origin,
+                help="1 or 2 hide the communication behind the computation of one entry or two",
             )
 
 
