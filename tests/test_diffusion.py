@@ -195,7 +195,7 @@ MUTANTS = [  # (model, plan, what it says, what it is to say, the code, in its m
 
 
 @pytest.mark.parametrize(("name", "plan", "right", "wrong", "code", "where"), MUTANTS)
-def test_a_broken_plan_is_refuted(tmp_path, name, plan, right, wrong, code, where):  # noqa: PLR0917
+def test_a_broken_plan_is_refuted(tmp_path, name, plan, right, wrong, code, where):
     text = (PLANS / f"{plan}.plan").read_text()
     assert right in text
     path = tmp_path / "broken.plan"

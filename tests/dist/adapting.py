@@ -61,7 +61,9 @@ def lowered(family, body, overrides):
         Path(path).unlink()
 
 
-def compare(overrides, family="llama", body=LLAMA, targets=TARGETS, script=False, restyle=None, seed=0):
+def compare(
+    overrides, family="llama", body=LLAMA, targets=TARGETS, script=False, restyle=None, seed=0
+):
     """How far a plan with adapters is from peft in one process, on this rank.
 
     Args:
@@ -112,8 +114,8 @@ def gradients(model):
         partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
         assert not partial, f"the gradient of {name} is a part of a sum"
         same(grad, name)
-        name = numerics.plain(name)
-        found[name] = ordered(numerics.whole(grad), order.get(name))
+        plain = numerics.plain(name)
+        found[plain] = ordered(numerics.whole(grad), order.get(plain))
     return found
 
 
@@ -279,10 +281,12 @@ def script_from_meta(folder, overrides, weights, body=None, changes=None, broken
         for m in (run.model, made)
     )
     assert one.keys() == two.keys()
-    bits = [n for n in one if not torch.equal(*(t.detach().view(torch.uint8) for t in (one[n], two[n])))]
+    bits = [
+        n for n in one if not torch.equal(*(t.detach().view(torch.uint8) for t in (one[n], two[n])))
+    ]
     rows = slice(run.data_rank, run.data_rank + 1)
     same = torch.equal(logits(run.model.train(), rows), logits(made.train(), rows))
-    return bits + [] if same else [*bits, "logits"], ""
+    return bits if same else [*bits, "logits"], ""
 
 
 def resumed(folder, overrides, others):
@@ -344,8 +348,12 @@ def dropped(overrides):
         torch.manual_seed(7 + distributed.get_rank())
         output = run.model(input_ids=tokens[rows], labels=labels[rows])
         output.loss.backward()
-        grads = {n: numerics.whole(p.grad) for n, p in run.model.named_parameters() if p.requires_grad}
-        found.append((numerics.whole(output.logits), {numerics.plain(n): g for n, g in grads.items()}))
+        grads = {
+            n: numerics.whole(p.grad) for n, p in run.model.named_parameters() if p.requires_grad
+        }
+        found.append(
+            (numerics.whole(output.logits), {numerics.plain(n): g for n, g in grads.items()})
+        )
     (one, first), (two, second) = found
     alike = torch.equal(one, two) and all(torch.equal(first[n], second[n]) for n in first)
     run.model.eval()
@@ -364,7 +372,13 @@ CASES = {
     override model.layers[0].mlp.{gate,up}_proj : none
     seed = 11
 """,
-        ((r"model\.layers\.(0\.(self_attn\.._proj|mlp\.down_proj)|1\.(self_attn|mlp)\.\w+_proj)", 5, 3),),
+        (
+            (
+                r"model\.layers\.(0\.(self_attn\.._proj|mlp\.down_proj)|1\.(self_attn|mlp)\.\w+_proj)",
+                5,
+                3,
+            ),
+        ),
     ),
     "qwen2": ("qwen2", LLAMA, TARGETS),
     "beside": (
@@ -389,7 +403,8 @@ CASES = {
     ),
     "conv1d": (
         "gpt2",
-        "    transformer.h.*.{attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj} : lora(rank = 4, init = random)",
+        "    transformer.h.*.{attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj} : "
+        "lora(rank = 4, init = random)",
         ((r"transformer\.h\.\d\.(attn|mlp)\.c_\w+", 4, 4),),
     ),
     "embedding": (
@@ -418,11 +433,15 @@ def two_dtypes(overrides):
     stepped(run, run.model)
     after = run.full_state_dict(every_rank=True)
     dtypes = {n: (t.dtype, torch.equal(t, before[n])) for n, t in after.items()}
-    assert all(v == ((torch.float32, False) if ".lora_" in n else (torch.bfloat16, True))
-               for n, v in dtypes.items()), dtypes
+    assert all(
+        v == ((torch.float32, False) if ".lora_" in n else (torch.bfloat16, True))
+        for n, v in dtypes.items()
+    ), dtypes
     alone = numerics.build("llama").to(torch.bfloat16)
     for seed, (pattern, rank, alpha) in enumerate(TARGETS):
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=pattern, init_lora_weights=False)
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=pattern, init_lora_weights=False
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(config, alone)

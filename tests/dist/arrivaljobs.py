@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.emit.script import render
-from planc.runtime.weights import loading
 from planc.runtime import shards
+from planc.runtime.weights import loading
 
 MODELS["qwen3_moe"] = {
     "model_type": "qwen3_moe",

@@ -28,14 +28,14 @@ def judge(path, gather=True, loss="loss"):
     run = planc.apply(made, path, device_type="cpu")
     group, own = run.meshes["cp"].get_group(), LENGTH // run.meshes["cp"].size()
     first = run.meshes["cp"].get_local_rank() * own
-    rows = slice(run.data_rank * BATCH // run.data_size, (run.data_rank + 1) * BATCH // run.data_size)
+    rows = slice(
+        run.data_rank * BATCH // run.data_size, (run.data_rank + 1) * BATCH // run.data_size
+    )
     columns = slice(first, first + own)
     transformers.AttentionInterface.register("gathered", _attention(group, first, gather))
     made.config._attn_implementation = "gathered"
     positions = torch.arange(LENGTH)[columns].unsqueeze(0)
-    logits = made(
-        input_ids=tokens[rows, columns], position_ids=positions, use_cache=False
-    ).logits
+    logits = made(input_ids=tokens[rows, columns], position_ids=positions, use_cache=False).logits
     mine = _loss(logits, labels[rows, columns])
     mine.backward()
     mean = mine.detach().clone()

@@ -189,7 +189,10 @@ FAMILIES = {
         **COMMON,
     ),
     "mixtral": dict(
-        model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0,
+        model_type="mixtral",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.0,
         **COMMON,
     ),
     "qwen2_moe": dict(

@@ -253,7 +253,9 @@ def own_buffers(folder):
             self.scale.fill_(float(distributed.get_rank() == 2))
 
     if distributed.get_rank() == 0:
-        save_file(dict(nn.Linear(4, 4).named_parameters(prefix="linear")), f"{folder}/a.safetensors")
+        save_file(
+            dict(nn.Linear(4, 4).named_parameters(prefix="linear")), f"{folder}/a.safetensors"
+        )
     distributed.barrier()
     with torch.device("meta"):
         model = Odd()

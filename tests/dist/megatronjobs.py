@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from nocuda import without_cuda
 from numerics import BATCH, MODELS, build, data, error
-
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -47,9 +46,7 @@ def train(model, plan, overrides=(), changes=None, passes=1, kind="sgd"):
     single = build(model, **(changes or {}))
     own = optimizer_of(single, kind)
     clip = torch.nn.utils.clip_grad_norm_
-    right = steps(
-        single, own, slice(None), passes, lambda most: clip(single.parameters(), most)
-    )
+    right = steps(single, own, slice(None), passes, lambda most: clip(single.parameters(), most))
     with without_cuda():
         made = build(model, **(changes or {}))
         run = planc.apply(made, plan, overrides=list(overrides), device_type="cpu")

@@ -4,10 +4,10 @@ import gc
 import re
 from unittest import mock
 
+import numerics
 import torch
 import transformers
-import numerics
-from numerics import MODELS, build, data, sample, quick_compile
+from numerics import MODELS, build, data, quick_compile, sample
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 

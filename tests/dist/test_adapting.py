@@ -6,7 +6,7 @@ lora_B begins with random values here: where it is 0, so are the gradients of lo
 import pytest
 from pool import RankError
 
-from planc.ir.style import Colwise, Partial, Replicate, Rowwise, Shard
+from planc.ir.style import Colwise, Partial, Rowwise, Shard
 
 pytest.importorskip("peft")
 
@@ -113,7 +113,9 @@ def test_what_trains_beside_adapters_is_saved_with_them(four, tmp_path, override
     arguments = {"folder": folder, "overrides": overrides, "others": others, "named": "beside"}
     for found in four.run("adapting.saved", **arguments):
         assert found["logits"] < LIMIT
-        assert '"modules_to_save": [\n    "model.embed_tokens",\n    "model.norm"' in found["config"]
+        assert (
+            '"modules_to_save": [\n    "model.embed_tokens",\n    "model.norm"' in found["config"]
+        )
 
 
 def test_a_layer_that_trains_beside_its_own_adapter_has_no_file(four, tmp_path):

@@ -1,4 +1,4 @@
-"""`planc.apply` on four real processes: what it gives, and what stops it before anything is touched."""
+"""`planc.apply` on four real processes: what it gives, and what stops it before it begins."""
 
 import pytest
 from pool import RankError

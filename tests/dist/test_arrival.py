@@ -27,9 +27,7 @@ def plan(tmp_path):
 
 
 @pytest.mark.parametrize("script", [False, True])
-@pytest.mark.parametrize(
-    ("weights", "way"), [("slices", ["_slices"]), ("rank0", ["_sent"])]
-)
+@pytest.mark.parametrize(("weights", "way"), [("slices", ["_slices"]), ("rank0", ["_sent"])])
 def test_run_load_and_the_script_obey(four, plan, tmp_path, weights, way, script):
     path = plan(f"init = meta\n    weights = {weights}")
     folder = str(tmp_path / "w")
@@ -101,9 +99,7 @@ def test_a_distributed_checkpoint(four, plan, tmp_path, script):
 @pytest.mark.parametrize("weights", ["slices", "rank0"])
 def test_experts_that_are_stored_one_by_one(four, plan, tmp_path, model, weights):
     path = plan(f"weights = {weights}", family=model)
-    results = four.run(
-        "arrivaljobs.loaded", model=model, plan=path, folder=str(tmp_path / "w")
-    )
+    results = four.run("arrivaljobs.loaded", model=model, plan=path, folder=str(tmp_path / "w"))
     assert [r[0] for r in results] == [[]] * 4
 
 
@@ -139,9 +135,15 @@ def test_what_the_plan_does_not_allow(four, plan, tmp_path, how):
     ):
         ((got, message),) = found
         assert got == code and part in message
-    assert four.run(
-        "arrivaljobs.refused", plan=plan("weights = rank0"), folder=str(tmp_path / "v"), how="rank0"
-    ) == [[]] * 4
+    assert (
+        four.run(
+            "arrivaljobs.refused",
+            plan=plan("weights = rank0"),
+            folder=str(tmp_path / "v"),
+            how="rank0",
+        )
+        == [[]] * 4
+    )
 
 
 # What the emitted Python does of it ---------------------------------------------------------------
@@ -152,9 +154,7 @@ def extended(tmp_path):
     def write(family, weights):
         path = tmp_path / "e.plan"
         load = f"load {{\n    init = meta\n    weights = {weights}\n}}\n"
-        path.write_text(
-            f'plan e for {family}\n\nextend "{family}.plan"\n\n{load}\n'
-        )
+        path.write_text(f'plan e for {family}\n\nextend "{family}.plan"\n\n{load}\n')
         return str(path)
 
     return write
@@ -181,10 +181,10 @@ def test_the_script_lists_all_that_does_not_fit(four, plan, tmp_path, weights):
     for told in four.run("arrivaljobs.refusing", **arguments):
         folder = arguments["folder"]
         assert told == (
-            f"nothing was loaded: {folder} lacks model.embed_tokens.weight, lm_head.weight; it holds "
-            "what the model does not: nobody.weight; it holds other shapes: model.norm.weight is "
-            "[63], the model's [64]; a checkpoint of another form, such as one with its experts one "
-            "by one, is for planc's Run.load"
+            f"nothing was loaded: {folder} lacks model.embed_tokens.weight, lm_head.weight; "
+            "it holds what the model does not: nobody.weight; it holds other shapes: "
+            "model.norm.weight is [63], the model's [64]; a checkpoint of another form, such as "
+            "one with its experts one by one, is for planc's Run.load"
         )
 
 

@@ -1,4 +1,4 @@
-"""A fixed sample of `make coverage`: init, check, four processes, for ten families without a plan."""
+"""A fixed sample of `make coverage`: init, check, four processes, for ten families."""
 
 import sys
 from pathlib import Path
@@ -29,13 +29,15 @@ SAMPLE = [
 def test_a_family_is_planned_and_proved(family, four, tmp_path):
     found = row(family, four, tmp_path, plans={})
     assert (found["verdict"], found["reason"], found["flow"]) == ("proved", "", "proved")
-    assert 0 < max(found["errors"].values()) and found["errors"]["gradient"] < LIMIT
+    assert max(found["errors"].values()) > 0 and found["errors"]["gradient"] < LIMIT
     assert found["share"] > 0.5
 
 
-@pytest.mark.parametrize("family", ["reformer", "cpmant", "ctrl", "zamba2", "internlm3", "musicgen"])
+@pytest.mark.parametrize(
+    "family", ["reformer", "cpmant", "ctrl", "zamba2", "internlm3", "musicgen"]
+)
 def test_what_once_had_no_plan_has_one(family, four, tmp_path):
-    """Reversible layers; linears known by shape, or by number; another family's class; codes of sound."""
+    """Reversible layers; linears known by shape or number; another's class; codes of sound."""
     found = row(family, four, tmp_path, plans={})
     assert (found["verdict"], found["reason"], found["flow"]) == ("proved", "", "proved")
     assert found["share"] > 0.85

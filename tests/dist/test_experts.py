@@ -149,9 +149,7 @@ def test_gradients_that_tensor_ranks_do_not_share(four, written):
     """Where each has tokens of its own the loss is right, and the mean over them is no gradient."""
     path = written(OWN_TOKENS)
     overrides = ["sequence_parallel=true"]
-    for result in four.run(
-        "numerics.compare", model="mixtral", plan=path, overrides=overrides
-    ):
+    for result in four.run("numerics.compare", model="mixtral", plan=path, overrides=overrides):
         assert result["logits"] < LIMIT and result["loss"] < LIMIT
         assert result["gradient"] > 0.1
     found = planc.check("mixtral-8x7b", path, world_size=4, overrides=overrides)

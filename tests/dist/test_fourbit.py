@@ -70,7 +70,10 @@ def test_beside_other_words_of_a_plan(four, more):
 def test_products_in_another_dtype(four, tp):
     arguments = {"compute": "bfloat16", "extra": ", compute = bf16"}
     overrides = settings(tp=tp, param_dtype="fp32")
-    right(four.run("fourbitjobs.compare", overrides=overrides, **arguments), limit=1e-5 if tp == 1 else 0.02)
+    right(
+        four.run("fourbitjobs.compare", overrides=overrides, **arguments),
+        limit=1e-5 if tp == 1 else 0.02,
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])

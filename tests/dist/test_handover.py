@@ -148,7 +148,9 @@ def test_mixed_precision(four, written):
 
 
 def test_what_apply_and_the_script_do(four, written):
-    assert four.run("megatronjobs.script", plan=written(), overrides=["dp_replicate=2"]) == [True] * 4
+    assert (
+        four.run("megatronjobs.script", plan=written(), overrides=["dp_replicate=2"]) == [True] * 4
+    )
 
 
 def test_what_the_handle_refuses(four, written):

@@ -1,4 +1,4 @@
-"""Checkpointing on four processes: right gradients, and what is computed again and kept, counted."""
+"""Checkpointing on four processes: right gradients; what runs again and is kept, counted."""
 
 import pytest
 from test_plans import right
@@ -84,7 +84,7 @@ def recomputed(four, plan, rules, **arguments):
     return extra
 
 
-EVERY = 'model.layers.* : ops(save = [matmul(every = N)], early_stop = false)'
+EVERY = "model.layers.* : ops(save = [matmul(every = N)], early_stop = false)"
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,7 @@ def test_collectives_are_kept(four, plan):
     counts = {}
     for save in ("attention", "reduce"):
         rules = plan(f"model.layers.* : ops(save = [{save}], early_stop = false)")
-        counts[save] = four.run(
-            "rematjobs.counted", plan=rules, names=names, overrides=["tp=2"]
-        )[0]
+        counts[save] = four.run("rematjobs.counted", plan=rules, names=names, overrides=["tp=2"])[0]
     (forward, again), (same, kept) = counts["attention"], counts["reduce"]
     assert forward == same and again - kept == 2 * LAYERS
 

@@ -34,7 +34,14 @@ def test_the_script_carries_what_it_needs(plan, monkeypatch):
     lowered = planc.lower(toy.made(), plan.name, world_size=4, overrides=["tp=2"])
     source = render(lowered, digest="0" * 64)
     well_made(source)
-    for name in ("PackedParallel", "TransposedParallel", "SummedGradient", "RotaryGradient", "FeaturesParallel", "DividedAttributes"):
+    for name in (
+        "PackedParallel",
+        "TransposedParallel",
+        "SummedGradient",
+        "RotaryGradient",
+        "FeaturesParallel",
+        "DividedAttributes",
+    ):
         assert source.count(f"class {name}(") == 1
     plain = planc.lower("llama-3.1-8b", "llama", world_size=4, overrides=["tp=2"])
     assert "class " not in render(plain, digest="0" * 64)

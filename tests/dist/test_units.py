@@ -76,8 +76,7 @@ fsdp on a * b {
     root               : unit
 }
 """,
-    "sized": HEAD
-    + "fsdp on dp_shard {\n    auto(min_params = 15K) : unit\n    root : unit\n}\n",
+    "sized": HEAD + "fsdp on dp_shard {\n    auto(min_params = 15K) : unit\n    root : unit\n}\n",
     "classed": HEAD
     + """fsdp on dp_shard {
     **<LlamaMLP>          : unit
@@ -125,9 +124,7 @@ def test_as_torch_by_hand(four, tmp_path, name):
     plan = tmp_path / "t.plan"
     plan.write_text(CASES[name])
     changes = {"num_hidden_layers": 4} if name == "fetched" else None
-    results = four.run(
-        "unitjobs.judge", model="llama", path=str(plan), hand=name, changes=changes
-    )
+    results = four.run("unitjobs.judge", model="llama", path=str(plan), hand=name, changes=changes)
     assert all(r["error"] < LIMIT for r in results), results
     for result in results:
         assert result["applied"] == result["script"] == result["hand"], result
@@ -188,7 +185,9 @@ MIXED = """fsdp on dp_shard {
     precision(param = bf16, reduce = fp32)
     model.layers.* : unit
     model.norm     : unit(precision(param = fp32, output = bf16))
-    lm_head        : unit(precision(param = bf16, reduce = bf16, output = fp32, cast_inputs = false))
+    lm_head        : unit(
+        precision(param = bf16, reduce = bf16, output = fp32, cast_inputs = false),
+    )
     root           : unit
 }
 """
@@ -263,7 +262,9 @@ def test_resumed_under_another_plan(four, tmp_path, old, new):
 
 def test_an_offloaded_shard_is_made_in_host_memory(four, tmp_path):
     plan = tmp_path / "t.plan"
-    plan.write_text(CASES["ignoring"].replace("    ignore model.emb", "    offload(cpu)\n    ignore model.emb"))
+    plan.write_text(
+        CASES["ignoring"].replace("    ignore model.emb", "    offload(cpu)\n    ignore model.emb")
+    )
     for homes in four.run("unitjobs.homes", path=str(plan)):
         ignored = {n for n in homes if "embed_tokens" in n or "input_layernorm" in n}
         assert {homes[n] for n in ignored} == {"meta"}

@@ -11,12 +11,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from planc.proof.verify import verify
 from planc.cli import main
 from planc.diagnostic import Sink
-from planc.trial import certificate as store
-from planc.trial import processes as verify
+from planc.proof.verify import verify
 from planc.share import GRAMMARS
+from planc.trial import certificate as store
+from planc.trial import processes as runtime
 
 SCHEMA = json.loads((GRAMMARS / "certificate.schema.json").read_text())
 COMMAND = [sys.executable, "-W", "ignore", "-m", "planc.cli", "verify"]

@@ -69,7 +69,10 @@ def layout(model):
     for name, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
             state = unit._get_fsdp_state()
-            ahead = (len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch))
+            ahead = (
+                len(state._states_to_forward_prefetch),
+                len(state._states_to_backward_prefetch),
+            )
             told[plain(name)] = [type(unit).__mro__[1].__name__, ahead]
             for group in state._fsdp_param_groups:
                 after = group.post_forward_mesh_info
@@ -104,7 +107,9 @@ def train(model, rank, size, steps, rows=(0, 1)):
             loss /= distributed.get_world_size()
         seen[f"loss {step}"] = loss
         own = slice(rows[0] * BATCH // rows[1], (rows[0] + 1) * BATCH // rows[1])
-        seen[f"logits {step}"] = whole(output.logits)[own if rows != (0, 1) else slice(None)].clone()
+        seen[f"logits {step}"] = whole(output.logits)[
+            own if rows != (0, 1) else slice(None)
+        ].clone()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert parameter.grad is not None, f"{name} has no gradient"
@@ -177,9 +182,9 @@ def islands(path):
                 module.float()
         lowered = planc.lower(made, path, world_size=4)
         if way == "hand":
-            rank, size = dark(made)
+            rank, _ = dark(made)
         else:
-            rank, size = (spread or numerics.by_planc)(made, lowered)
+            rank, _ = (spread or numerics.by_planc)(made, lowered)
         part = slice(rank, rank + 1)
         output = made(input_ids=tokens[part], labels=labels[part], use_cache=False)
         output.loss.backward()
@@ -208,7 +213,9 @@ def handle(path):
     run = planc.apply(made, path, device_type="cpu")
     single = build("llama")
     tokens, labels = data(single.config.vocab_size, seed=0)
-    own = slice(run.data_rank * BATCH // run.data_size, (run.data_rank + 1) * BATCH // run.data_size)
+    own = slice(
+        run.data_rank * BATCH // run.data_size, (run.data_rank + 1) * BATCH // run.data_size
+    )
     loss = run.model(input_ids=tokens[own], labels=labels[own], use_cache=False).loss
     loss.backward()
     right = single(input_ids=tokens, labels=labels, use_cache=False).loss
@@ -219,8 +226,7 @@ def handle(path):
     distributed.all_reduce(mean, group=run.loss_mesh.get_group())
     gradients = {n: p.grad for n, p in single.named_parameters()}
     worst = max(
-        error(p.grad, gradients[plain(n)], 1e-3 * norm.item())
-        for n, p in made.named_parameters()
+        error(p.grad, gradients[plain(n)], 1e-3 * norm.item()) for n, p in made.named_parameters()
     )
     with run.unshard(), torch.no_grad():
         logits = run.model(input_ids=tokens).logits
@@ -265,6 +271,7 @@ def homes(path):
     meta stands for a device that is not the CPU.
     """
     from loadingjobs import on_meta
+
     from planc.runtime.weights.loading import materialise
 
     model = on_meta("llama")

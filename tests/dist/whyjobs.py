@@ -11,7 +11,7 @@ from planc.emit.why import why
 
 
 def shapes(family, plan, overrides):
-    """(name, what `why` says that a rank keeps, what it keeps, trainable twice) of each parameter."""
+    """(name, what `why` says that a rank keeps, what it keeps, trainable twice), of each."""
     model = numerics.build(family)
     sink = Sink()
     compiled = compile_plan(
