@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint bench mutants coverage pages clean
+.PHONY: help demo test processes lint bench mutants coverage pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -19,7 +19,10 @@ demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four
 	PATH="$(BIN):$$PATH" bash docs/demo/demo.sh
 
 test: $(VENV)/.ready  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests tests/dist/test_apply.py tests/dist/test_coverage.py
+
+processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes (ten minutes)
+	$(BIN)/python -m pytest tests/dist
 
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -63,9 +63,10 @@ def test_page(page, tmp_path, monkeypatch, request):
     assert new == text, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
 
 
-def test_the_demo_as_it_ran(monkeypatch, request):
+def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
     """What the README shows of `make demo`: all of planc's commands, not the training beside."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     page = ROOT / "README.md"

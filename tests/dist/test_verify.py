@@ -76,6 +76,8 @@ def command(tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
             cwd=tmp_path,
+            # a shell's background job leaves its children deaf to SIGINT
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
             env={**os.environ, "TMPDIR": str(tmp_path), "PLANC_CACHE_DIR": str(tmp_path / "cache")},
         )
         running.append(process)
