@@ -19,7 +19,8 @@ demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four
 	PATH="$(BIN):$$PATH" bash docs/demo/demo.sh
 
 test: $(VENV)/.ready  ## the whole test suite
-	$(BIN)/python -m pytest tests tests/dist/test_apply.py tests/dist/test_coverage.py
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/dist/test_apply.py tests/dist/test_coverage.py
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes (ten minutes)
 	$(BIN)/python -m pytest tests/dist
