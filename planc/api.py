@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
-from planc.driver import Compiled, compile_plan
-from planc.lowering.document import digest
-from planc.lowering.ops import Lowered
+from planc.ops.document import digest
+from planc.ops.registry import Lowered
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from planc.emit.delta import Delta
+    from planc.diffing.compare import Delta
     from planc.model.facts import Facts
-    from planc.runtime.handle import Run
+    from planc.runtime.run import Run
 
 
 def check(
@@ -46,7 +46,7 @@ def check(
     Raises:
         ValueError: there is no such level.
     """
-    from planc.proof.flow import flow
+    from planc.proof.layout_flow import flow
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
@@ -78,7 +78,7 @@ def lower(
 
 def diff(old: Lowered, new: Lowered) -> Delta:
     """What changes from one lowered plan to another; `.same` says whether anything does."""
-    from planc.emit.delta import compare
+    from planc.diffing.compare import compare
 
     return compare(old, new)
 
@@ -155,6 +155,6 @@ def _compiled(
 def _facts(model: Any) -> str | Facts:
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
-    from planc.model.table import facts_of
+    from planc.model.module_table import facts_of
 
     return facts_of(model, config=getattr(model, "config", None), config_name="model.config")

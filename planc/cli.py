@@ -1,4 +1,4 @@
-"""Floor 9: the commands and their exit codes; no logic."""
+"""The commands and their exit codes; no logic."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planc import whole
-from planc.arguments import parser
+from planc import atomic_write
+from planc.cli_parser import parser
+from planc.compiler import UNREADABLE, Compiled, compile_plan
 from planc.diagnostic import Diagnostic, Sink
-from planc.driver import UNREADABLE, Compiled, compile_plan
-from planc.lowering.document import dumps
-from planc.proof.flow import flow
+from planc.ops.document import dumps
+from planc.proof.layout_flow import flow
 from planc.report import render, wants_colour
 from planc.trial import certificate
 
@@ -93,7 +93,7 @@ def _lower(options: argparse.Namespace) -> int:
     if options.format == "json":
         text = dumps(compiled.lowered)
     elif options.format == "python":
-        from planc.emit import script
+        from planc.emit.python import script
 
         text = script.render(compiled.lowered, digest=compiled.digest)
     else:
@@ -104,7 +104,7 @@ def _lower(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from planc.emit import delta, diff
+    from planc.diffing import compare, render
 
     sides = []
     told: list[Diagnostic] = []
@@ -124,17 +124,17 @@ def _diff(options: argparse.Namespace) -> int:
     old, new = sides
     if old is None or new is None:
         return FAILED
-    change = delta.compare(old, new)
+    change = compare.compare(old, new)
     if options.format == "json":
-        print(json.dumps(diff.document(change), indent=2))
+        print(json.dumps(render.document(change), indent=2))
     else:
-        print(diff.render(change), end="")
+        print(render.render(change), end="")
     return CLEAN if change.same else FINDINGS
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from planc.proof.show import document, table
     from planc.proof.verify import verify
+    from planc.proof.verify_report import document, table
 
     sink = Sink()
     found = verify(
@@ -175,9 +175,9 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _why(options: argparse.Namespace) -> int:
-    from planc.emit import reasons
-    from planc.emit.why import why
-    from planc.report.colour import paint
+    from planc.provenance import render
+    from planc.provenance.query import why
+    from planc.report.color import paint
 
     sink = Sink()
     compiled = _compile(options, sink)
@@ -188,15 +188,15 @@ def _why(options: argparse.Namespace) -> int:
     if answer is None or compiled.lowered is None:
         return _code(sink) if compiled.lowered is None else FAILED
     if options.format == "json":
-        print(json.dumps(reasons.document(answer, compiled.lowered), indent=2))
+        print(json.dumps(render.document(answer, compiled.lowered), indent=2))
     else:
         colour = wants_colour(sys.stdout, os.environ)
-        print("".join(f"{paint(line, colour)}\n" for line in reasons.lines(answer)), end="")
+        print("".join(f"{paint(line, colour)}\n" for line in render.lines(answer)), end="")
     return CLEAN
 
 
 def _fmt(options: argparse.Namespace) -> int:
-    from planc.syntax.rewrite import layouts
+    from planc.syntax.formatter.files import layouts
 
     sink = Sink()
     changed = failed = False
@@ -277,7 +277,7 @@ def _write(text: str, output: str | None) -> int:
         sys.stdout.write(text)
         return CLEAN
     try:
-        whole.write(Path(output), text)
+        atomic_write.write(Path(output), text)
     except OSError as error:
         sink = Sink()
         sink.error("PL020", f"cannot write {output}: {(error.strerror or str(error)).lower()}")

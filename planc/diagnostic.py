@@ -1,4 +1,4 @@
-"""Floor 0: what planc says about a user's mistake, as data.
+"""What planc says about a user's mistake, as data.
 
 A stage appends diagnostics to a `Sink` and goes on; how they look is the
 business of `planc.report`. The text behind each code is a page of `docs/diagnostics`, the same

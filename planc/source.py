@@ -1,4 +1,4 @@
-"""Floor 0: source text and the spans that point into it.
+"""Source text and the spans that point into it.
 
 Every node of every stage carries a `Span`, so a diagnostic can always show the line that caused it.
 Offsets count code points of the text, columns are 1-based code points; a consumer that counts

@@ -4,28 +4,11 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from planc.ir.kernels import Save
-from planc.ir.style import (
-    Attributes,
-    Change,
-    Colwise,
-    Custom,
-    Experts,
-    Features,
-    Held,
-    Input,
-    MlaKv,
-    Output,
-    Parameters,
-    Partial,
-    Replicate,
-    Replicated,
-    Rowwise,
-    Sequence,
-    Shard,
-)
-from planc.lowering.op import Draw
-from planc.lowering.ops import (
+from planc.model.facts import Module, Modules, parse_path
+from planc.model.indices import Indices
+from planc.ops.aten_operators import Save
+from planc.ops.base import Draw
+from planc.ops.registry import (
     Adapt,
     Checkpoint,
     Compile,
@@ -44,8 +27,25 @@ from planc.lowering.ops import (
     Spread,
     Tie,
 )
-from planc.model.facts import Module, Modules, parse_path
-from planc.model.indices import Indices
+from planc.ops.styles import (
+    Attributes,
+    Change,
+    Colwise,
+    Custom,
+    Experts,
+    Features,
+    Held,
+    Input,
+    MlaKv,
+    Output,
+    Parameters,
+    Partial,
+    Replicate,
+    Replicated,
+    Rowwise,
+    Sequence,
+    Shard,
+)
 
 NOTHING = Module(cls="", kind="other")
 TO_SEQUENCE = Rowwise(output=Shard(1), local=False)

@@ -4,7 +4,7 @@ import json
 
 from planc.diagnostic import Sink
 from planc.model.load import load
-from planc.share import PAGES
+from planc.resources import PAGES
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,20 +10,29 @@ import pytest
 
 from planc.checks import check
 from planc.diagnostic import PlanError, Sink
-from planc.emit.delta import compare
-from planc.emit.diff import document
-from planc.emit.script import render as script
+from planc.diffing.compare import compare
+from planc.diffing.render import document
+from planc.emit.python.script import render as script
 from planc.emit.text import render
-from planc.emit.why import why
-from planc.ir import elaborate
-from planc.ir.derive import adapted, of_layer
-from planc.ir.style import Colwise, Input, Output, Partial, Replicate, Rowwise, Sequence, Shard
 from planc.lowering import lower
-from planc.lowering.document import digest, dumps, loads
-from planc.lowering.ops import Adapt, Freeze, FullyShard, Parallelize, Quantize
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.load import load
-from planc.share import GRAMMARS
+from planc.ops.document import digest, dumps, loads
+from planc.ops.registry import Adapt, Freeze, FullyShard, Parallelize, Quantize
+from planc.ops.styles import (
+    Colwise,
+    Input,
+    Output,
+    Partial,
+    Replicate,
+    Rowwise,
+    Sequence,
+    Shard,
+)
+from planc.plan import elaborate
+from planc.plan.apply_adapters import adapted, of_layer
+from planc.provenance.query import why
+from planc.resources import GRAMMARS
 from planc.source import Source
 from planc.syntax import parse
 
@@ -348,7 +357,7 @@ def test_a_diff_and_why_of_4_bits():
 
 
 def test_without_bitsandbytes_apply_says_so(monkeypatch):
-    from planc.runtime.adapters import require
+    from planc.runtime.lora import require
 
     real = builtins.__import__
 
@@ -438,7 +447,7 @@ def test_the_script_casts_and_names_peft_alone_beside_torch():
 
 
 def test_without_peft_apply_says_so_before_it_touches_the_model(monkeypatch):
-    from planc.runtime.adapters import require
+    from planc.runtime.lora import require
 
     real = builtins.__import__
 

@@ -31,11 +31,11 @@ def entry():
 @pytest.fixture
 def builds(monkeypatch):
     """How often a model was built."""
-    from planc.model import build
+    from planc.model.sources import huggingface
 
     made = []
-    real = build.from_config
-    monkeypatch.setattr(build, "from_config", lambda *a: made.append(1) or real(*a))
+    real = huggingface.from_config
+    monkeypatch.setattr(huggingface, "from_config", lambda *a: made.append(1) or real(*a))
     return made
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from planc.checks import check
 from planc.diagnostic import Sink
-from planc.ir import elaborate
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 from planc.model.load import load
-from planc.model.table import facts_of
+from planc.model.module_table import facts_of
+from planc.plan import elaborate
 from planc.source import Source
 from planc.syntax import parse
-from planc.syntax.read import read
+from planc.syntax.plan_files import read
 
 MESH = "mesh {\n dp_shard = auto\n tp = 2\n}\n"
 UNITS = "fsdp on dp_shard {\n root : unit\n}\n"
@@ -338,8 +338,8 @@ def test_offload_and_compile():
 
 
 def test_a_cache_inside_the_configuration_of_a_tower_is_switched_off():
-    from planc.ir import elaborate
     from planc.lowering import lower
+    from planc.plan import elaborate
 
     llama = facts()
     towers = replace(llama, config={"text_config": {"use_cache": True}, "vision_config": {}})

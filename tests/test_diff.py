@@ -10,13 +10,22 @@ from hypothesis import strategies as st
 from lowered import any_op, llama, modules, moved, plans, rule, unit, with_ops
 
 from planc.diagnostic import Sink
-from planc.emit.delta import compare
-from planc.emit.diff import document, render
-from planc.ir.kernels import Save
-from planc.ir.style import Change, Colwise, Input, Output, Replicate, Rowwise, Sequence, Shard
-from planc.lowering.document import digest, dumps, loads
-from planc.lowering.ops import Checkpoint, Compile, Configure, Load, MeshAxis, Shape, Tie
-from planc.share import GRAMMARS
+from planc.diffing.compare import compare
+from planc.diffing.render import document, render
+from planc.ops.aten_operators import Save
+from planc.ops.document import digest, dumps, loads
+from planc.ops.registry import Checkpoint, Compile, Configure, Load, MeshAxis, Shape, Tie
+from planc.ops.styles import (
+    Change,
+    Colwise,
+    Input,
+    Output,
+    Replicate,
+    Rowwise,
+    Sequence,
+    Shard,
+)
+from planc.resources import GRAMMARS
 
 SCHEMA = json.loads((GRAMMARS / "diff.schema.json").read_text())
 

@@ -8,13 +8,13 @@ import diffused
 import pytest
 from modelfolder import found
 
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.driver import compile_plan
 from planc.model import cache
 from planc.model.load import load
-from planc.model.shrink import shrink
-from planc.proof.flow import flow
-from planc.share import PLANS
+from planc.model.small.shrink import shrink
+from planc.proof.layout_flow import flow
+from planc.resources import PLANS
 
 pytestmark = diffused.needed
 
@@ -133,7 +133,7 @@ def test_other_models_import_no_diffusers():
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", diffused.TOTALS)
 def test_the_small_model_runs_and_reaches_all(name, tp):
-    from planc.model.denoiser import Denoiser
+    from planc.model.small.diffusers_model import Denoiser
 
     small = shrink(facts_of(name).config, ranks=tp)
     assert (small["num_attention_heads"] % tp == 0) == (
@@ -154,7 +154,7 @@ def test_of_another_class_the_inputs_are_not_known():
         "num_attention_heads": 2,
         "attention_head_dim": 8,
     }
-    from planc.model.denoiser import Denoiser
+    from planc.model.small.diffusers_model import Denoiser
 
     with pytest.raises(ValueError, match="what the forward of SD3Transformer2DModel takes"):
         Denoiser(values)

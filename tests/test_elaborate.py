@@ -3,13 +3,13 @@
 import pytest
 
 from planc.diagnostic import Sink
-from planc.ir import elaborate
-from planc.ir.style import Colwise, Replicate, Rowwise, Shard, style_text
 from planc.lowering import lower
 from planc.model.load import load
+from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, style_text
+from planc.plan import elaborate
 from planc.source import Source
 from planc.syntax import parse
-from planc.syntax.read import read
+from planc.syntax.plan_files import read
 
 HEAD = "plan t for llama\n"
 MESH = "mesh {\n dp_shard = auto\n tp = 2\n}\n"

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import _get_work_registry_size
 
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.driver import compile_plan
 from planc.model import cache
-from planc.model.shrink import shrink
-from planc.proof.flow import flow
-from planc.share import GRAMMARS, PLANS
+from planc.model.small.shrink import shrink
+from planc.proof.layout_flow import flow
+from planc.resources import GRAMMARS, PLANS
 
 SHIPPED = [
     ("llama-3.1-8b", "llama", 8),
@@ -187,7 +187,7 @@ def test_only_the_kind_that_is_wrong_is_refuted(tmp_path):
 
 def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     """Were the shrunken model to lose a kind of layer, no one could take it for proved."""
-    from planc.proof import flow as module
+    from planc.proof import layout_flow as module
 
     def first_kind_alone(config, **arguments):
         values = shrink(config, **arguments)
@@ -245,7 +245,7 @@ def test_a_gradient_that_nothing_sums(tmp_path):
     compiled = compile_plan("qwen3-8b", "qwen3", sink, world_size=8, settings=settings)
     from dataclasses import replace
 
-    from planc.model.real import Maker
+    from planc.model.small.transformers_model import Maker
     from planc.trial.simulate import simulate
 
     values = shrink(compiled.facts.config, ranks=2)
@@ -269,7 +269,7 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no way")
 
-    monkeypatch.setattr("planc.proof.flow.shrink", refuse)
+    monkeypatch.setattr("planc.proof.layout_flow.shrink", refuse)
     verdict, [finding] = judged("llama-3.1-8b", "llama", ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
     assert (finding.code, finding.severity) == ("PL504", "warning")
@@ -408,21 +408,21 @@ def test_a_unit_that_is_never_called_where_nothing_is_split(tmp_path, monkeypatc
 def test_which_modules_are_called_is_run_once_for_a_configuration(monkeypatch):
     from planc.diagnostic import Sink
     from planc.model.load import load
-    from planc.proof import calls
+    from planc.proof import called_modules
 
     facts = load("llama-3.2-1b", Sink())
-    names, reason = calls.called(facts)
+    names, reason = called_modules.called(facts)
     assert {"model.layers.*", "model.layers.*.mlp.up_proj"} <= names and not reason
-    monkeypatch.setattr(calls, "_run", lambda *_: pytest.fail("it was run again"))
-    assert calls.called(facts) == (names, "")
+    monkeypatch.setattr(called_modules, "_run", lambda *_: pytest.fail("it was run again"))
+    assert called_modules.called(facts) == (names, "")
 
 
 def test_a_model_that_does_not_run_leaves_its_units_unknown(monkeypatch, capsys):
     from planc.cli import main
-    from planc.proof import calls, flow
+    from planc.proof import called_modules, layout_flow
 
-    monkeypatch.setattr(flow, "called", lambda facts: (None, "no reason"))
-    assert calls.called is not flow.called
+    monkeypatch.setattr(layout_flow, "called", lambda facts: (None, "no reason"))
+    assert called_modules.called is not layout_flow.called
     assert main(["check", "llama-3.2-1b", "llama", "--world-size", "4", "--format", "json"]) == 0
     sections = json.loads(capsys.readouterr().out)["flow"]["sections"]
     found = {s["name"]: (s["verdict"], s["reason"]) for s in sections}

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planc import whole
+from planc import atomic_write
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.source import Source
-from planc.syntax import format, parse
-from planc.syntax.pieces import pieces
+from planc.syntax import parse
+from planc.syntax.formatter import layout
+from planc.syntax.formatter.tokens import pieces
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```plan\n(.*?)^```$", re.M | re.S)
@@ -43,7 +44,7 @@ TEXTS = list(EXAMPLES.values())
 
 def formatted(text):
     sink = Sink()
-    result = format.formatted(Source("p.plan", text), sink)
+    result = layout.formatted(Source("p.plan", text), sink)
     assert (result is None) == sink.failed, [d.message for d in sink]
     return result
 
@@ -154,7 +155,7 @@ def test_any_expression(value):
     if len(text) > 9_000:  # a line of a plan has at most 10,000 characters
         return
     for line in whole_and_stable(text).splitlines():
-        if len(line) > format.WIDTH:  # only where nothing is left to break
+        if len(line) > layout.WIDTH:  # only where nothing is left to break
             assert not re.search(r"[(\[][^()\[\]]+[)\]]", re.sub(r"m\[0:4\]|\"t # t\"", "", line))
 
 
@@ -176,17 +177,17 @@ def test_what_does_not_parse_has_no_layout(text, at, length):
     at %= len(text)
     broken = text[:at] + text[at + length :]
     sink = Sink()
-    result = format.formatted(Source("p.plan", broken), sink)
+    result = layout.formatted(Source("p.plan", broken), sink)
     assert (result is None) == sink.failed
     if result is not None:
         whole_and_stable(broken)
 
 
 def test_a_layout_that_would_change_the_plan_is_not_given(monkeypatch):
-    monkeypatch.setattr(format, "laid_out", lambda text: "plan a for c\n")
+    monkeypatch.setattr(layout, "laid_out", lambda text: "plan a for c\n")
     with pytest.raises(RuntimeError, match="would change what it says"):
         formatted("plan a for b\n")
-    monkeypatch.setattr(format, "laid_out", lambda text: "plan a for b\n")
+    monkeypatch.setattr(layout, "laid_out", lambda text: "plan a for b\n")
     with pytest.raises(RuntimeError):
         formatted("plan a for b # lost\n")
 
@@ -437,7 +438,7 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, capsys):
 
     file = tmp_path / "a.plan"
     file.write_text(UGLY)
-    monkeypatch.setattr(whole.os, "fsync", full)
+    monkeypatch.setattr(atomic_write.os, "fsync", full)
     assert main(["fmt", str(file)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "error[PL020]: cannot write" in captured.err

@@ -5,14 +5,14 @@ from test_checks import facts
 
 from planc.checks import check
 from planc.diagnostic import Sink
-from planc.emit.script import render as script
+from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
-from planc.ir import elaborate
 from planc.lowering import lower
-from planc.lowering.document import digest, dumps, loads
-from planc.lowering.ops import FullyShard, Prefetch
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
+from planc.ops.document import digest, dumps, loads
+from planc.ops.registry import FullyShard, Prefetch
+from planc.plan import elaborate
 from planc.source import Source
 from planc.syntax import parse
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planc.diagnostic import Severity, Sink
 from planc.report import FORMATS, render
 from planc.source import Source
-from planc.syntax import parse, tree
+from planc.syntax import ast, parse
 from planc.syntax.parse import MAX_ERRORS
 
 PLANS = [p.read_text() for p in sorted((Path(__file__).parent.parent / "plans").glob("*.plan"))]
@@ -24,7 +24,7 @@ def read(text):
     source = Source("fuzz.plan", text)
     sink = Sink()
     file = parse(source, sink)
-    assert isinstance(file, tree.File)
+    assert isinstance(file, ast.File)
     assert len(sink.diagnostics) <= 2 * MAX_ERRORS + 2
     for diagnostic in sink:
         assert diagnostic.severity is Severity.ERROR and diagnostic.message

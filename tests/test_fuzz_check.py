@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 
 from planc.checks import check
 from planc.diagnostic import Sink
-from planc.emit import delta, diff, script, text
-from planc.ir import elaborate
+from planc.diffing import compare
+from planc.diffing import render as diff_text
+from planc.emit import text
+from planc.emit.python import script
 from planc.lowering import lower
-from planc.lowering.document import digest, dumps, loads
 from planc.model.load import load
+from planc.ops.document import digest, dumps, loads
+from planc.plan import elaborate
 from planc.report import FORMATS, render
 from planc.source import Source
 from planc.syntax import parse
@@ -101,5 +104,5 @@ def survives(lowered):
     sink = Sink()
     back = loads(dumps(lowered), "p.json", sink)
     assert list(sink) == [] and back == lowered and digest(back) == own
-    change = delta.compare(lowered, back)
-    assert change.same and diff.render(change) == "No changes.\n"
+    change = compare.compare(lowered, back)
+    assert change.same and diff_text.render(change) == "No changes.\n"

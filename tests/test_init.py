@@ -10,14 +10,14 @@ import textwrap
 import pytest
 
 from planc.cli import main
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.draft.init import draft
-from planc.draft.text import braced
-from planc.driver import compile_plan
+from planc.draft.plan_text import braced
 from planc.model.load import load, of_values
-from planc.proof.flow import flow
+from planc.proof.layout_flow import flow
 from planc.source import Source
-from planc.syntax.format import formatted
+from planc.syntax.formatter.layout import formatted
 
 NANO = textwrap.dedent(
     """

@@ -6,16 +6,16 @@ import re
 import pytest
 import torch
 
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.driver import compile_plan
-from planc.model.blocks import sorts
-from planc.model.feeds import KINDS
-from planc.model.inputs import Choice, part_of
+from planc.model.layer_kinds import sorts
 from planc.model.load import load, of_values
-from planc.model.real import Maker
-from planc.model.shrink import shrink
-from planc.proof.flow import flow
-from planc.share import PLANS
+from planc.model.small.input_search import Choice, part_of
+from planc.model.small.sample_inputs import KINDS
+from planc.model.small.shrink import shrink
+from planc.model.small.transformers_model import Maker
+from planc.proof.layout_flow import flow
+from planc.resources import PLANS
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
 FAMILIES = {
@@ -165,8 +165,8 @@ def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, mutant):
 
 def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monkeypatch):
     """With no recipe that fits, the tower's rules are unknown, as are those of its projector."""
-    from planc.model import inputs
-    from planc.proof import flow as module
+    from planc.model.small import input_search as inputs
+    from planc.proof import layout_flow as module
 
     monkeypatch.setattr(
         inputs,
@@ -185,8 +185,8 @@ def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monk
 
 def test_init_says_what_was_tried_for_a_tower(monkeypatch):
     from planc.draft.init import draft
-    from planc.model import inputs
-    from planc.proof import flow as module
+    from planc.model.small import input_search as inputs
+    from planc.proof import layout_flow as module
 
     monkeypatch.setattr(inputs, "KINDS", [k for k in KINDS if k.name == "lists of images"])
     monkeypatch.setattr(module, "_FORMAT", "test")
@@ -202,8 +202,8 @@ def test_blocks_that_drop_paths_are_of_one_kind():
     """A block that drops none holds an Identity in the place of a DropPath."""
     from torch import nn
 
-    from planc.model.blocks import signature
-    from planc.model.table import facts_of
+    from planc.model.layer_kinds import signature
+    from planc.model.module_table import facts_of
 
     def block(drop):
         made = nn.Module()

@@ -12,7 +12,7 @@ import diffused
 import pytest
 
 from planc.cli import main
-from planc.syntax.read import families, locate
+from planc.syntax.plan_files import families, locate
 
 HERE = Path(__file__).parent
 PLANS = HERE.parent / "plans"

@@ -11,7 +11,7 @@ from modelfolder import CONFIG, found, written
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.model.load import load
-from planc.share import PLANS
+from planc.resources import PLANS
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -1,5 +1,5 @@
 """`backend = megatron`: what it means, every word that it cannot honour, what it lowers to and
-emits. That the real package then trains the same model is for tests/dist/test_handover.py."""
+emits. That the real package then trains the same model is for tests/dist/test_megatron_fsdp.py."""
 
 import inspect
 import json
@@ -13,14 +13,14 @@ from torch import distributed, nn
 
 import planc
 from planc.diagnostic import PlanError, Sink
-from planc.emit.delta import compare
-from planc.emit.diff import render as diff_of
-from planc.emit.script import render as script
+from planc.diffing.compare import compare
+from planc.diffing.render import render as diff_of
+from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
-from planc.emit.why import why
-from planc.ir.megatron import OPTIONS
-from planc.lowering.document import digest, dumps, loads
-from planc.lowering.ops import MegatronShard
+from planc.ops.document import digest, dumps, loads
+from planc.ops.registry import MegatronShard
+from planc.plan.sections.megatron_fsdp import OPTIONS
+from planc.provenance.query import why
 
 BLOCKS = "model.layers.* : unit"
 MESH = "plan t for llama\nmesh {\n dp_replicate = 2\n dp_shard = auto\n dp_in = 2\n}\n"
@@ -291,7 +291,7 @@ def test_a_document_that_is_wrong(field, value, said):
 
 
 def test_the_schema_knows_every_option():
-    from planc.share import GRAMMARS
+    from planc.resources import GRAMMARS
 
     schema = json.loads((GRAMMARS / "lowered.schema.json").read_text())
     known = schema["$defs"]["megatron_shard"]["properties"]["options"]["properties"]
@@ -343,8 +343,8 @@ class Recorder(types.ModuleType):
 def recorder(monkeypatch):
     made = Recorder()
     monkeypatch.setitem(sys.modules, "megatron_fsdp", made)
-    monkeypatch.setattr("planc.runtime.handover.DEVICES", ("cpu",))
-    monkeypatch.setattr("planc.runtime.handover.find_spec", lambda _: True)
+    monkeypatch.setattr("planc.runtime.megatron_fsdp.DEVICES", ("cpu",))
+    monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return made
 
@@ -465,14 +465,14 @@ def untouched(tmp_path):
 
 
 def test_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr("planc.runtime.handover.find_spec", lambda _: None)
+    monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: None)
     found = untouched(tmp_path)
     assert found.code == "PL499" and "no megatron-fsdp" in found.message
     assert found.help == "pip install 'planc[megatron]'"
 
 
 def test_without_cuda(tmp_path, monkeypatch):
-    monkeypatch.setattr("planc.runtime.handover.find_spec", lambda _: True)
+    monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: True)
     found = untouched(tmp_path)
     assert found.code == "PL499" and "CUDA alone, and this run is on cpu" in found.message
 

@@ -13,7 +13,7 @@ from planc.diagnostic import Sink
 from planc.model.config import shipped
 from planc.model.facts import Facts, Modules
 from planc.model.load import load
-from planc.model.table import already_parallel, facts_of
+from planc.model.module_table import already_parallel, facts_of
 
 # The totals that the publishers state; tied parameters count once.
 TOTALS = {

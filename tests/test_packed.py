@@ -3,9 +3,9 @@
 import pytest
 from test_checks import codes, facts, judged, tensor
 
-from planc.ir.shapes import local_shape
-from planc.ir.style import Colwise, Experts, Held, Rowwise, Shard, style_text
 from planc.model.facts import Modules
+from planc.ops.styles import Colwise, Experts, Held, Rowwise, Shard, style_text
+from planc.plan.local_shapes import local_shape
 
 MLP = " model.layers.*.mlp {\n  gate_up_proj : %s\n  down_proj : %s\n }"
 EXPERTS = " model.layers.*.mlp.experts : experts(%s)"
@@ -116,7 +116,7 @@ def test_local_shapes():
 
 
 def lowered_rule(modules: Modules, style):
-    from planc.ir.plan import Axis, Mesh, Plan, TensorRule
+    from planc.plan.ir import Axis, Mesh, Plan, TensorRule
     from planc.source import Source
 
     span = Source("t.plan", "x").span(0, 1)

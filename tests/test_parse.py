@@ -3,11 +3,11 @@
 import pytest
 
 from planc.diagnostic import Sink
-from planc.share import GRAMMARS, PLANS
+from planc.resources import GRAMMARS, PLANS
 from planc.source import Source
-from planc.syntax import grammar, parse, tree
+from planc.syntax import ast, grammar, parse
 from planc.syntax.grammar import parser
-from planc.syntax.wording import written
+from planc.syntax.syntax_errors import written
 
 PLAN = """\
 plan llama for llama, mistral
@@ -46,7 +46,7 @@ def test_a_plan_parses_with_spans():
     file, sink = read(PLAN)
     assert list(sink) == []
     header, let, mesh, tensor, fsdp = file.statements
-    assert isinstance(header, tree.Header) and [f.path for f in header.families] == [
+    assert isinstance(header, ast.Header) and [f.path for f in header.families] == [
         "llama",
         "mistral",
     ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planc.diagnostic import Diagnostic, Label, Severity, Sink
 from planc.report import FORMATS, render, summary, wants_colour
-from planc.report.cells import cells, width, wrap
+from planc.report.terminal_width import cells, width, wrap
 from planc.source import Source
 
 SCHEMA = json.loads(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planc.model.real import taught
-from planc.model.shrink import shrink
-from planc.share import PLANS
+from planc.model.small.shrink import shrink
+from planc.model.small.transformers_model import taught
+from planc.resources import PLANS
 
 MODELS = sorted({p.stem for p in (PLANS / "models").glob("*.json")} - set(diffused.TOTALS))
 

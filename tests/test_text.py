@@ -6,12 +6,29 @@ import pytest
 from hypothesis import given
 from lowered import llama, modules, plans, rule, unit, with_ops
 
-from planc.emit import words
+from planc.emit import phrases
 from planc.emit.text import render
-from planc.ir.kernels import Save
-from planc.ir.style import Change, Colwise, Input, Output, Replicate, Rowwise, Sequence, Shard
-from planc.lowering.document import digest
-from planc.lowering.ops import Checkpoint, Compile, Configure, Lowered, MeshAxis, Shape, Tie
+from planc.ops.aten_operators import Save
+from planc.ops.document import digest
+from planc.ops.registry import (
+    Checkpoint,
+    Compile,
+    Configure,
+    Lowered,
+    MeshAxis,
+    Shape,
+    Tie,
+)
+from planc.ops.styles import (
+    Change,
+    Colwise,
+    Input,
+    Output,
+    Replicate,
+    Rowwise,
+    Sequence,
+    Shard,
+)
 
 
 def text(*ops, **changes):
@@ -214,13 +231,13 @@ def test_units_are_in_the_order_of_their_calls():
     ],
 )
 def test_size(count, said):
-    assert words.size(count) == said
+    assert phrases.size(count) == said
 
 
 def test_sizes_that_would_read_the_same_are_exact():
-    assert words.sizes(2**20, 2**21) == ("1.0 MiB", "2.0 MiB")
-    assert words.sizes(2**20, 2**20 + 1) == ("1,048,576 B", "1,048,577 B")
-    assert words.sizes(2**20, 2**20) == ("1.0 MiB", "1.0 MiB")
+    assert phrases.sizes(2**20, 2**21) == ("1.0 MiB", "2.0 MiB")
+    assert phrases.sizes(2**20, 2**20 + 1) == ("1,048,576 B", "1,048,577 B")
+    assert phrases.sizes(2**20, 2**20) == ("1.0 MiB", "1.0 MiB")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +259,7 @@ def test_sizes_that_would_read_the_same_are_exact():
     ],
 )
 def test_together(names, said):
-    assert words.together(names) == said
+    assert phrases.together(names) == said
 
 
 def test_table():
@@ -252,7 +269,7 @@ def test_table():
         ("aa", "", ""),
         ("", "", "a very long last cell"),
     ]
-    assert words.table(rows, widest=(3,)) == [
+    assert phrases.table(rows, widest=(3,)) == [
         "  a  bb  c",
         "  aaaaaa  b   c",
         "  aa",

@@ -12,13 +12,14 @@ import pytest
 from test_library import CASES
 
 from planc.cli import main
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.driver import compile_plan
-from planc.emit import reasons, words
-from planc.emit.why import why
-from planc.ir.derive import adapted
-from planc.lowering.ops import Checkpoint, FullyShard, Parallelize
-from planc.share import GRAMMARS
+from planc.emit import phrases as words
+from planc.ops.registry import Checkpoint, FullyShard, Parallelize
+from planc.plan.apply_adapters import adapted
+from planc.provenance import render
+from planc.provenance.query import why
+from planc.resources import GRAMMARS
 
 ROOT = Path(__file__).parent.parent
 Validator = jsonschema.Draft202012Validator
@@ -43,14 +44,14 @@ def ask(compiled, name, plan=True):
 
 
 def text_of(answer):
-    return "".join("".join(t for t, _ in line).rstrip() + "\n" for line in reasons.lines(answer))
+    return "".join("".join(t for t, _ in line).rstrip() + "\n" for line in render.lines(answer))
 
 
 def valid(answer, lowered):
     """The answer as JSON, which is as the schema says."""
-    document = json.loads(json.dumps(reasons.document(answer, lowered)))
+    document = json.loads(json.dumps(render.document(answer, lowered)))
     problems = [e.message for e in SCHEMA.iter_errors(document)]
-    for section in reasons.SECTIONS:
+    for section in render.SECTIONS:
         for reason in document[section]:
             problems += [e.message for e in OP.iter_errors(reason["op"])]
     assert problems == []
@@ -76,7 +77,7 @@ def test_every_shipped_plan_is_explained_whole(model, plan, settings):
             assert answer.like.has(name)
             if name == next(modules.names()):
                 valid(answer, lowered)
-            for section in reasons.SECTIONS:
+            for section in render.SECTIONS:
                 for reason in getattr(answer, section):
                     told.add(reason.op)
                     assert bool(reason.place) == bool(reason.text), reason
@@ -282,7 +283,7 @@ def test_adapters(tmp_path):
     for modules in facts.model.below():
         for name in modules.names():
             answer = ask(compiled, name)
-            told |= {r.op for s in reasons.SECTIONS for r in getattr(answer, s)}
+            told |= {r.op for s in render.SECTIONS for r in getattr(answer, s)}
             rest += sum(h.at_rest for h in answer.held)
     assert rest == compiled.lowered.parameters
     left = set(range(len(compiled.lowered.ops))) - told

@@ -1,4 +1,4 @@
-"""Floor 3: what a plan that is well formed can still get wrong. One rule a file, in this order.
+"""What a plan that is well formed can still get wrong. One rule a file, in this order.
 
 A rule looks at the whole plan and reports what it finds. It concludes nothing from what is missing
 in a section that has findings of its own (`Plan.broken`).
@@ -8,90 +8,90 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planc.checks.activations import activations
+from planc.checks.activation_offload import activation_offload
 from planc.checks.adapters import adapters
-from planc.checks.axes import axes
-from planc.checks.bare import bare
-from planc.checks.blocks import blocks
-from planc.checks.checkpoints import checkpoints
-from planc.checks.compiled import compiled
-from planc.checks.containers import containers
-from planc.checks.counts import counts
-from planc.checks.coverage import coverage
-from planc.checks.draws import draws
-from planc.checks.dtypes import dtypes
-from planc.checks.fused import fused
-from planc.checks.graphs import graphs
-from planc.checks.halves import halves
-from planc.checks.heads import heads
-from planc.checks.ignored import ignored
-from planc.checks.kinds import kinds
-from planc.checks.lying import lying
-from planc.checks.megatron import megatron
-from planc.checks.norms import norms
-from planc.checks.offload import offload
-from planc.checks.packed import packed
-from planc.checks.pairs import pairs
-from planc.checks.partners import partners
-from planc.checks.precision import precision
+from planc.checks.attention_heads import attention_heads
+from planc.checks.axis_use import axis_use
+from planc.checks.blocks_without_unit import blocks_without_unit
+from planc.checks.colwise_rowwise_pairs import colwise_rowwise_pairs
+from planc.checks.compile_embedding_gradient import compile_embedding_gradient
+from planc.checks.compile_graph_breaks import compile_graph_breaks
+from planc.checks.cpu_offload import cpu_offload
+from planc.checks.divisibility import divisibility
+from planc.checks.freezing import freezing
+from planc.checks.fsdp_root import fsdp_root
+from planc.checks.ignored_parameters import ignored_parameters
+from planc.checks.megatron_fsdp import megatron_fsdp
+from planc.checks.mixed_dtypes import mixed_dtypes
+from planc.checks.module_parameters import module_parameters
+from planc.checks.nested_checkpoints import nested_checkpoints
+from planc.checks.nested_units import nested_units
+from planc.checks.norm_gradients import norm_gradients
+from planc.checks.packed_by_name import packed_by_name
+from planc.checks.packed_by_width import packed_by_width
+from planc.checks.packed_parts import packed_parts
+from planc.checks.partial_reshard import partial_reshard
 from planc.checks.prefetch import prefetch
-from planc.checks.quantised import four_bits
-from planc.checks.reshard import reshard
-from planc.checks.roots import roots
-from planc.checks.spread import spread
-from planc.checks.stream import stream
-from planc.checks.ties import ties
-from planc.checks.training import training
-from planc.checks.uneven import uneven
-from planc.checks.units import units
-from planc.checks.unsharded import unsharded
-from planc.checks.whole import whole
+from planc.checks.projection_groups import projection_groups
+from planc.checks.quantization import four_bits
+from planc.checks.randomness import randomness
+from planc.checks.replicate_options import replicate_options
+from planc.checks.sequence_layout import sequence_layout
+from planc.checks.split_attributes import split_attributes
+from planc.checks.spread_without_unit import spread_without_unit
+from planc.checks.style_targets import style_targets
+from planc.checks.tied_parameters import tied_parameters
+from planc.checks.uncalled_modules import uncalled_modules
+from planc.checks.unit_axes import unit_axes
+from planc.checks.unreduced_gradients import unreduced_gradients
+from planc.checks.unsplit_parameters import unsplit_parameters
+from planc.checks.unused_precision import unused_precision
 from planc.diagnostic import Sink
-from planc.ir.derive import adapted
-from planc.ir.plan import Plan
 from planc.model.facts import Facts
+from planc.plan.apply_adapters import adapted
+from planc.plan.ir import Plan
 
 Rule = Callable[[Plan, Facts, Sink], None]
 
 RULES: tuple[Rule, ...] = (
-    axes,
-    containers,
-    kinds,
-    bare,
-    counts,
-    packed,
-    fused,
-    halves,
-    heads,
-    uneven,
-    partners,
-    pairs,
-    norms,
-    stream,
-    ties,
-    units,
-    roots,
-    blocks,
-    unsharded,
-    ignored,
-    training,
-    dtypes,
-    precision,
-    reshard,
-    spread,
-    lying,
-    megatron,
-    whole,
-    offload,
+    axis_use,
+    uncalled_modules,
+    style_targets,
+    module_parameters,
+    split_attributes,
+    packed_parts,
+    packed_by_name,
+    packed_by_width,
+    attention_heads,
+    divisibility,
+    projection_groups,
+    colwise_rowwise_pairs,
+    norm_gradients,
+    sequence_layout,
+    tied_parameters,
+    nested_units,
+    fsdp_root,
+    blocks_without_unit,
+    unreduced_gradients,
+    ignored_parameters,
+    freezing,
+    mixed_dtypes,
+    unused_precision,
+    partial_reshard,
+    unit_axes,
+    spread_without_unit,
+    megatron_fsdp,
+    replicate_options,
+    cpu_offload,
     prefetch,
-    checkpoints,
-    activations,
-    compiled,
-    graphs,
+    nested_checkpoints,
+    activation_offload,
+    compile_embedding_gradient,
+    compile_graph_breaks,
     adapters,
-    draws,
+    randomness,
     four_bits,
-    coverage,
+    unsplit_parameters,
 )
 
 

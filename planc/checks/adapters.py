@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from planc.checks.table import axis_label, ranks
+from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
-from planc.ir.derive import KINDS, meetings, of_layer, sides
-from planc.ir.plan import AdapterRule, Plan, TensorRule
-from planc.ir.style import Colwise, Rowwise, Sequence, Shard, Style, style_text
 from planc.model.facts import Facts, Modules
+from planc.ops.styles import Colwise, Rowwise, Sequence, Shard, Style, style_text
+from planc.plan.apply_adapters import KINDS, meetings, of_layer, sides
+from planc.plan.ir import AdapterRule, Plan, TensorRule
 
 
 def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:

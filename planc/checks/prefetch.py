@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planc.diagnostic import Label, Sink
-from planc.ir.lists import entries, lists
-from planc.ir.owners import owned
-from planc.ir.plan import Plan, Prefetch
 from planc.model.facts import Facts, Modules
+from planc.plan.ir import Plan, Prefetch
+from planc.plan.parameter_owners import owned
+from planc.plan.unit_lists import entries, lists
 
 
 def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from planc.diagnostic import Sink
+from planc.draft.observe import run
+from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Ran, Roles, roles
-from planc.draft.run import run
 from planc.draft.search import Search
-from planc.draft.text import Draft, render
 from planc.model import cache
-from planc.model.blocks import block_lists, sorts
 from planc.model.config import buildable
 from planc.model.facts import Facts
+from planc.model.layer_kinds import block_lists, sorts
 from planc.model.load import of_values
-from planc.model.shrink import shrink
-from planc.proof.findings import generic
-from planc.syntax.format import laid_out
+from planc.model.small.shrink import shrink
+from planc.proof.flow_findings import generic
+from planc.syntax.formatter.layout import laid_out
 from planc.trial.outcome import Outcome
 
 _RANKS = 2
@@ -82,7 +82,7 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
 
 def _small(facts: Facts, sink: Sink) -> _Small:
     """The small model's facts, its configuration, what builds it, or why there is none."""
-    from planc.model.own import maker_of
+    from planc.model.small.user_model import maker_of
 
     try:
         if facts.code:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from planc.model.blocks import block_lists
 from planc.model.facts import Facts, Module, Modules
+from planc.model.layer_kinds import block_lists
 
 CLOSES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planc.compiler import compile_plan
 from planc.diagnostic import Severity, Sink
+from planc.draft.plan_text import Draft, render
 from planc.draft.recipes import Choice, Recipe, choices
 from planc.draft.roles import Ran, Roles
-from planc.draft.text import Draft, render
-from planc.driver import compile_plan
 from planc.model.facts import Facts, Module, Modules
-from planc.proof.findings import generic
-from planc.proof.flow import judge
+from planc.proof.flow_findings import generic
+from planc.proof.layout_flow import judge
 from planc.trial.outcome import Outcome, Part
 
 _MOST = 60

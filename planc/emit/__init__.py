@@ -1,1 +1,1 @@
-"""Floor 5: lowered ops -> text, Python, diff."""
+"""Lowered ops -> text, Python, diff."""

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from planc.emit import words
-from planc.ir.style import style_name
-from planc.lowering.op import Draw
-from planc.lowering.ops import (
+from planc.emit import phrases
+from planc.ops.base import Draw
+from planc.ops.registry import (
     FORMAT_VERSION,
     Adapt,
     Checkpoint,
@@ -30,6 +29,7 @@ from planc.lowering.ops import (
     Quantize,
     Tie,
 )
+from planc.ops.styles import style_name
 
 _WIDTH = 100
 
@@ -57,7 +57,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
             yield _head("configure", f"{op.name} = {str(op.value).lower()}{reason}")
     for op in lowered.ops:
         if isinstance(op, Load):
-            yield _head("load", words.arrival(op))
+            yield _head("load", phrases.arrival(op))
     yield from _adapters(lowered)
     yield from _tensor(lowered)
     yield from _ties([op for op in lowered.ops if isinstance(op, Tie)])
@@ -66,8 +66,8 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         yield from _listed(word, [str(o.modules) for o in states])
     yield from _four_bits(lowered)
     checkpoints = [op for op in lowered.ops if isinstance(op, Checkpoint)]
-    for i, how in enumerate(dict.fromkeys(map(words.recomputing, checkpoints))):
-        alike = [str(op.modules) for op in checkpoints if words.recomputing(op) == how]
+    for i, how in enumerate(dict.fromkeys(map(phrases.recomputing, checkpoints))):
+        alike = [str(op.modules) for op in checkpoints if phrases.recomputing(op) == how]
         note = "" if how == "full" else f"  {how}"
         yield from _listed("" if i else "checkpoint", alike, note)
     for full in (False, True):
@@ -88,7 +88,7 @@ def _settings(lowered: Lowered) -> Iterator[str]:
             some = f", of {', '.join(map(str, op.units))}" if op.units else ""
             yield _head("divide", f"gradients are summed, then divided by {op.factor:,}{some}")
         if isinstance(op, Prefetch):
-            yield _head("prefetch", f"{words.ahead(op)}, of {', '.join(map(str, op.units))}")
+            yield _head("prefetch", f"{phrases.ahead(op)}, of {', '.join(map(str, op.units))}")
         if isinstance(op, Draw):
             told = f"drawn alike on all ranks of {op.axis}, from the first one's state"
             yield _head("random", f"{told}: {', '.join(op.fields)}" if op.fields else told)
@@ -132,14 +132,14 @@ def _data(lowered: Lowered) -> str:
 
 
 def _total(lowered: Lowered) -> str:
-    text = f"{words.size(lowered.parameters)} of parameters at rest"
+    text = f"{phrases.size(lowered.parameters)} of parameters at rest"
     if lowered.gathered:
-        text += f"; the largest unit is {words.size(lowered.gathered)} while gathered"
+        text += f"; the largest unit is {phrases.size(lowered.gathered)} while gathered"
     return text
 
 
 def _listed(name: str, paths: Sequence[str], note: str = "") -> Iterator[str]:
-    for i, path in enumerate(words.together(paths)):
+    for i, path in enumerate(phrases.together(paths)):
         yield _head("" if i else name, f"{path}{note}")
 
 
@@ -152,10 +152,10 @@ def _adapters(lowered: Lowered) -> Iterator[str]:
     if not ops:
         return
     yield _head("adapters", "all else is frozen")
-    yield from words.table(
-        (path, "lora", words.lora(op))
+    yield from phrases.table(
+        (path, "lora", phrases.lora(op))
         for op in ops
-        for path in words.together(map(str, op.members))
+        for path in phrases.together(map(str, op.members))
     )
 
 
@@ -165,46 +165,46 @@ def _four_bits(lowered: Lowered) -> Iterator[str]:
     if not ops:
         return
     yield _head("quantize", "frozen weights in 4 bits, by bitsandbytes")
-    yield from words.table(
-        (path, words.four_bit(op))
+    yield from phrases.table(
+        (path, phrases.four_bit(op))
         for op in ops
-        for path in words.together(str(words.layer(m)) for m in op.members)
+        for path in phrases.together(str(phrases.layer(m)) for m in op.members)
     )
 
 
 def _tensor(lowered: Lowered) -> Iterator[str]:
     ops = [op for op in lowered.ops if isinstance(op, Parallelize)]
     for axis in dict.fromkeys(op.axis for op in ops):
-        yield _head("tensor", f"on {words.axes([axis], lowered)}")
+        yield _head("tensor", f"on {phrases.axes([axis], lowered)}")
         blocks: dict[str, list[Parallelize]] = {}
         for op in ops:
             if op.axis == axis:
-                named = replace(op, modules=words.layer(op.modules))
-                blocks.setdefault(words.block(op.modules), []).append(named)
+                named = replace(op, modules=phrases.layer(op.modules))
+                blocks.setdefault(phrases.block(op.modules), []).append(named)
         for block, inside in blocks.items():
             if block:
                 yield f"  {block}"
-            yield from words.table(_rules(inside), indent="    " if block else "  ")
+            yield from phrases.table(_rules(inside), indent="    " if block else "  ")
 
 
 def _shelf(path: str) -> tuple[str, str]:
     """What paths that share a line have in common: all but the last name of a layer."""
-    layer, half = words.adapter(path)
-    return words.parent(layer), half
+    layer, half = phrases.adapter(path)
+    return phrases.parent(layer), half
 
 
 def _rules(ops: Sequence[Parallelize]) -> list[tuple[str, str, str, str]]:
     """(modules, style, layouts, shapes) of each rule; names that say the same as one."""
     alike: dict[tuple[object, ...], list[Parallelize]] = {}
     for op in ops:
-        key = (*_shelf(words.inside(op.modules)), op.style, op.shapes)
+        key = (*_shelf(phrases.inside(op.modules)), op.style, op.shapes)
         alike.setdefault(key, []).append(op)
     rows = []
     for group in alike.values():
         first = group[0]
-        said = (style_name(first.style), words.flow(first.style), words.shapes(first.shapes))
-        paths = [words.adapter(words.inside(op.modules)) for op in group]
-        for path in words.together([layer for layer, _ in paths]):
+        said = (style_name(first.style), phrases.flow(first.style), phrases.shapes(first.shapes))
+        paths = [phrases.adapter(phrases.inside(op.modules)) for op in group]
+        for path in phrases.together([layer for layer, _ in paths]):
             rows.append((f"{path}{paths[0][1]}", *said))
     return rows
 
@@ -224,13 +224,13 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
         if following and _together(following, op):
             continue
         units = ops[start : i + 1]
-        common = words.precision(units[0])
-        text = f"{words.spread(op, lowered)}, {common}{words.offload(op)}"
+        common = phrases.precision(units[0])
+        text = f"{phrases.spread(op, lowered)}, {common}{phrases.offload(op)}"
         yield _head("fsdp" if op.shard else "replicate", text)
-        yield from words.table(_units(units, common))
+        yield from phrases.table(_units(units, common))
         start = i + 1
     for lying in dict.fromkeys(s for op in ops for s in op.spreads):
-        how = ", ".join(filter(None, (words.spread(lying, lowered), words.along(lying))))
+        how = ", ".join(filter(None, (phrases.spread(lying, lowered), phrases.along(lying))))
         yield from _listed("spread", [str(lying.modules)], f"  {how}")
     ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
     yield from _listed("ignored", list(ignored), "  whole on every rank, in no unit")
@@ -238,13 +238,13 @@ def _fsdp(lowered: Lowered) -> Iterator[str]:
 
 def _megatron(op: MegatronShard, lowered: Lowered) -> Iterator[str]:
     """The one call of Megatron-FSDP: its units, and what becomes of the rest."""
-    yield _head("megatron", words.megatron(op, lowered))
+    yield _head("megatron", phrases.megatron(op, lowered))
     count = sum(len(m) for m in op.members)
     kept = ": gathered once, and kept" if op.strategy == "optim_grads_params" else ""
-    numbers = f"{count} units of {' and '.join(op.classes)}, at most {words.size(op.gathered)}"
-    yield from words.table(
+    numbers = f"{count} units of {' and '.join(op.classes)}, at most {phrases.size(op.gathered)}"
+    yield from phrases.table(
         [
-            (", ".join(words.together(map(str, op.members))), f"{numbers} gathered"),
+            (", ".join(phrases.together(map(str, op.members))), f"{numbers} gathered"),
             ("the rest", f"in no unit{kept}"),
         ]
     )
@@ -261,19 +261,19 @@ def _units(ops: Sequence[FullyShard], common: str) -> Iterator[tuple[str, str, s
     ops = [op for op, _ in folded]
     columns = (
         [f"{times} x " if times > 1 else "" for _, times in folded],
-        [words.size(op.nbytes) for op in ops],
-        [words.size(op.gathered) for op in ops],
+        [phrases.size(op.nbytes) for op in ops],
+        [phrases.size(op.gathered) for op in ops],
     )
     widths = [max(map(len, column)) for column in columns]
     for op, *cells in zip(ops, *columns, strict=True):
         times, rest, whole = (c.rjust(w) for c, w in zip(cells, widths, strict=True))
         numbers = f"{times}{rest} a rank, {whole} gathered"
-        own = words.precision(op)
+        own = phrases.precision(op)
         yield (
-            words.unit(op),
-            words.reshard(op.reshard) if op.shard else "",
+            phrases.unit(op),
+            phrases.reshard(op.reshard) if op.shard else "",
             numbers if op.nbytes or op.gathered else "nothing of its own",
-            ", ".join(filter(None, (own if own != common else "", words.along(op)))),
+            ", ".join(filter(None, (own if own != common else "", phrases.along(op)))),
         )
 
 

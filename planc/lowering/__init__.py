@@ -1,4 +1,4 @@
-"""Floor 4: IR -> ordered torch calls, as data."""
+"""IR -> ordered torch calls, as data."""
 
 from planc.lowering.lower import lower
 

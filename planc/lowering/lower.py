@@ -18,16 +18,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.ir.derive import AROUND, BASE_LAYER, adapted, styles
-from planc.ir.plan import CheckpointRule, Plan, TensorRule
-from planc.ir.shapes import local_shape
-from planc.ir.style import Input, Output, Replicated, Sequence, weight_shard
-from planc.lowering.adapting import adapt, quantize, scales
-from planc.lowering.draws import draws
-from planc.lowering.first import arrive, configure
-from planc.lowering.megatron import at_rest, megatron
+from planc.lowering.configure import arrive, configure
+from planc.lowering.fsdp import settings, units_of
+from planc.lowering.lora import adapt, quantize, scales
+from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
-from planc.lowering.ops import (
+from planc.lowering.rng import draws
+from planc.model.facts import Facts, Module, Modules
+from planc.ops.registry import (
     AnyOp,
     Checkpoint,
     Compile,
@@ -40,8 +38,10 @@ from planc.lowering.ops import (
     Shape,
     Tie,
 )
-from planc.lowering.units import settings, units_of
-from planc.model.facts import Facts, Module, Modules
+from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
+from planc.plan.apply_adapters import AROUND, BASE_LAYER, adapted, styles
+from planc.plan.ir import CheckpointRule, Plan, TensorRule
+from planc.plan.local_shapes import local_shape
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:

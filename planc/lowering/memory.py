@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from planc.ir.derive import AROUND, FOUR_BIT
-from planc.ir.owners import owned
-from planc.ir.plan import Plan, Precision, Spread, TensorRule, Unit
-from planc.ir.shapes import local_shape, ruled, split_dim
-from planc.ir.style import weight_split
-from planc.lowering.ops import FullyShard, Lowered
-from planc.lowering.ops import Spread as Lying
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
+from planc.ops.registry import FullyShard, Lowered
+from planc.ops.registry import Spread as Lying
+from planc.ops.styles import weight_split
+from planc.plan.apply_adapters import AROUND, FOUR_BIT
+from planc.plan.ir import Plan, Precision, Spread, TensorRule, Unit
+from planc.plan.local_shapes import local_shape, ruled, split_dim
+from planc.plan.parameter_owners import owned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

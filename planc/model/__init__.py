@@ -1,1 +1,1 @@
-"""Floor 1: model facts, as plain data."""
+"""Model facts, as plain data."""

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planc import whole
+from planc import atomic_write
 from planc.model.config import diffused
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
 _FORMAT = 4
-"""Counts the changes of what `planc.model.table` records and of how it is written here."""
+"""Counts the changes of what `planc.model.module_table` records and of how it is written here."""
 
 
 def folder() -> Path:
@@ -110,7 +110,7 @@ def keep(key: str, data: Any) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         home = folder()
         home.mkdir(parents=True, exist_ok=True)
-        whole.write(home / f"{key}.json", f"{digest}\n{body}")
+        atomic_write.write(home / f"{key}.json", f"{digest}\n{body}")
 
 
 def _encode(facts: Facts) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.share import GRAMMARS, PLANS
+from planc.resources import GRAMMARS, PLANS
 
 _MAX_BYTES = 5_000_000
 CLASS = "_class_name"

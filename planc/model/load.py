@@ -36,7 +36,7 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     if config is None:
         return None
     if allow_code and "AutoModelForCausalLM" in config.own_code:
-        from planc.model.build import from_folder
+        from planc.model.sources.huggingface import from_folder
 
         return from_folder(config, sink)  # never cached: the key knows nothing of the code
     facts = _from_config(config, sink, cache=cache)
@@ -59,12 +59,12 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
 
 def _built(config: Config, sink: Sink) -> Facts | None:
     if diffused(config.values):
-        from planc.model import diffusion
+        from planc.model.sources import diffusers
 
-        return diffusion.from_config(config, sink)
-    from planc.model import build
+        return diffusers.from_config(config, sink)
+    from planc.model.sources import huggingface
 
-    return build.from_config(config, sink)
+    return huggingface.from_config(config, sink)
 
 
 def of_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:
@@ -91,7 +91,7 @@ def _left_out(config: Config, facts: Facts, sink: Sink) -> None:
 
 def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Facts | None:
     if allow_code:
-        from planc.model.build import from_factory
+        from planc.model.sources.huggingface import from_factory
 
         return from_factory(module, factory, sink)
     sink.error(

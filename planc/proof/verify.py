@@ -9,23 +9,23 @@ from typing import Any
 
 from planc.checks import check
 from planc.diagnostic import Sink, one_of
-from planc.ir import elaborate
-from planc.ir.plan import Plan
 from planc.lowering import lower
-from planc.lowering.document import digest
-from planc.lowering.ops import Compile, FullyShard, Lowered, Quantize
-from planc.model.blocks import sorts
 from planc.model.config import buildable
 from planc.model.facts import Facts
+from planc.model.layer_kinds import sorts
 from planc.model.load import load, of_values
-from planc.model.shrink import shrink
-from planc.proof.flow import UNSEEN, megatron
-from planc.proof.say import parted, troubled, unknown
-from planc.proof.smaller import not_reached, settings, sizes
-from planc.syntax.read import read
-from planc.syntax.tree import File
+from planc.model.small.shrink import shrink
+from planc.ops.document import digest
+from planc.ops.registry import Compile, FullyShard, Lowered, Quantize
+from planc.plan import elaborate
+from planc.plan.ir import Plan
+from planc.proof.layout_flow import UNSEEN, megatron
+from planc.proof.small_mesh import not_reached, settings, sizes
+from planc.proof.verify_findings import parted, troubled, unknown
+from planc.syntax.ast import File
+from planc.syntax.plan_files import read
 from planc.trial import certificate as store
-from planc.trial.processes import (
+from planc.trial.launcher import (
     LIMITS,
     SEEDS,
     Comparison,

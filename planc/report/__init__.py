@@ -1,4 +1,4 @@
-"""Floor 5: diagnostics -> text for people, for editors, for programs and for GitHub.
+"""Diagnostics -> text for people, for editors, for programs and for GitHub.
 
 `full` is for a person, `concise` has one line a finding, `json` is a document with a schema,
 `github` annotates a pull request, and `sarif` is for code scanners. All of them
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planc.diagnostic import Diagnostic
-from planc.report.colour import wants_colour
-from planc.report.order import summary
+from planc.report.color import wants_colour
+from planc.report.sorting import summary
 
 __all__ = ["FORMATS", "render", "summary", "wants_colour"]
 
@@ -50,9 +50,9 @@ def render(
 
             return concise.render(found, colour=colour)
         case "json":
-            from planc.report import machine
+            from planc.report import json_document
 
-            return machine.render(found, also)
+            return json_document.render(found, also)
         case "github":
             from planc.report import github
 

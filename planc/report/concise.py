@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic
-from planc.report.cells import visible
-from planc.report.colour import paint
-from planc.report.order import arranged, first
+from planc.report.color import paint
+from planc.report.sorting import arranged, first
+from planc.report.terminal_width import visible
 
 
 def render(diagnostics: Iterable[Diagnostic], *, colour: bool) -> str:

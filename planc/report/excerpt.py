@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planc.diagnostic import Label
-from planc.report.cells import cells, width, wrap
-from planc.report.colour import Segment
+from planc.report.color import Segment
+from planc.report.terminal_width import cells, width, wrap
 from planc.source import Source
 
 Row = list[Segment]

@@ -7,8 +7,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from planc.report.colour import paint
-from planc.share import PAGES
+from planc.report.color import paint
+from planc.resources import PAGES
 
 GROUPS = {
     "PL0": "Reading and syntax",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from planc.diagnostic import Diagnostic, Label, Severity
-from planc.report.cells import visible, wrap
-from planc.report.colour import Segment, paint
+from planc.report.color import Segment, paint
 from planc.report.excerpt import Row, drawn, line_of, mark
-from planc.report.order import arranged, placed, summary
+from planc.report.sorting import arranged, placed, summary
+from planc.report.terminal_width import visible, wrap
 from planc.source import Source, Span
 
 _NARROWEST = 40

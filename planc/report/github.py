@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic, Severity
-from planc.report.cells import visible
-from planc.report.order import arranged, first, placed
+from planc.report.sorting import arranged, first, placed
+from planc.report.terminal_width import visible
 from planc.source import Span
 
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}

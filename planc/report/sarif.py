@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import quote
 
 from planc.diagnostic import Diagnostic, Label, Severity
-from planc.report.cells import visible
 from planc.report.explain import explain
-from planc.report.order import arranged, placed
+from planc.report.sorting import arranged, placed
+from planc.report.terminal_width import visible
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}

@@ -12,8 +12,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
-from planc.ir.derived import axes_of
-from planc.lowering.ops import Lowered
+from planc.ops.registry import Lowered
+from planc.plan.mesh_axes import axes_of
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Floor 1: text -> AST. The grammar is `grammars/plan.lark`; this package imports no torch."""
+"""Text -> AST. The grammar is `grammars/plan.lark`; this package imports no torch."""
 
 from planc.syntax.parse import parse
 

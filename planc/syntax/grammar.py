@@ -13,7 +13,7 @@ from lark import Lark, Token
 from lark.grammar import Rule
 from lark.lexer import TerminalDef
 
-from planc.share import GRAMMARS
+from planc.resources import GRAMMARS
 
 _TABLE = "plan.table.json"
 

@@ -16,8 +16,8 @@ from lark.exceptions import UnexpectedEOF
 
 from planc.diagnostic import Label, Sink
 from planc.source import Source, Span
-from planc.syntax import brackets, tree, wording
-from planc.syntax.build import Builder
+from planc.syntax import ast, error_recovery, syntax_errors
+from planc.syntax.ast_builder import Builder
 from planc.syntax.grammar import parser
 
 MAX_CHARACTERS = 1_000_000
@@ -32,14 +32,14 @@ _NESTED_VALUES = ("binary", "unary", "not_in", "choice", "listing", "call", "act
 _NESTING = frozenset((*_NESTED_BLOCKS, *_NESTED_VALUES))
 
 
-def parse(source: Source, sink: Sink) -> tree.File:
+def parse(source: Source, sink: Sink) -> ast.File:
     """The AST of a source; what can't be parsed is reported and left out.
 
     Args:
         source: the text of a `.plan` file. A byte order mark in front is passed over.
         sink: receives PL001 to PL005.
     """
-    empty = tree.File(origin=source.span(0, len(source.text)), statements=())
+    empty = ast.File(origin=source.span(0, len(source.text)), statements=())
     if not _readable(source, sink):
         return empty
     errors = sink.errors
@@ -73,10 +73,10 @@ def parse(source: Source, sink: Sink) -> tree.File:
     return empty
 
 
-def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool) -> tree.File:
+def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool) -> ast.File:
     """The AST of a text that parses, and what only the AST shows."""
     builder = Builder(source)
-    file: tree.File = builder.transform(parsed)
+    file: ast.File = builder.transform(parsed)
     for stray in builder.strays:
         if text.startswith(source.line(stray.line), source.offset(stray.line)):
             sink.error(
@@ -130,7 +130,7 @@ def _readable(source: Source, sink: Sink) -> bool:
 
 def _shallow(source: Source, sink: Sink) -> bool:
     depth = 0
-    for match in re.finditer(r"[{}()\[\]]", brackets.masked(source.text)):
+    for match in re.finditer(r"[{}()\[\]]", error_recovery.masked(source.text)):
         depth += 1 if match[0] in "{([" else -1
         if depth > MAX_NESTING:
             sink.error(
@@ -151,12 +151,12 @@ def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]
         told of a `}` that is not there.
     """
     ends = []
-    for one in brackets.brackets(brackets.masked(text)).unclosed[:MAX_ERRORS]:
-        quote = None if one.end is not None else brackets.open_string(text, one.start)
+    for one in error_recovery.brackets(error_recovery.masked(text)).unclosed[:MAX_ERRORS]:
+        quote = None if one.end is not None else error_recovery.open_string(text, one.start)
         if quote is None:
             _unclosed(one, source, sink)
         else:  # it took the partner in
-            wording.unclosed_string(source, quote, sink)
+            syntax_errors.unclosed_string(source, quote, sink)
         if one.end is None:
             text = _blank(text, one.start)
         else:
@@ -164,7 +164,7 @@ def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]
     return text, tuple(sorted(ends))
 
 
-def _unclosed(one: brackets.Unclosed, source: Source, sink: Sink) -> None:
+def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
     span = source.span(one.start, one.start + 1)
     labels = [Label(span=span)]
     if one.end is not None and one.end < len(source.text):
@@ -176,7 +176,7 @@ def _unclosed(one: brackets.Unclosed, source: Source, sink: Sink) -> None:
         "PL004",
         f"this `{span.text}` is never closed",
         *labels,
-        help=f"close it with `{wording.CLOSERS[span.text]}`",
+        help=f"close it with `{syntax_errors.CLOSERS[span.text]}`",
     )
 
 
@@ -212,7 +212,7 @@ def _recovered(
         rest = list(ends)
         rest.remove(min(e for e in ends if e > (error.token.start_pos or 0)))
         return text, tuple(rest)
-    if isinstance(error, UnexpectedEOF) or wording.at_end(error):
+    if isinstance(error, UnexpectedEOF) or syntax_errors.at_end(error):
         end = len(source.text.rstrip())
         span = source.span(max(0, end - 1), end)
         sink.error("PL001", "the file ends too early", span)
@@ -223,15 +223,15 @@ def _recovered(
         for one in forgotten:
             _unclosed(one, source, sink)
         return text, tuple(sorted((*ends, *(u.end for u in forgotten if u.end is not None))))
-    lonely = brackets.brackets(brackets.masked(text), ends).lonely
+    lonely = error_recovery.brackets(error_recovery.masked(text), ends).lonely
     if not _orphaned(error, source, text):
-        wording.report(error, span, source, sink, lonely=span.start in lonely)
+        syntax_errors.report(error, span, source, sink, lonely=span.start in lonely)
     return _blank(text, span.start, lonely, head=bool(lonely) and _lacks_brace(error)), ends
 
 
 def _forgotten(
     span: Span, source: Source, text: str, ends: tuple[int, ...]
-) -> list[brackets.Unclosed]:
+) -> list[error_recovery.Unclosed]:
     """The blocks before a misplaced `{` that the indentation says were to end before it.
 
     Their missing `}` does not show in the number of braces where another one is too many.
@@ -239,7 +239,7 @@ def _forgotten(
     if span.text != "{":
         return []
     line = text.rfind("\n", 0, span.start) + 1
-    unclosed = brackets.guessed(brackets.masked(text))
+    unclosed = error_recovery.guessed(error_recovery.masked(text))
     found = [u for u in unclosed if u.end == line and u.end not in ends]
     # a brace that stands for one that was reported as missing is not in the source
     return [u for u in found if source.text.startswith("{", u.start)]
@@ -249,7 +249,7 @@ def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:
     """Whether this is the `else` of a `when` that was blanked, and so is reported already."""
     if not isinstance(error, UnexpectedToken) or error.token.type != "ELSE":
         return False
-    head = brackets.partner(brackets.masked(text), error.token.start_pos or 0)
+    head = error_recovery.partner(error_recovery.masked(text), error.token.start_pos or 0)
     if head is None:
         return False
     line = source.span(head, head).line
@@ -296,10 +296,10 @@ def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool
         lonely: offsets of braces that close nothing, and so are no loss.
         head: whether the statement should have ended with a `{`.
     """
-    shape = brackets.masked(text)
-    start, end = brackets.statement(shape, position)
+    shape = error_recovery.masked(text)
+    start, end = error_recovery.statement(shape, position)
     kept = list(" " * (end - start))
-    for brace in brackets.ends(shape, start, end):
+    for brace in error_recovery.ends(shape, start, end):
         if brace in lonely:
             continue
         kept[brace - start] = shape[brace]

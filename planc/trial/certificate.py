@@ -14,7 +14,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from planc import whole
+from planc import atomic_write
 from planc.model import cache
 
 FORMAT_VERSION = 1
@@ -42,7 +42,7 @@ def keep(certificate: Certificate, key: str) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         home = cache.folder()
         home.mkdir(parents=True, exist_ok=True)
-        whole.write(home / f"verify-{key}.json", dumps(certificate))
+        atomic_write.write(home / f"verify-{key}.json", dumps(certificate))
 
 
 def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:

@@ -16,13 +16,13 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.lowering.ops import Divide, Lowered
-from planc.model.inputs import Shape, part_of
-from planc.model.own import Makes
-from planc.runtime.adapters import alone
-from planc.runtime.apply import apply_lowered
-from planc.runtime.handle import Run
-from planc.runtime.shards import ordered, orders
+from planc.model.small.input_search import Shape, part_of
+from planc.model.small.user_model import Makes
+from planc.ops.registry import Divide, Lowered
+from planc.runtime.executor import apply_lowered
+from planc.runtime.lora import alone
+from planc.runtime.run import Run
+from planc.runtime.sharded_tensors import ordered, orders
 
 LENGTH = 16
 """Tokens of a row, at least; every sequence split of up to 16 ranks is even."""

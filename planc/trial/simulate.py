@@ -22,19 +22,19 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planc.ir import style as ir
-from planc.lowering.ops import Checkpoint, Configure, Freeze, Lowered, Parallelize, Tie
 from planc.model.facts import below
-from planc.runtime.adapters import alone, missing_peft
-from planc.runtime.apply import Worker
+from planc.ops import styles as ir
+from planc.ops.registry import Checkpoint, Configure, Freeze, Lowered, Parallelize, Tie
+from planc.runtime.executor import Worker
+from planc.runtime.lora import alone, missing_peft
 from planc.runtime.meshes import Meshes
-from planc.runtime.shards import ordered, orders
-from planc.trial.arrivals import by_rank, layouts, resized, says, stated
-from planc.trial.implicit import Implicit, redistributions
-from planc.trial.literals import Literals
+from planc.runtime.sharded_tensors import ordered, orders
+from planc.trial.implicit_redistribution import Implicit, redistributions
+from planc.trial.launcher import told_apart
+from planc.trial.local_tensor_patch import Literals
 from planc.trial.numerics import FLOOR, named, relative
+from planc.trial.observed_layouts import by_rank, layouts, resized, says, stated
 from planc.trial.outcome import LIMIT, Outcome, Part
-from planc.trial.processes import told_apart
 from planc.trial.trace import Call, Trace, line_of
 
 

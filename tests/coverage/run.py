@@ -24,17 +24,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "dist"))
 from pool import Pool, RankError
 from rich.progress import track
 
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.draft.init import draft
-from planc.driver import compile_plan
-from planc.lowering.document import dumps
-from planc.lowering.ops import Parallelize
-from planc.model.blocks import block_lists, sorts
 from planc.model.facts import Facts, Modules
+from planc.model.layer_kinds import block_lists, sorts
 from planc.model.load import of_values
-from planc.model.shrink import shrink
-from planc.proof.flow import flow
-from planc.share import PLANS
+from planc.model.small.shrink import shrink
+from planc.ops.document import dumps
+from planc.ops.registry import Parallelize
+from planc.proof.layout_flow import flow
+from planc.resources import PLANS
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 1e-4
@@ -189,7 +189,7 @@ def judged(found, case, settings, pool, mark=""):
         return f"the small model: {first(sink)}"
     try:
         results = pool.run(
-            "coveringjobs.prove", values=case.values, document=dumps(small.lowered), timeout=120
+            "coverage_jobs.prove", values=case.values, document=dumps(small.lowered), timeout=120
         )
     except RankError as error:
         return f"processes: {str(error).strip().splitlines()[-1][:200]}"

@@ -42,7 +42,7 @@ def row(name, pool):
     if small is None:
         return {"type": name, "verdict": "unbuilt", "reason": first(sink)}
     try:
-        ranks = pool.run("theirjobs.measure", values=values, timeout=180)
+        ranks = pool.run("transformers_tp_jobs.measure", values=values, timeout=180)
     except RankError as error:
         pool.close()
         last = str(error).strip().splitlines()[-1][:200]

@@ -16,11 +16,11 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.lowering.op import Draw
-from planc.lowering.ops import Parallelize
-from planc.model.inputs import part_of
-from planc.model.real import Maker, taught
-from planc.runtime.shards import ordered, orders
+from planc.model.small.input_search import part_of
+from planc.model.small.transformers_model import Maker, taught
+from planc.ops.base import Draw
+from planc.ops.registry import Parallelize
+from planc.runtime.sharded_tensors import ordered, orders
 
 LENGTH, BATCH = 16, 4
 
@@ -174,7 +174,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
 def lowered(model, document):
     """Errors of a lowered plan, given as JSON, whatever the checks say of it."""
     from planc.diagnostic import Sink
-    from planc.lowering.document import loads
+    from planc.ops.document import loads
 
     plan = loads(document, "mutant", Sink())
     return compare(model, plan)
@@ -225,7 +225,7 @@ def by_planc(model, lowered):
 
 def by_script(model, lowered):
     """The emitted Python instead; gives the data rank and size."""
-    from planc.emit.script import render
+    from planc.emit.python.script import render
 
     space = {}
     exec(compile(render(lowered, digest="0" * 64), "emitted.py", "exec"), space)

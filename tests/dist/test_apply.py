@@ -9,38 +9,38 @@ OVERRIDES = ["tp=2", "param_dtype=fp32"]
 def message(four, function, **arguments):
     """What the ranks raised."""
     with pytest.raises(RankError) as caught:
-        four.run(f"applying.{function}", **arguments)
+        four.run(f"apply_jobs.{function}", **arguments)
     return str(caught.value)
 
 
 def test_the_handle(four):
-    for rank, handle in enumerate(four.run("applying.handle", overrides=OVERRIDES)):
+    for rank, handle in enumerate(four.run("apply_jobs.handle", overrides=OVERRIDES)):
         assert handle["data"] == (rank // 2, 2)
         assert handle["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
         assert handle["data_mesh"] == 2
         assert "model.layers[0:2]" in handle["text"]
-        assert handle["digest"] == four.run("applying.handle", overrides=OVERRIDES)[0]["digest"]
+        assert handle["digest"] == four.run("apply_jobs.handle", overrides=OVERRIDES)[0]["digest"]
 
 
 def test_one_line_of_log_on_rank_0(four):
-    lines = four.run("applying.logged", overrides=OVERRIDES)
+    lines = four.run("apply_jobs.logged", overrides=OVERRIDES)
     assert len(lines[0]) == 1 and "plan llama" in lines[0][0]
     assert lines[1:] == [[], [], []]
 
 
 def test_every_way_to_name_a_plan_gives_the_same(four, tmp_path):
-    digests = four.run("applying.named", folder=str(tmp_path), overrides=OVERRIDES)
+    digests = four.run("apply_jobs.named", folder=str(tmp_path), overrides=OVERRIDES)
     assert len({d for rank in digests for d in rank}) == 1
 
 
 def test_ranks_that_disagree_stop_before_anything_is_touched(four):
-    for told, untouched in four.run("applying.disagree"):
+    for told, untouched in four.run("apply_jobs.disagree"):
         assert "PL491" in told and told.count(" on rank") == 2
         assert untouched
 
 
 def test_one_rank_with_another_model_stops_all(four):
-    told = four.run("applying.another_model")
+    told = four.run("apply_jobs.another_model")
     assert all("PL494" in text for text in told)
     assert "rank 2" in told[0] and "shape" not in told[0].partition("rank 2")[0]
 

@@ -27,15 +27,15 @@ def plan(tmp_path):
 
 @pytest.mark.parametrize("mesh", ["loss", "dp_cp", "dp_shard_cp"])
 def test_slices_of_the_sequence(four, plan, mesh):
-    for result in four.run("contextjobs.judge", path=plan, loss=mesh):
+    for result in four.run("context_jobs.judge", path=plan, loss=mesh):
         assert all(error < LIMIT for error in result.values()), result
 
 
 def test_a_loss_over_data_ranks_alone_is_another(four, plan):
-    for result in four.run("contextjobs.judge", path=plan, loss="dp"):
+    for result in four.run("context_jobs.judge", path=plan, loss="dp"):
         assert result["loss"] > 10 * LIMIT
         assert result["gradient"] < LIMIT
 
 
 def test_slices_that_do_not_see_each_other(four, plan):
-    assert max(r["gradient"] for r in four.run("contextjobs.judge", path=plan, gather=False)) > 0.1
+    assert max(r["gradient"] for r in four.run("context_jobs.judge", path=plan, gather=False)) > 0.1

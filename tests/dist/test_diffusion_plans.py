@@ -12,7 +12,7 @@ import diffused
 
 from planc.diagnostic import Sink
 from planc.proof.verify import verify
-from planc.share import PLANS
+from planc.resources import PLANS
 
 pytestmark = diffused.needed
 LIMIT = 1e-4
@@ -28,7 +28,7 @@ WAYS = [
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_apply(four, model, plan, settings):
     overrides = [*settings, 'param_dtype="fp32"']
-    for errors in four.run("diffusionjobs.compare", name=model, plan=plan, overrides=overrides):
+    for errors in four.run("diffusion_jobs.compare", name=model, plan=plan, overrides=overrides):
         assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
 
 
@@ -36,14 +36,14 @@ def test_apply(four, model, plan, settings):
 def test_the_emitted_python_does_the_same(four, model, plan):
     overrides = ["tp=2", 'param_dtype="fp32"']
     arguments = {"name": model, "plan": plan, "overrides": overrides}
-    applied = four.run("diffusionjobs.compare", **arguments)
-    assert four.run("diffusionjobs.compare", **arguments, script=True) == applied
+    applied = four.run("diffusion_jobs.compare", **arguments)
+    assert four.run("diffusion_jobs.compare", **arguments, script=True) == applied
 
 
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_bfloat16_trains(four, model, plan):
     """As the plan is shipped: gathered and computed in bf16, gradients summed in fp32."""
-    for losses in four.run("diffusionjobs.mixed", name=model, plan=plan, overrides=["tp=2"]):
+    for losses in four.run("diffusion_jobs.mixed", name=model, plan=plan, overrides=["tp=2"]):
         assert losses[-1] < 0.95 * losses[0]
 
 

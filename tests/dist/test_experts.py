@@ -70,7 +70,7 @@ def test_experts_train_as_in_one_process(four, written, model, way):
     """Logits, losses, every gradient and the weights of two steps; the script bit for bit."""
     changes = {"num_key_value_heads": 4} if way == "tensor alone" else None
     results = four.run(
-        "expertjobs.judge",
+        "expert_jobs.judge",
         model=model,
         path=written(PLAN),
         overrides=WAYS[way],
@@ -88,7 +88,7 @@ def test_the_tensor_ranks_share_the_experts(four, written, sequence):
     overrides = [f"sequence_parallel={str(sequence).lower()}"]
     for text, part in ((PLAN, 4), (APART, 2)):
         for share in four.run(
-            "expertjobs.shares", model="mixtral", path=written(text), overrides=overrides
+            "expert_jobs.shares", model="mixtral", path=written(text), overrides=overrides
         ):
             experts = [pair for name, pair in share.items() if "experts" in name]
             assert experts and all(own * part == full for own, full in experts)
@@ -98,7 +98,7 @@ def test_the_tensor_ranks_share_the_experts(four, written, sequence):
 def test_the_handle(four, written, tmp_path, way):
     path, overrides = written(PLAN), WAYS[way]
     for result in four.run(
-        "trainingjobs.clip",
+        "training_jobs.clip",
         model="mixtral",
         plan=path,
         overrides=overrides,
@@ -109,10 +109,10 @@ def test_the_handle(four, written, tmp_path, way):
         assert result["error"] < LIMIT
         assert "dp_shard_tp" in result["layouts"]
     assert four.run(
-        "trainingjobs.full", model="mixtral", plan=path, overrides=overrides, every_rank=True
+        "training_jobs.full", model="mixtral", plan=path, overrides=overrides, every_rank=True
     ) == [1, 1, 1, 1]
     for result in four.run(
-        "trainingjobs.accumulate", model="mixtral", plan=path, overrides=overrides
+        "training_jobs.accumulate", model="mixtral", plan=path, overrides=overrides
     ):
         assert result["error"] < LIMIT
 
@@ -120,7 +120,7 @@ def test_the_handle(four, written, tmp_path, way):
 @pytest.mark.parametrize(("old", "new"), [(PLAN, APART), (APART, PLAN), (PLAN, PLAN)])
 def test_resumed(four, written, tmp_path, old, new):
     results = four.run(
-        "expertjobs.resumed",
+        "expert_jobs.resumed",
         model="mixtral",
         old=written(old, "old.plan"),
         new=written(new, "new.plan"),
@@ -136,7 +136,7 @@ DIVIDED = PLAN.replace("    root  ", "    divide = 8\n    root  ")
 
 def test_what_the_tensor_ranks_add_is_divided_out(four, written):
     """A sum over 2 data ranks, divided by 8, is a quarter of their mean; for experts too."""
-    for result in four.run("expertjobs.divided", model="mixtral", path=written(DIVIDED), by=4):
+    for result in four.run("expert_jobs.divided", model="mixtral", path=written(DIVIDED), by=4):
         assert result["applied"] < LIMIT and result["script"] < LIMIT
         assert result["forgotten"] > 0.4  # without a word on the experts' units: twice as much
 
@@ -176,7 +176,7 @@ fsdp on dp_shard_cp, replicate on dp_replicate {
 
 def test_meshes_by_name(four, written):
     sizes = {"dp": 2, "dp_cp": 2, "dp_shard_cp": 1, "ep_shard": 2, "loss": 2, "tp": 2}
-    results = four.run("expertjobs.meshes", path=written(MESHES), names=list(sizes))
+    results = four.run("expert_jobs.meshes", path=written(MESHES), names=list(sizes))
     assert [found for found, _ in results] == [sizes] * 4
     assert [place for _, place in results] == [(0, 2, 0), (0, 2, 0), (1, 2, 1), (1, 2, 1)]
 
@@ -191,7 +191,7 @@ def test_experts_in_the_unit_of_their_block(four, written, way, experts):
     changes = {"num_key_value_heads": 4} if way == "tensor alone" else {}
     changes |= {"num_local_experts": experts}
     results = four.run(
-        "expertjobs.judge",
+        "expert_jobs.judge",
         model="mixtral",
         path=written(LYING),
         overrides=WAYS[way],
@@ -210,11 +210,11 @@ def test_experts_fewer_than_ranks_are_split_along_dim_1(four, written):
         path = written(text)
         changes = {"num_local_experts": 2}
         for result in four.run(
-            "expertjobs.judge", model="mixtral", path=path, changes=changes, hand=None
+            "expert_jobs.judge", model="mixtral", path=path, changes=changes, hand=None
         ):
             assert result["error"] < LIMIT and result["applied"] == result["script"], result
             assert "Shard(dim=1)" in result["applied"][0]
-        for share in four.run("expertjobs.shares", model="mixtral", path=path, changes=changes):
+        for share in four.run("expert_jobs.shares", model="mixtral", path=path, changes=changes):
             experts = [pair for name, pair in share.items() if "experts" in name]
             assert experts and all(own * 4 == full for own, full in experts)
 
@@ -223,7 +223,7 @@ def test_experts_fewer_than_ranks_are_split_along_dim_1(four, written):
 def test_the_handle_of_two_meshes_in_one_unit(four, written, way):
     test_the_handle(four, lambda _: written(LYING), None, way)
     for wrong, gradient in four.run(
-        "trainingjobs.early", model="mixtral", plan=written(LYING), overrides=WAYS[way]
+        "training_jobs.early", model="mixtral", plan=written(LYING), overrides=WAYS[way]
     ):
         assert wrong < LIMIT and gradient < LIMIT
 
@@ -236,7 +236,7 @@ def test_resumed_with_two_meshes_in_one_unit(four, written, tmp_path, old, new):
 @pytest.mark.parametrize("text", [PLAN, LYING], ids=["unit", "spread"])
 def test_what_transformers_reads_of_it(four, written, tmp_path, text):
     for result in four.run(
-        "expertjobs.export", model="mixtral", path=written(text), folder=str(tmp_path / "out")
+        "expert_jobs.export", model="mixtral", path=written(text), folder=str(tmp_path / "out")
     ):
         assert result["different"] == [] and result["problems"] == []
         assert result["error"] < LIMIT

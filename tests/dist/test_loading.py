@@ -26,7 +26,7 @@ CASES = [
 def test_a_model_on_meta_gets_its_weights(four, tmp_path, case, weights):
     model, plan, mesh = case
     results = four.run(
-        "loadingjobs.load",
+        "loading_jobs.load",
         model=model,
         plan=plan,
         overrides=["param_dtype=fp32", *mesh],
@@ -41,7 +41,7 @@ def test_a_model_on_meta_gets_its_weights(four, tmp_path, case, weights):
 
 def test_uneven_shards_and_one_file(four, tmp_path):
     results = four.run(
-        "loadingjobs.load",
+        "loading_jobs.load",
         model="llama",
         plan="llama",
         overrides=["param_dtype=fp32", "tp=2"],
@@ -58,7 +58,7 @@ def test_uneven_shards_and_one_file(four, tmp_path):
 @pytest.mark.parametrize("weights", ["slices", "rank0"])
 def test_a_model_that_has_weights_gets_others(four, tmp_path, weights):
     results = four.run(
-        "loadingjobs.load",
+        "loading_jobs.load",
         model="llama-tied",
         plan="llama",
         overrides=["param_dtype=fp32", "tp=2"],
@@ -72,12 +72,12 @@ def test_a_model_that_has_weights_gets_others(four, tmp_path, weights):
 
 
 def test_weights_are_cast_to_the_dtype_of_the_parameter(four, tmp_path):
-    assert four.run("loadingjobs.cast", folder=str(tmp_path)) == [(True, True)] * 4
+    assert four.run("loading_jobs.cast", folder=str(tmp_path)) == [(True, True)] * 4
 
 
 def test_where_shards_are(four):
     """Against torch's own split by FSDP after tensor parallelism, in even and uneven sizes."""
-    assert four.run("loadingjobs.everywhere") == [24] * 4
+    assert four.run("loading_jobs.everywhere") == [24] * 4
 
 
 def test_shards_over_more_ranks_than_there_are_here():
@@ -87,7 +87,7 @@ def test_shards_over_more_ranks_than_there_are_here():
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from planc.runtime.carried.slices import misplaced, positions_of
+    from planc.runtime.standalone.shards import misplaced, positions_of
 
     wrong = 0
     for rows, shard, tp in itertools.product(range(1, 24), (2, 3, 4), (2, 3)):
@@ -124,7 +124,7 @@ def checkpoint(tmp_path):
 
 def refused(four, folder, **arguments):
     results = four.run(
-        "loadingjobs.refused", model="llama", plan="llama", folder=str(folder), **arguments
+        "loading_jobs.refused", model="llama", plan="llama", folder=str(folder), **arguments
     )
     assert all(result == results[0] for result in results)
     return results[0]
@@ -211,7 +211,7 @@ def test_safetensors_hold_no_optimizer_state(four, checkpoint):
 
 
 def test_a_buffer_that_nothing_computes_again(four, tmp_path):
-    for result in four.run("loadingjobs.garbage", folder=str(tmp_path)):
+    for result in four.run("loading_jobs.garbage", folder=str(tmp_path)):
         assert result["Known"] == []
         ((code, message),) = result["Lost"]
         assert code == "PL496"
@@ -219,7 +219,7 @@ def test_a_buffer_that_nothing_computes_again(four, tmp_path):
 
 
 def test_a_buffer_that_the_ranks_compute_each_its_own_way(four, tmp_path):
-    for found in four.run("loadingjobs.own_buffers", folder=str(tmp_path)):
+    for found in four.run("loading_jobs.own_buffers", folder=str(tmp_path)):
         assert found == [("PL496", "the ranks did not compute alike scale")]
 
 
@@ -230,7 +230,7 @@ def test_a_buffer_that_the_ranks_compute_each_its_own_way(four, tmp_path):
 @pytest.mark.parametrize("weights", ["slices", "rank0"])
 def test_the_peak_of_a_rank_is_its_shard_and_one_tensor(four, tmp_path, mesh, weights):
     results = four.run(
-        "loadingjobs.memory",
+        "loading_jobs.memory",
         plan="llama",
         overrides=[*FP32, mesh],
         folder=str(tmp_path),

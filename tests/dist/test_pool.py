@@ -9,7 +9,7 @@ from pool import Pool, RankError
 def test_results_come_by_rank_and_errors_with_their_traceback(four):
     assert four.run("torch.distributed.get_rank") == [0, 1, 2, 3]
     with pytest.raises(RankError, match=r"rank 1:\n(.|\n)*rank one is not well") as caught:
-        four.run("trouble.fails")
+        four.run("failing_models.fails")
     assert "rank 0" not in str(caught.value)
     assert four.run("torch.distributed.get_world_size") == [4] * 4  # the pool goes on
 
@@ -18,12 +18,12 @@ def test_a_rank_that_dies_and_one_that_hangs():
     pool = Pool(world=2)
     processes = pool._processes
     with pytest.raises(RankError, match="rank 1:\nthe process ended with exit code 7"):
-        pool.run("trouble.dies")
+        pool.run("failing_models.dies")
     assert not any(p.is_alive() for p in processes)
     pool = Pool(world=2)
     pool.run("torch.distributed.get_rank")
     began = time.monotonic()
     with pytest.raises(RankError, match=r"trouble\.hangs did not end"):
-        pool.run("trouble.hangs", timeout=1)
+        pool.run("failing_models.hangs", timeout=1)
     assert time.monotonic() - began < 30
     assert not any(p.is_alive() for p in pool._processes)

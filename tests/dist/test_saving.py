@@ -29,7 +29,7 @@ CASES = [
 def test_another_plan_goes_on_with_the_same_losses(four, tmp_path, case):
     model, old, new, more = case
     results = four.run(
-        "savingjobs.resume",
+        "saving_jobs.resume",
         model=model,
         old=[*FP32, *old],
         new=[*FP32, *new],
@@ -49,18 +49,18 @@ def test_names_are_those_of_the_plain_model(four, tmp_path):
     from numerics import build
 
     right = [n for n in sorted(build("llama-tied").state_dict()) if n != "lm_head.weight"]
-    results = four.run("savingjobs.names", folder=str(tmp_path / "run"))
+    results = four.run("saving_jobs.names", folder=str(tmp_path / "run"))
     for weights, alike, different in results:
         assert weights == right
         assert alike, different
 
 
 def test_a_checkpoint_of_torchs_own(four, tmp_path):
-    assert four.run("savingjobs.torchs", folder=str(tmp_path / "run")) == [(None, [])] * 4
+    assert four.run("saving_jobs.torchs", folder=str(tmp_path / "run")) == [(None, [])] * 4
 
 
 def test_an_optimizer_without_a_step(four, tmp_path):
-    for right, losses in four.run("savingjobs.untrained", folder=str(tmp_path / "run")):
+    for right, losses in four.run("saving_jobs.untrained", folder=str(tmp_path / "run")):
         assert losses == right
 
 
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused(four, tmp_path, what):
     folder = tmp_path / "run"
     folder.mkdir()
     code, part = REFUSED[what]
-    for found in four.run("savingjobs.refused", folder=str(folder), what=what):
+    for found in four.run("saving_jobs.refused", folder=str(folder), what=what):
         assert [c for c, _ in found] == [code] * (2 if what == "cut" else 1)
         assert part in found[0][1]
         assert what != "cut" or "__3_0.distcp is cut short" in found[1][1]
@@ -103,7 +103,7 @@ EXPORTS = [
 @pytest.mark.parametrize(("model", "mesh", "more"), EXPORTS)
 def test_transformers_reads_an_export_bit_for_bit(four, tmp_path, model, mesh, more):
     results = four.run(
-        "savingjobs.export", model=model, overrides=[*FP32, *mesh], folder=str(tmp_path), **more
+        "saving_jobs.export", model=model, overrides=[*FP32, *mesh], folder=str(tmp_path), **more
     )
     for result in results:
         assert result["different"] == []
@@ -119,7 +119,7 @@ def test_a_kill_at_any_moment(four, tmp_path, delay):
     """Two processes save without end and are killed from outside; what is there is a whole save."""
     folder = tmp_path / "runs" / "run"
     folder.parent.mkdir()
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("savingjobs.py"))]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("saving_jobs.py"))]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(folder), str(tmp_path / "store"), "anytime"],
@@ -136,7 +136,7 @@ def test_a_kill_at_any_moment(four, tmp_path, delay):
     said = ranks[0].communicate(timeout=60)[0].split()
     last = int(said[-1]) if said else 4
     assert [process.wait(timeout=60) for process in ranks] == [-signal.SIGKILL] * 2
-    for result in four.run("savingjobs.survived", folder=str(folder)):
+    for result in four.run("saving_jobs.survived", folder=str(folder)):
         assert result["step"] in (last, last + 1)
         assert result["worst"] < 1e-3  # a step changes the weights by a hundred times as much
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-4)
@@ -149,7 +149,7 @@ def test_a_kill_in_the_midst_of_a_save(four, tmp_path, moment):
     """Two processes save, train on, and are killed in the second save; the first is whole."""
     folder = tmp_path / "runs" / "run"
     folder.parent.mkdir()
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("savingjobs.py"))]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("saving_jobs.py"))]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(folder), str(tmp_path / "store"), moment],
@@ -169,7 +169,7 @@ def test_a_kill_in_the_midst_of_a_save(four, tmp_path, moment):
     assert all(out.endswith("saving\n") for out in said)
     there = {p.name for p in folder.parent.iterdir()}
     assert there == ({"run", ".run.new"} if moment == "writing" else {".run.old", ".run.new"})
-    for result in four.run("savingjobs.survived", folder=str(folder)):
+    for result in four.run("saving_jobs.survived", folder=str(folder)):
         assert result["step"] == 1
         assert result["worst"] < LIMIT
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-4)

@@ -2,20 +2,20 @@
 
 import pytest
 import torch
-import toy
+import toy_model
 from test_script import well_made
 from torch.distributed.checkpoint import FileSystemReader
 
 import planc
-from planc.emit.script import render
+from planc.emit.python.script import render
 
 LIMIT = 1e-4
 
 
 @pytest.fixture
 def plan(tmp_path):
-    path = tmp_path / "toy.plan"
-    path.write_text(toy.PLAN)
+    path = tmp_path / "toy_model.plan"
+    path.write_text(toy_model.PLAN)
     return path
 
 
@@ -23,7 +23,7 @@ def plan(tmp_path):
 @pytest.mark.parametrize("script", [False, True])
 def test_every_style(four, plan, tp, script):
     overrides = [f"tp={tp}"]
-    for result in four.run("toy.compare", plan=str(plan), overrides=overrides, script=script):
+    for result in four.run("toy_model.compare", plan=str(plan), overrides=overrides, script=script):
         assert result["kept"], "the whole weights are not in the model's order"
         wrong = {n: e for n, e in result["errors"].items() if not e < LIMIT}
         assert not wrong
@@ -31,7 +31,7 @@ def test_every_style(four, plan, tp, script):
 
 def test_the_script_carries_what_it_needs(plan, monkeypatch):
     monkeypatch.chdir(plan.parent)
-    lowered = planc.lower(toy.made(), plan.name, world_size=4, overrides=["tp=2"])
+    lowered = planc.lower(toy_model.made(), plan.name, world_size=4, overrides=["tp=2"])
     source = render(lowered, digest="0" * 64)
     well_made(source)
     for name in (
@@ -60,16 +60,16 @@ WRONG = [  # (what the plan says, what it is to say, a gradient that then is wro
 @pytest.mark.parametrize(("right", "wrong", "where"), WRONG)
 def test_each_can_be_wrong(four, plan, right, wrong, where):
     """So the test above would see it."""
-    assert right in toy.PLAN
-    plan.write_text(toy.PLAN.replace(right, wrong))
-    results = four.run("toy.compare", plan=str(plan), overrides=["tp=2"])
+    assert right in toy_model.PLAN
+    plan.write_text(toy_model.PLAN.replace(right, wrong))
+    results = four.run("toy_model.compare", plan=str(plan), overrides=["tp=2"])
     assert all(r["errors"][where] > 100 * LIMIT for r in results)
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (1, 2), (2, 4)])
 def test_another_plan_goes_on(four, plan, tmp_path, old, new):
     results = four.run(
-        "toy.resume",
+        "toy_model.resume",
         plan=str(plan),
         old=[f"tp={old}"],
         new=[f"tp={new}"],

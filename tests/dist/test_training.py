@@ -14,7 +14,7 @@ UNITS = 4  # two blocks, the embedding, the norm with the head; the root has not
 )
 def test_no_sync_reduces_once(four, mesh, sums):
     results = four.run(
-        "trainingjobs.accumulate", model="llama", plan="llama", overrides=[*FP32, *mesh]
+        "training_jobs.accumulate", model="llama", plan="llama", overrides=[*FP32, *mesh]
     )
     for result in results:
         before, last = result["before"], result["last"]
@@ -51,7 +51,7 @@ def test_without_units_there_is_nothing_to_hold_back(four, tmp_path):
     plan.write_text(TENSOR)
     changes = {"num_key_value_heads": 4}
     arguments = {"model": "llama", "plan": str(plan), "overrides": [], "changes": changes}
-    for result in four.run("trainingjobs.accumulate", **arguments):
+    for result in four.run("training_jobs.accumulate", **arguments):
         assert result["before"]["all_reduce"] == 2 * result["last"]["all_reduce"] > 0
         assert result["error"] < LIMIT
 
@@ -60,7 +60,7 @@ def test_without_units_there_is_nothing_to_hold_back(four, tmp_path):
 def test_unshard_gathers_once(four, mesh):
     arguments = {"model": "llama", "plan": "llama"}
     overrides = [*FP32, mesh, "sequence_parallel=false"]
-    for result in four.run("trainingjobs.infer", overrides=overrides, **arguments):
+    for result in four.run("training_jobs.infer", overrides=overrides, **arguments):
         first, wrong = result["first"]
         assert first > 0
         assert wrong < LIMIT
@@ -76,7 +76,9 @@ def test_unshard_gathers_once(four, mesh):
 
 
 def test_unshard_before_the_first_pass(four):
-    results = four.run("trainingjobs.early", model="llama", plan="llama", overrides=[*FP32, "tp=2"])
+    results = four.run(
+        "training_jobs.early", model="llama", plan="llama", overrides=[*FP32, "tp=2"]
+    )
     for wrong, gradient in results:
         assert wrong < LIMIT
         assert gradient < LIMIT
@@ -98,7 +100,7 @@ def test_clipping(four, model, mesh, layout, norm_type):
     plan = "gemma3" if model == "gemma3" else "llama"
     overrides = [*FP32, *mesh]
     results = four.run(
-        "trainingjobs.clip",
+        "training_jobs.clip",
         model=model,
         plan=plan,
         overrides=overrides,
@@ -114,7 +116,7 @@ def test_clipping(four, model, mesh, layout, norm_type):
 
 def test_a_small_gradient_is_left_alone(four):
     results = four.run(
-        "trainingjobs.clip",
+        "training_jobs.clip",
         model="llama",
         plan="llama",
         overrides=[*FP32, "tp=2"],
@@ -126,7 +128,7 @@ def test_a_small_gradient_is_left_alone(four):
 
 
 def test_clipping_over_layouts_of_every_kind(four):
-    for total, right, worst in four.run("trainingjobs.clip_by_hand"):
+    for total, right, worst in four.run("training_jobs.clip_by_hand"):
         assert total == pytest.approx(right, rel=1e-5)
         assert worst < 1e-5
 
@@ -135,7 +137,7 @@ def test_clipping_over_layouts_of_every_kind(four):
 @pytest.mark.parametrize("model", ["llama", "llama-tied"])
 def test_the_full_state_dict(four, model, every_rank):
     results = four.run(
-        "trainingjobs.full",
+        "training_jobs.full",
         model=model,
         plan="llama",
         overrides=["param_dtype=fp32", "tp=2"],

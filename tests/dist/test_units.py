@@ -124,7 +124,7 @@ def test_as_torch_by_hand(four, tmp_path, name):
     plan = tmp_path / "t.plan"
     plan.write_text(CASES[name])
     changes = {"num_hidden_layers": 4} if name == "fetched" else None
-    results = four.run("unitjobs.judge", model="llama", path=str(plan), hand=name, changes=changes)
+    results = four.run("unit_jobs.judge", model="llama", path=str(plan), hand=name, changes=changes)
     assert all(r["error"] < LIMIT for r in results), results
     for result in results:
         assert result["applied"] == result["script"] == result["hand"], result
@@ -136,11 +136,11 @@ DIVIDED = HEAD + f"fsdp on dp_shard {{\n    divide = 8\n{UNITS}}}\n"
 def test_gradients_are_divided_by_what_the_plan_says(four, tmp_path):
     plan = tmp_path / "t.plan"
     plan.write_text(DIVIDED)
-    results = four.run("unitjobs.judge", model="llama", path=str(plan), hand="divided", steps=1)
+    results = four.run("unit_jobs.judge", model="llama", path=str(plan), hand="divided", steps=1)
     for result in results:
         assert result["applied"] == result["script"] == result["hand"]
         assert result["error"] > 0.4  # a sum over 4 ranks divided by 8 is half their mean
-    halved = four.run("unitjobs.halved", model="llama", path=str(plan))
+    halved = four.run("unit_jobs.halved", model="llama", path=str(plan))
     assert max(halved) < LIMIT
 
 
@@ -148,7 +148,7 @@ def test_prefetch_gathers_ahead(four, tmp_path):
     """The order of the gathers: with the plan's word two blocks early, without it just in time."""
     plan = tmp_path / "t.plan"
     plan.write_text(CASES["fetched"])
-    for order in four.run("unitjobs.gathered", path=str(plan)):
+    for order in four.run("unit_jobs.gathered", path=str(plan)):
         start = order.index("forward 0")
         assert order[start : start + 6] == [
             "forward 0",
@@ -161,7 +161,7 @@ def test_prefetch_gathers_ahead(four, tmp_path):
         back = order.index("backward 3")
         assert order[back + 1 : back + 3] == ["gather 2", "gather 2.mlp"]
     plan.write_text(CASES["fetched"].replace("    prefetch(forward = 2, backward = 1)\n", ""))
-    for order in four.run("unitjobs.gathered", path=str(plan)):
+    for order in four.run("unit_jobs.gathered", path=str(plan)):
         assert "gather 2" not in order[: order.index("forward 1")]
 
 
@@ -176,7 +176,7 @@ def test_islands_by_dtype(four, tmp_path):
 }
 """
     )
-    for result in four.run("unitjobs.islands", path=str(plan)):
+    for result in four.run("unit_jobs.islands", path=str(plan)):
         assert result["applied"] == result["script"] == result["hand"]
         assert result["far"] < 0.1
 
@@ -197,7 +197,7 @@ def test_each_unit_in_its_own_precision(four, tmp_path):
     """An island by selector; what a unit reduces in, gives out, and whether it casts its inputs."""
     plan = tmp_path / "t.plan"
     plan.write_text(HEAD + MIXED)
-    for result in four.run("unitjobs.judge", model="llama", path=str(plan), hand="mixed"):
+    for result in four.run("unit_jobs.judge", model="llama", path=str(plan), hand="mixed"):
         assert result["applied"] == result["script"] == result["hand"]
         assert 1e-4 < result["error"] < 0.2
 
@@ -231,7 +231,7 @@ fsdp on dp_shard * cp {
 def test_the_handle(four, tmp_path, text, data, loss):
     plan = tmp_path / "t.plan"
     plan.write_text(text)
-    for result in four.run("unitjobs.handle", path=str(plan)):
+    for result in four.run("unit_jobs.handle", path=str(plan)):
         assert set(result["data"]) == {data}
         assert set(result["loss"]) == {loss}
         assert all(error < 1e-4 for error in result["errors"].values()), result
@@ -253,7 +253,7 @@ def test_resumed_under_another_plan(four, tmp_path, old, new):
         paths[name] = tmp_path / f"{name}.plan"
         paths[name].write_text(CASES[name])
     results = four.run(
-        "unitjobs.resumed", old=str(paths[old]), new=str(paths[new]), folder=str(tmp_path / "run")
+        "unit_jobs.resumed", old=str(paths[old]), new=str(paths[new]), folder=str(tmp_path / "run")
     )
     for result in results:
         assert result["equal"]
@@ -265,7 +265,7 @@ def test_an_offloaded_shard_is_made_in_host_memory(four, tmp_path):
     plan.write_text(
         CASES["ignoring"].replace("    ignore model.emb", "    offload(cpu)\n    ignore model.emb")
     )
-    for homes in four.run("unitjobs.homes", path=str(plan)):
+    for homes in four.run("unit_jobs.homes", path=str(plan)):
         ignored = {n for n in homes if "embed_tokens" in n or "input_layernorm" in n}
         assert {homes[n] for n in ignored} == {"meta"}
         assert {homes[n] for n in homes if n not in ignored} == {"cpu"}

@@ -14,9 +14,9 @@ import pytest
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.proof.verify import verify
-from planc.share import GRAMMARS
+from planc.resources import GRAMMARS
 from planc.trial import certificate as store
-from planc.trial import processes as runtime
+from planc.trial import launcher as runtime
 
 SCHEMA = json.loads((GRAMMARS / "certificate.schema.json").read_text())
 COMMAND = [sys.executable, "-W", "ignore", "-m", "planc.cli", "verify"]

@@ -8,18 +8,18 @@ import re
 
 from planc.diagnostic import Sink
 from planc.source import Source
-from planc.syntax import parse, tree
+from planc.syntax import ast, parse
 
 
 def rules(items):
     """Every rule of a file or section, in branches and blocks too."""
     for item in items:
         match item:
-            case tree.Rule() | tree.Directive():
+            case ast.Rule() | ast.Directive():
                 yield item
-            case tree.Section() | tree.Block():
+            case ast.Section() | ast.Block():
                 yield from rules(item.items)
-            case tree.When():
+            case ast.When():
                 yield from rules(item.then)
                 yield from rules(item.otherwise)
 
@@ -41,7 +41,7 @@ def mutants(text):
 def changes(rule, whole):
     """(what is done, what the rule becomes); an empty text drops it."""
     yield "dropped", ""
-    if isinstance(rule, tree.Directive):
+    if isinstance(rule, ast.Directive):
         return
     target, action = rule.target.origin.text, rule.action.origin.text
     yield from (("retargeted", f"{t} : {action}") for t in targets(target))

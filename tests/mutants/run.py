@@ -24,16 +24,16 @@ from rich.progress import track
 from rich.table import Table
 
 from planc.checks import check
+from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.driver import Compiled
-from planc.ir import elaborate
 from planc.lowering import lower
-from planc.lowering.document import digest, dumps
 from planc.model.facts import Facts
 from planc.model.load import of_values
-from planc.proof.flow import flow
-from planc.share import PLANS
-from planc.syntax.read import read
+from planc.ops.document import digest, dumps
+from planc.plan import elaborate
+from planc.proof.layout_flow import flow
+from planc.resources import PLANS
+from planc.syntax.plan_files import read
 
 FAMILIES = {
     "llama": "llama",

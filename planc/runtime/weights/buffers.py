@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from planc.runtime.shards import plain
+from planc.runtime.sharded_tensors import plain
 
 _METHODS = ("reset_buffers", "rope_init", "reset_parameters")
 """What libraries call the method of a module that fills its buffers."""

@@ -16,11 +16,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.diagnostic import Diagnostic, PlanError
-from planc.model.names import recipes
-from planc.runtime.adapters import begin
-from planc.runtime.agree import problem
-from planc.runtime.quantising import pack, packed, source
-from planc.runtime.shards import (
+from planc.model.checkpoint_conversion import recipes
+from planc.runtime.lora import begin
+from planc.runtime.preconditions import problem
+from planc.runtime.quantization import pack, packed, source
+from planc.runtime.sharded_tensors import (
     Order,
     adapter,
     aliases,
@@ -35,8 +35,8 @@ from planc.runtime.shards import (
     units,
 )
 from planc.runtime.weights.buffers import recompute
-from planc.runtime.weights.files import Entry, listing, reading
-from planc.runtime.weights.pieces import Piece, Stored, fill, made, one
+from planc.runtime.weights.safetensors_index import Entry, listing, reading
+from planc.runtime.weights.stored_tensors import Piece, Stored, fill, made, one
 
 Weights = Literal["slices", "rank0"]
 _STALE = (r"rotary_emb\.inv_freq$",)

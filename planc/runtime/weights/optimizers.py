@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
-from planc.runtime.agree import problem
-from planc.runtime.shards import Order, aliases, bare, held, irregular, like, orders
+from planc.runtime.preconditions import problem
+from planc.runtime.sharded_tensors import Order, aliases, bare, held, irregular, like, orders
+from planc.runtime.weights.dcp_chunks import Pieces
 from planc.runtime.weights.loading import keys
-from planc.runtime.weights.ranges import Pieces
 
 STATE, GROUPS = "state.", "param_groups."
 

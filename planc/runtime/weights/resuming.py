@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
-from planc.runtime.agree import problem
-from planc.runtime.quantising import packed
-from planc.runtime.shards import bare, held, irregular, orders, reshard
+from planc.runtime.preconditions import problem
+from planc.runtime.quantization import packed
+from planc.runtime.sharded_tensors import bare, held, irregular, orders, reshard
 from planc.runtime.weights import optimizers
 from planc.runtime.weights.buffers import recompute
-from planc.runtime.weights.files import Entry
+from planc.runtime.weights.dcp_chunks import Pieces
 from planc.runtime.weights.loading import (
     Weights,
     load_files,
@@ -28,9 +28,9 @@ from planc.runtime.weights.loading import (
     together,
     unlike,
 )
-from planc.runtime.weights.pieces import Stored, one
-from planc.runtime.weights.ranges import Pieces
+from planc.runtime.weights.safetensors_index import Entry
 from planc.runtime.weights.saving import METADATA, reason, saved
+from planc.runtime.weights.stored_tensors import Stored, one
 
 _MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
 

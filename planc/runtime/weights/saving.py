@@ -15,11 +15,11 @@ from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
-from planc.lowering.ops import Configure, Lowered
-from planc.runtime.adapters import layers
-from planc.runtime.agree import problem
-from planc.runtime.quantising import packed
-from planc.runtime.shards import (
+from planc.ops.registry import Configure, Lowered
+from planc.runtime.lora import layers
+from planc.runtime.preconditions import problem
+from planc.runtime.quantization import packed
+from planc.runtime.sharded_tensors import (
     Order,
     adapter,
     aliases,
@@ -30,11 +30,11 @@ from planc.runtime.shards import (
     reshard,
     whole,
 )
-from planc.runtime.weights.files import INDEX, SINGLE
+from planc.runtime.weights.dcp_chunks import Pieces
 from planc.runtime.weights.loading import together
 from planc.runtime.weights.optimizers import moved, outgoing
-from planc.runtime.weights.ranges import Pieces
-from planc.runtime.weights.tuned import Tuned, change, unmerged
+from planc.runtime.weights.peft_files import Tuned, change, unmerged
+from planc.runtime.weights.safetensors_index import INDEX, SINGLE
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
 

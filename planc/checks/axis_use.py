@@ -1,0 +1,45 @@
+"""PL350, PL351, PL352: axes that are asked for two things, or for nothing."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, weighted
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts
+from planc.plan.ir import Plan
+
+
+def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The ranks of a tensor axis hold parts of one weight, and those of a data axis whole ones."""
+    section = plan.fsdp
+    used = {*section.shard, *section.replicate} if section else set()
+    rules = active(plan)
+    for axis in dict.fromkeys(r.axis for r in rules):
+        if section is not None and axis in used:
+            sink.error(
+                "PL350",
+                f"tensor parallelism and FSDP both work over `{axis}`",
+                Label(span=section.origin, text="shards over it"),
+                Label(span=next(r.origin for r in rules if r.axis == axis), text="splits over it"),
+                help="give each an axis of its own",
+            )
+    split = list(weighted(rules))
+    for i, rule in enumerate(split):
+        for other in split[:i]:
+            both = rule.modules.overlap(other.modules)
+            if other.axis != rule.axis and both is not None:
+                sink.error(
+                    "PL352",
+                    f"`{both}` is split over `{other.axis}` and over `{rule.axis}`",
+                    Label(span=rule.origin, text=f"over {rule.axis}"),
+                    Label(span=other.origin, text=f"over {other.axis}"),
+                    help="keep one of the two",
+                )
+    context = plan.mesh.axis("cp")
+    if section is not None and context is not None and context.size > 1 and "cp" in used:
+        sink.warning(
+            "PL351",
+            f"the {context.size} ranks of cp read the same batch, and nothing splits its sequence",
+            Label(span=context.origin, text=f"cp is {context.size}"),
+            Label(span=section.origin, text="only parameters are sharded over it"),
+            help="context parallelism is not supported yet: set `cp = 1`",
+        )

@@ -1,0 +1,48 @@
+"""PL412: a block that is in no unit while others of its list are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules
+from planc.plan.ir import Plan
+
+
+def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The parameters of such a block fall to the root, which gathers them for the whole step."""
+    if plan.fsdp is None or "fsdp" in plan.broken:
+        return
+    members = [(m, u) for u in plan.fsdp.units for m in u.members]
+    done: set[tuple[str, ...]] = set()
+    for modules in facts.model.below():
+        if modules.key[-1:] != ("[]",) or not modules.module.count:
+            continue
+        some = [(m, u) for m, u in members if m.key == modules.key]
+        if not some or modules.key in done or _covered(modules, members):
+            continue
+        left = [modules]
+        for member, _ in some:
+            left = [rest for part in left for rest in part.minus(member)]
+        if not left:
+            continue
+        done.add(modules.key)
+        count = sum(len(part) for part in left)
+        sink.warning(
+            "PL412",
+            f"`{left[0]}` is in no unit of its own ({count} modules), and others of its list are",
+            *(Label(span=u.origin, text="these are") for _, u in some[:1]),
+            facts=["its parameters fall to the root, which keeps them gathered"],
+            help=f"name all of the list: `{_whole(modules)} : unit`",
+        )
+
+
+def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> bool:
+    """Whether units inside the blocks hold all that they hold."""
+    inner = [m for m, _ in members if len(m.path) > len(modules.path) and m.within(modules)]
+    held = sum(m.module.count * len(m) for m in inner)
+    return held >= modules.module.count * len(modules)
+
+
+def _whole(modules: Modules) -> str:
+    return f"{Modules(modules.path[:-1], modules.module)}.*"

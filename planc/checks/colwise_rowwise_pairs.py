@@ -1,0 +1,95 @@
+"""PL160: a split output that no one takes, or a split input that no one gives."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, around, splits_output, takes_split
+from planc.diagnostic import Sink
+from planc.model.facts import Facts, Module, Modules, Segment
+from planc.model.indices import Indices
+from planc.plan.ir import Plan, TensorRule
+
+
+def colwise_rowwise_pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Inside one module, what colwise splits by features a rowwise layer puts together again.
+
+    A warning and not an error: a module's own code may do it in a way that can't be seen here.
+    """
+    if "tensor" in plan.broken:
+        return
+    sets = [(parent, *_sides(own)) for parent, own in around(facts, active(plan))]
+    for parent, given, taken in sets:
+        if bool(given) == bool(taken) or _next_door(parent, given, taken, sets):
+            continue
+        if given:
+            sink.warning(
+                "PL160",
+                f"no rowwise layer of `{parent}` takes the split output of "
+                f"`{given[0].modules.path[-1]}`",
+                *dict.fromkeys(r.origin for r in given),
+                facts=["every rank goes on with a part of the features"],
+                help="put `rowwise` on the projection that follows, or gather: "
+                "`colwise(-> replicate)`",
+            )
+        else:
+            sink.warning(
+                "PL160",
+                f"no colwise layer of `{parent}` gives `{taken[0].modules.path[-1]}` the split "
+                "input that it takes",
+                *dict.fromkeys(r.origin for r in taken),
+                facts=["every rank takes its whole input for a part of the features"],
+                help="put `colwise` on the projections before it, or state a whole input: "
+                "`rowwise(replicate -> replicate)`",
+            )
+
+
+_Sets = list[tuple[Modules, list[TensorRule], list[TensorRule]]]
+
+
+def _sides(own: tuple[TensorRule, ...]) -> tuple[list[TensorRule], list[TensorRule]]:
+    """The linears that give a split output, and those that take a split input."""
+    linears = [r for r in own if r.modules.module.kind == "linear"]
+    return [r for r in linears if splits_output(r)], [r for r in linears if takes_split(r)]
+
+
+def _next_door(
+    parent: Modules, given: list[TensorRule], taken: list[TensorRule], sets: _Sets
+) -> bool:
+    """Whether the other side is right beside the parent, as in BERT's `attention.{self,output}`.
+
+    Only where the parent has no other linear, which might be the one that was forgotten. The
+    entries of a list stand where the list does: `to_out[0]` beside `to_q`, `net[2]` beside
+    `net[0].proj`.
+    """
+    at = _home(parent)
+    inside = [s for s in sets if _meet(_home(s[0]), at) and s[0] is not parent]
+    if any(others if given else mine for _, mine, others in inside):
+        return True
+    linears = sum(c.times for c in parent.module.children if c.module.kind == "linear")
+    if len({r.modules.path[-1] for r in given or taken}) < linears:
+        return False
+    outer = _outer(at)
+    if any(_meet(_home(s), outer) and (others if given else mine) for s, mine, others in sets):
+        return True
+    below = [s for s in sets if _meet(_outer(_home(s[0])), at) or _meet(_outer(_home(s[0])), outer)]
+    return any(
+        (others and not mine) if given else (mine and not others) for _, mine, others in below
+    )
+
+
+_Path = tuple[Segment, ...]
+
+
+def _home(parent: Modules) -> _Path:
+    """The path of the module that calls what is in the parent: a list calls nothing."""
+    return _outer(parent.path) if parent.module.kind == "list" else parent.path
+
+
+def _outer(path: _Path) -> _Path:
+    """The path of the module around, past a list."""
+    rest = path[:-1]
+    return rest[:-1] if path and isinstance(path[-1], Indices) else rest
+
+
+def _meet(one: _Path, two: _Path) -> bool:
+    module = Module(cls="", kind="other")
+    return Modules(one, module).overlap(Modules(two, module)) is not None

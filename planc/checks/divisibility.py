@@ -1,0 +1,106 @@
+"""PL202, PL203: a dim that does not divide, where that breaks and where it only costs."""
+
+from __future__ import annotations
+
+from planc.checks.queries import (
+    active,
+    axis_label,
+    inside,
+    legal,
+    parents,
+    ranks,
+    split_dim,
+    splits_output,
+    takes_split,
+    weighted,
+)
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts
+from planc.ops.styles import Colwise, Rowwise, style_name
+from planc.plan.ir import Plan, TensorRule
+
+
+def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """torch splits a dim as torch.chunk does, so the last ranks may get less.
+
+    Found by running on four processes (torch 2.13): a vocabulary of 131 over 2 ranks is right for
+    a rowwise embedding and a colwise head. A colwise output that goes on as a local tensor to a
+    rowwise layer dies, because that layer takes all ranks to hold the same ("must have same
+    reduction dim"); with `local = false` it is right. A rank that gets nothing dies in either case.
+    """
+    for rule in weighted(active(plan)):
+        if not isinstance(rule.style, Colwise | Rowwise) or rule.style.parts != 1:
+            continue  # PL220 speaks of them
+        sizes = [
+            (p.name, p.shape[dim])
+            for p in rule.modules.module.parameters
+            if (dim := split_dim(rule, p)) is not None
+        ]
+        if not sizes or sizes[0][1] % ranks(plan, rule) == 0 or _by_head(rule, facts):
+            continue
+        _report(rule, sizes[0][1], plan, facts, sink)
+
+
+def _by_head(rule: TensorRule, facts: Facts) -> bool:
+    """Whether the features are heads, of which PL201 speaks."""
+    split = splits_output(rule) or takes_split(rule)
+    return split and any(
+        p.module.fact("head_dim") is not None for p in parents(facts, rule.modules)
+    )
+
+
+def _report(rule: TensorRule, size: int, plan: Plan, facts: Facts, sink: Sink) -> None:
+    over = ranks(plan, rule)
+    most = -(-size // over)
+    least = max(0, size - most * (over - 1))
+    marks = (Label(span=rule.origin, text="split here"), axis_label(plan, rule))
+    what = f"`{rule.modules}` splits {size:,} {_features(rule)} over {rule.axis} = {over}"
+    partner = _partner(rule, plan, facts)
+    if least == 0:
+        sink.error(
+            "PL202",
+            f"{what}, and the last rank gets none",
+            *marks,
+            facts=[f"{most:,} a rank, so {-(-size // most)} ranks hold all of them"],
+            help=f"{rule.axis} can be {_choices(size)} here",
+        )
+    elif isinstance(rule.style, Colwise) and rule.style.local and partner is not None:
+        sink.error(
+            "PL202",
+            f"{what} unevenly, and `{partner.modules}` takes every rank to hold the same",
+            *marks,
+            Label(span=partner.origin, text="takes what it gives"),
+            facts=[f"the first rank gets {most:,}, the last {least:,}"],
+            help=f"{rule.axis} can be {_choices(size)}; or hand on the DTensor, which knows its "
+            "parts: `colwise(local = false)`",
+        )
+    else:
+        excess = 100 * (most * over - size) / size
+        sink.warning(
+            "PL203",
+            f"{what} unevenly: the first rank gets {most:,}, the last {least:,}",
+            *marks,
+            facts=[f"right, and {excess:.1f}% more than an even split on the rank that holds most"],
+            help=f"{style_name(rule.style)} is even for {rule.axis} = {_choices(size)}",
+        )
+
+
+def _features(rule: TensorRule) -> str:
+    if rule.modules.module.kind == "embedding":
+        return "hidden features" if isinstance(rule.style, Colwise) else "tokens"
+    return "output features" if isinstance(rule.style, Colwise) else "input features"
+
+
+def _partner(rule: TensorRule, plan: Plan, facts: Facts) -> TensorRule | None:
+    """The rowwise layer beside a colwise one that takes its output as it is."""
+    if not splits_output(rule):
+        return None
+    for parent in parents(facts, rule.modules):
+        for other in inside(parent, active(plan)):
+            if takes_split(other):
+                return other
+    return None
+
+
+def _choices(size: int) -> str:
+    return one_of(str(n) for n in legal(size, most=64))

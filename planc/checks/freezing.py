@@ -1,0 +1,58 @@
+"""PL451, PL452, PL453: freezing that changes nothing, leaves nothing to train, or parts a tie."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules
+from planc.plan.ir import Plan, Training
+from planc.plan.parameter_owners import owned
+
+
+def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A word about parameters that has no parameters, and a model without any that trains."""
+    if not plan.train or "train" in plan.broken:
+        return
+    found = list(owned(plan, facts))
+    heard = {own.training for own in found if own.training is not None}
+    for rule in plan.train:
+        if rule not in heard:
+            word = "trainable" if rule.trainable else "frozen"
+            empty = not rule.modules.module.count
+            reason = "it has no parameters" if empty else "all inside it is decided by other rules"
+            sink.error(
+                "PL451",
+                f"`{rule.modules} : {word}` changes nothing: {reason}",
+                rule.origin,
+                help="take the rule out",
+            )
+    for group in facts.ties:
+        _tied(group, plan, facts, sink)
+    if not any(own.trains(p) for own in found for p in own.modules.module.parameters):
+        sink.error(
+            "PL452",
+            "every parameter of the model is frozen: there is nothing to train",
+            *(rule.origin for rule in plan.train if not rule.trainable),
+            help="let something train: `override ... : trainable`",
+        )
+
+
+def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
+    """One tensor has one state, so what is said of one of its names must be said of the others."""
+    said = [(name, *facts.find(name)) for name in group]
+    rules = [(n, p, _around(m, plan)) for n, m, p in said]
+    states = {p.trainable if rule is None else rule.trainable for _, p, rule in rules}
+    if len(states) > 1:
+        frozen = [n for n, p, r in rules if not (p.trainable if r is None else r.trainable)]
+        other = next(n for n in group if n not in frozen)
+        labels = [Label(span=r.origin, text=f"decides {n}") for n, _, r in rules if r is not None]
+        sink.error(
+            "PL453",
+            f"`{frozen[0]}` and `{other}` are one tensor, and only the first is frozen",
+            *labels,
+            help=f"freeze `{other.rpartition('.')[0]}` too",
+        )
+
+
+def _around(modules: Modules, plan: Plan) -> Training | None:
+    inside = [t for t in plan.train if modules.within(t.modules)]
+    return inside[-1] if inside else None  # outer ones come first

@@ -1,0 +1,66 @@
+"""PL440, PL441: ignored parameters that train, or that something else decides about too."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts
+from planc.ops.styles import Attributes, Input, Output
+from planc.plan.ir import Ignored, Plan
+from planc.plan.parameter_owners import Owned, owned
+
+
+def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """FSDP neither shards nor reduces what it ignores, so on more than one rank it must be frozen.
+
+    Source: `ignored_params` of `fully_shard` in torch.
+    """
+    section = plan.fsdp
+    if section is None or not section.ignored:
+        return
+    for one in section.ignored:
+        _decided(one, plan, sink)
+    if plan.mesh.size(*section.shard, *section.replicate) == 1 or "train" in plan.broken:
+        return
+    found: dict[Ignored, list[str]] = {}
+    for own in owned(plan, facts):
+        if own.ignored is not None:
+            found.setdefault(own.ignored, []).extend(_trained(own))
+    for one, names in found.items():
+        if names:
+            more = ", ..." if len(names) > 3 else ""
+            shown = ", ".join(f"`{n}`" for n in names[:3]) + more
+            sink.error(
+                "PL440",
+                f"nothing would average the gradients of {shown}: ignored parameters that train",
+                one.origin,
+                help=f"freeze them: `train {{` and in it `{one.modules} : frozen`",
+            )
+
+
+def _trained(own: Owned) -> list[str]:
+    return [f"{own.modules}.{p.name}" for p in own.modules.module.parameters if own.trains(p)]
+
+
+def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
+    """A style makes DTensors of weights, a unit shards them: either word or `ignore` is wrong."""
+    assert plan.fsdp is not None
+    said = [
+        (member, unit.origin, "a unit")
+        for unit in plan.fsdp.units
+        for member in unit.members
+        if member.path
+    ]
+    said += [
+        (rule.modules, rule.origin, "a style")
+        for rule in plan.tensor
+        if not isinstance(rule.style, Attributes | Input | Output)
+    ]
+    for modules, origin, what in said:
+        if modules.within(one.modules):
+            sink.error(
+                "PL441",
+                f"`{modules}` is ignored, and gets {what}",
+                Label(span=one.origin, text=f"ignores `{one.modules}`"),
+                Label(span=origin, text=f"gives it {what}"),
+                help="keep one of the two",
+            )

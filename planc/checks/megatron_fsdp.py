@@ -1,0 +1,223 @@
+"""PL498: what a plan says and Megatron-FSDP cannot do.
+
+It takes the whole model in one call: units are classes, one precision holds for all, and what no
+unit holds is sharded too. Each finding is for what would be dropped, or would train another model.
+
+Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and what it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planc.checks.queries import active
+from planc.diagnostic import Sink, one_of
+from planc.model.facts import Facts, Modules
+from planc.plan.ir import Fsdp, Megatron, Plan, Unit
+from planc.plan.parameter_owners import owned
+from planc.plan.sections.fsdp_policies import DTYPES
+from planc.plan.sections.megatron_fsdp import STRATEGIES
+from planc.source import Span
+
+_WHOLE = STRATEGIES[-1]
+_SHORT = {name: word for word, name in reversed(DTYPES.items())}
+"""The short word of a plan for each of torch's dtypes."""
+_SPLIT = (
+    "it lays out a rank's part by the shape of the whole (Megatron-LM issue 5786), and adds a "
+    "gradient to it whose layout may be another",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What cannot be done, where that is said, and what to do about it."""
+
+    message: str
+    origin: Span
+    help: str
+    facts: tuple[str, ...] = ()
+
+
+def megatron_fsdp(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Reports every word of a section with `backend = megatron` that would not hold."""
+    section = plan.fsdp
+    if section is None or section.megatron is None or "fsdp" in plan.broken:
+        return
+    own = section.megatron
+    for found in (
+        *_settings(section),
+        *_precision(plan, section, facts),
+        *_strategies(section, own, plan.mesh.size(*section.replicate)),
+        *(f for unit in section.units for f in _unit(unit, section, own, facts)),
+        *_together(section, own),
+        *_elsewhere(plan, section),
+    ):
+        sink.error("PL498", found.message, found.origin, facts=found.facts, help=found.help)
+
+
+def _settings(section: Fsdp) -> Iterator[_Finding]:
+    """Lines of a section of torch's."""
+    out = "take it out, or write `backend = torch`"
+    if section.prefetch is not None:
+        message = "Megatron-FSDP decides itself what it gathers ahead"
+        yield _Finding(message, section.prefetch.origin, out)
+    if section.offload is not None:
+        message = "Megatron-FSDP keeps its shards on the device"
+        yield _Finding(message, section.offload.origin, out)
+    if section.divide is not None and section.divide.factor != 1:
+        message = f"Megatron-FSDP cannot divide gradients by {section.divide.factor}"
+        told = "it averages them, or with `divide = 1` sums them"
+        yield _Finding(message, section.divide.origin, told)
+    for spread in section.spreads:
+        message = "Megatron-FSDP lays all parameters of a unit out over the same ranks"
+        yield _Finding(message, spread.origin, out)
+    for ignored in section.ignored:
+        message = f"Megatron-FSDP shards all parameters: `{ignored.modules}` cannot be left out"
+        yield _Finding(message, ignored.origin, out)
+
+
+def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
+    """It computes in the types that parameters have, and casts neither inputs nor outputs."""
+    said, own = section.precision, section.megatron
+    assert own is not None
+    if said is None:
+        return
+    if said.output is not None or not said.cast_inputs:
+        name = "output" if said.output is not None else "cast_inputs"
+        message = f"Megatron-FSDP casts neither inputs nor outputs: `{name}` means nothing to it"
+        yield _Finding(message, said.origin, f"take `{name}` out")
+    if said.reduce and own.grad_comm:
+        message = "`reduce` and `grad_comm` both say what gradients travel in"
+        yield _Finding(message, said.origin, "keep one of the two")
+    kept = {
+        plan.dtype(parameter): f"{held.modules}.{parameter.name}"
+        for held in owned(plan, facts)
+        for parameter in held.modules.module.parameters
+    }
+    wrong = [f"{name} is {dtype}" for dtype, name in kept.items() if dtype != said.param]
+    if said.param and wrong:
+        message = f"Megatron-FSDP computes in the type that parameters have, not in {said.param}"
+        told = (
+            f"write `load {{ dtype = {_SHORT[said.param]} }}`; the optimizer has weights of its own"
+        )
+        yield _Finding(message, said.origin, told, tuple(sorted(wrong)))
+
+
+def _strategies(section: Fsdp, own: Megatron, copies: int) -> Iterator[_Finding]:
+    """What `fully_shard_model` refuses or does wrong, and options that it sets back in silence."""
+    at = own.lines.get("outer_strategy", own.origin)
+    if own.outer != "no_shard" and not section.replicate:
+        told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or take it out"
+        yield _Finding("`outer_strategy` is for replicate axes, and there are none", at, told)
+    if own.outer != "no_shard" and own.strategy != _WHOLE:
+        message = f"`outer_strategy = {own.outer}` needs `strategy = {_WHOLE}`"
+        yield _Finding(message, at, f"take it out, or write `strategy = {_WHOLE}`")
+    summed = section.divide is not None and section.divide.factor == 1
+    if own.outer != "no_shard" and copies > 1 and not summed:
+        message = f"Megatron-FSDP 0.6 adds gradients up with `outer_strategy = {own.outer}`"
+        told = "write `divide = 1`, and divide the loss by the number of ranks, or take it out"
+        yield _Finding(message, at, told, ("it averages them with any other strategy",))
+    at = own.lines.get("strategy", own.origin)
+    if own.strategy == "no_shard" and copies > 1:
+        message = "Megatron-FSDP 0.6 has no optimizer for `strategy = no_shard` on replicate axes"
+        told = "shard over all data axes: `no_shard` copies over them"
+        facts = ("it says of two mesh dimensions how one of them is laid out",)
+        yield _Finding(message, at, told, facts)
+    at = own.lines.get("megatron", own.origin)
+    forced = {"overlap_grad_reduce": STRATEGIES[2:], "overlap_param_gather": STRATEGIES[3:]}
+    for name, strategies in forced.items():
+        if (name, False) in own.options and own.strategy in strategies:
+            message = f"`{name}` is always true with `strategy = {own.strategy}`"
+            yield _Finding(message, at, "take it out")
+
+
+def _unit(unit: Unit, section: Fsdp, own: Megatron, facts: Facts) -> Iterator[_Finding]:
+    out = "take it out, or write `backend = torch`"
+    members = ", ".join(f"`{m}`" for m in unit.members)
+    if unit.group:
+        message = f"Megatron-FSDP has no groups: {members} cannot be one unit"
+        yield _Finding(message, unit.origin, "leave these to the root: it shards them too")
+        return
+    for name, said in (
+        ("precision", unit.precision is not None),
+        ("on", unit.shard is not None),
+        ("shard_dim", bool(unit.shard_dim)),
+    ):
+        if said:
+            message = f"Megatron-FSDP gives no unit a `{name}` of its own"
+            yield _Finding(message, unit.origin, out)
+    yield from _resharding(unit, own)
+    if unit.root:
+        return
+    yield from _class(unit.members[0], unit, section, facts)
+
+
+def _resharding(unit: Unit, own: Megatron) -> Iterator[_Finding]:
+    """Units are let go after forward and what no unit holds is kept, where anything is gathered."""
+    if "reshard" not in unit.said:
+        return
+    gathers = own.strategy == _WHOLE and not unit.root
+    if unit.reshard is gathers:
+        return
+    what = "lets a unit go after forward" if gathers else "keeps what no unit holds gathered"
+    if own.strategy != _WHOLE:
+        what = f"keeps parameters whole with `strategy = {own.strategy}`"
+    yield _Finding(f"Megatron-FSDP {what}", unit.origin, "take `reshard` out")
+
+
+def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
+    """A unit is all modules of a class, and what is inside another unit is a part of that."""
+    cls = modules.module.cls
+    alike = [m for m in facts.model.below() if m.module.cls == cls]
+    mine = [m for u in section.units for m in u.members if m.module.cls == cls]
+    left = [part for m in alike for part in m.outside(mine)]
+    if left:
+        shown = ", ".join(map(str, left[:3])) + (", ..." if len(left) > 3 else "")
+        message = f"Megatron-FSDP makes units of whole classes, and `{modules}` is a {cls}"
+        told = "make units of all of them, or leave these to the root, which shards them too"
+        yield _Finding(message, unit.origin, told, (f"so are {shown}",))
+    others = [m for u in section.units if u is not unit and not u.root for m in u.members]
+    outer = next((o for o in others if o.path != modules.path and _inside(modules, o)), None)
+    if outer is not None:
+        message = f"Megatron-FSDP has no unit inside a unit: `{modules}` is inside `{outer}`"
+        yield _Finding(message, unit.origin, "take one of the two out")
+
+
+def _inside(inner: Modules, outer: Modules) -> bool:
+    return len(inner.path) > len(outer.path) and inner.inside(outer) is not None
+
+
+def _together(section: Fsdp, own: Megatron) -> Iterator[_Finding]:
+    """Its hooks count on one unit; torch's own shards a root alone."""
+    if own.strategy == _WHOLE and all(u.root for u in section.units):
+        told = "write `model.layers.* : unit`"
+        yield _Finding("Megatron-FSDP needs a unit beside the root", section.origin, told)
+    if not any(u.root for u in section.units):
+        told = "write `root : unit`: it shards what no other unit holds"
+        yield _Finding("Megatron-FSDP always shards the whole model", section.origin, told)
+
+
+def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
+    """Other sections: what it does to DTensors, to the meta device and to other axes."""
+    if plan.load is not None and (plan.load.meta or plan.load.weights):
+        name = "meta" if plan.load.meta else "weights"
+        message = "Megatron-FSDP takes a model that has memory for its weights"
+        told = f"take `{name}` out; `run.load` fills the model all the same"
+        yield _Finding(message, plan.load.origin, told)
+    four = next((r for r in plan.adapters.rules if r.quant), None) if plan.adapters else None
+    if four is not None:
+        message = "Megatron-FSDP was not tried with weights in 4 bits"
+        yield _Finding(message, four.origin, "take `quant` out, or write `backend = torch`")
+    rule = next((r for r in active(plan) if r.modules.module.count), None)
+    if rule is not None:
+        message = "Megatron-FSDP 0.6 cannot take weights that tensor parallelism has split"
+        told = f"write `backend = torch`, or give `{rule.axis}` one rank"
+        yield _Finding(message, rule.origin, told, _SPLIT)
+    used = {*section.shard, *section.replicate, *(r.axis for r in active(plan))}
+    others = [a.name for a in plan.mesh.axes if a.size > 1 and a.name not in used]
+    if others:
+        named = one_of((f"`{n}`" for n in others), last="and")
+        message = f"Megatron-FSDP is given data axes alone, and not {named}"
+        told = "shard or replicate over them, or leave one rank on each"
+        yield _Finding(message, section.origin, told)

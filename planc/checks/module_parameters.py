@@ -1,0 +1,68 @@
+"""PL222, PL224, PL225: bare parameters that are not there, or that nobody decides."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink, meant, one_of
+from planc.model.facts import Facts
+from planc.ops.styles import Experts, MlaKv, Parameters, Replicated, Shard, style_name
+from planc.plan.ir import Plan, TensorRule
+
+
+def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`parameters` and `experts` name a module's own; experts name all of them, for what is left
+    whole beside split tensors is added as often as there are ranks."""
+    for rule in plan.tensor:
+        if isinstance(rule.style, Parameters | Experts):
+            _names(rule, rule.style, sink)
+        if isinstance(rule.style, Replicated) and rule.style.summed:
+            _inside(rule, plan, sink)
+
+
+def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
+    own = {p.name: p for p in rule.modules.module.parameters}
+    for name, held in style.held:
+        if name not in own:
+            there = one_of((f"`{n}`" for n in own), last="and") if own else "none of its own"
+            sink.error(
+                "PL222",
+                f"`{rule.modules}` has no parameter `{name}`",
+                rule.origin,
+                facts=[f"it is a {rule.modules.module.cls}, and has {there}"],
+                help=meant(name, own),
+            )
+            continue
+        dims = len(own[name].shape)
+        if isinstance(held.layout, Shard) and not -dims <= held.layout.dim < dims:
+            sink.error(
+                "PL222",
+                f"`{rule.modules}.{name}` has no dim {held.layout.dim}",
+                rule.origin,
+                facts=[f"its shape is {list(own[name].shape)}"],
+            )
+    left = [n for n in own if n not in dict(style.held)]
+    if left and isinstance(style, Experts):
+        names = one_of((f"`{n}`" for n in left), last="and")
+        sink.error(
+            "PL225",
+            f"`experts` on `{rule.modules}` says nothing of {names}",
+            rule.origin,
+            facts=["every rank would use it whole, and the sum would have it many times"],
+            help=f"name it too: `{left[0]} = shard(1)`; `partial` for what is added to the sum",
+        )
+
+
+def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
+    """A module with a gradient that is summed, around one that has a style for its weights."""
+    for other in plan.tensor:
+        deeper = len(other.modules.path) > len(rule.modules.path)
+        decides = not isinstance(other.style, MlaKv) and other.style != Replicated()
+        decides = decides and style_name(other.style) not in ("input", "output", "attributes")
+        if deeper and decides and other.modules.within(rule.modules):
+            sink.error(
+                "PL224",
+                f"`{other.modules}` is inside `{rule.modules}`, which is replicated whole",
+                Label(span=other.origin, text="decides its own"),
+                Label(span=rule.origin, text="decides all inside"),
+                help="put `replicate(gradient = sum)` on the modules that have no style",
+            )
+            return

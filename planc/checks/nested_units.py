@@ -1,0 +1,46 @@
+"""PL410, PL411: units that hold each other, or nothing."""
+
+from __future__ import annotations
+
+from planc.checks.queries import holds
+from planc.diagnostic import Sink
+from planc.model.facts import Facts
+from planc.plan.ir import Plan, Unit
+
+
+def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A group is one set of parameters, so no member can be inside another; a unit has some."""
+    if plan.fsdp is None:
+        return
+    for unit in plan.fsdp.units:
+        for member in unit.members:
+            outer = next(
+                (o for o in unit.members if o.path != member.path and holds(o, member)), None
+            )
+            if outer is not None:
+                sink.error(
+                    "PL410",
+                    f"`{member}` is inside `{outer}`, a member of the same group",
+                    unit.origin,
+                    help=f"take `{member}` out of the group",
+                )
+        why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
+        if sum(m.module.count for m in unit.members) and _left(unit, plan):
+            continue
+        if any(i.modules.within(m) for i in plan.fsdp.ignored for m in unit.members):
+            why = ["all its parameters are ignored"]
+        sink.error(
+            "PL411",
+            f"the unit `{unit.members[0]}` has no parameters to shard",
+            unit.origin,
+            facts=why,
+            help="take the rule out",
+        )
+
+
+def _left(unit: Unit, plan: Plan) -> bool:
+    """Whether something inside a unit is not ignored."""
+    assert plan.fsdp is not None
+    ignored = [i.modules for i in plan.fsdp.ignored]
+    below = (part for member in unit.members for part in member.below())
+    return any(part.module.parameters and part.outside(ignored) for part in below)

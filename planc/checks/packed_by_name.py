@@ -1,0 +1,38 @@
+"""PL151: several projections in one weight, split as if they were one."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, axis_label, splits_output
+from planc.diagnostic import Sink
+from planc.model.facts import Facts
+from planc.ops.styles import Colwise
+from planc.plan.ir import Plan
+
+FUSED = {
+    "qkv_proj": "q, k and v",
+    "gate_up_proj": "gate and up",
+    "c_attn": "q, k and v",
+    "Wqkv": "q, k and v",
+}
+"""Names that transformers gives to concatenated projections, whose outputs the model then cuts."""
+
+
+def packed_by_name(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The rows of a fused weight are all of q, then all of k, then all of v. Split in equal parts,
+    the first ranks hold q alone; the model's own cut of its local output then mixes them up."""
+    for rule in active(plan):
+        name = rule.modules.path[-1] if rule.modules.path else ""
+        if not isinstance(name, str) or name not in FUSED or not splits_output(rule):
+            continue
+        if isinstance(rule.style, Colwise) and rule.style.parts != 1:
+            continue
+        sink.warning(
+            "PL151",
+            f"`{rule.modules}` holds {FUSED[name]} in one weight, which a plain colwise "
+            "splits in the wrong places",
+            rule.origin,
+            axis_label(plan, rule),
+            help="say what is in it, `colwise(parts = 2)`, if the model cuts what it has in parts; "
+            "else gather its output: `colwise(-> replicate)`, and give the next projection "
+            "`rowwise(replicate -> ...)`",
+        )

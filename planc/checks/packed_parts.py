@@ -1,0 +1,99 @@
+"""PL220, PL221, PL223: parts of a weight that cannot be split as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planc.checks.queries import active, axis_label, legal, ranks, weighted
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts, Parameter
+from planc.ops.styles import (
+    Colwise,
+    Replicate,
+    Rowwise,
+    Shard,
+    Split,
+    style_name,
+    weight_split,
+)
+from planc.plan.ir import Plan, TensorRule
+
+
+def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A rank holds a slice of each part, so every part divides, and the parts are all there is."""
+    for rule in weighted(plan.tensor):
+        if _gathers(rule, sink):
+            continue
+        for parameter, split in _splits(rule):
+            size = parameter.shape[split.dim]
+            if isinstance(split.parts, tuple) and sum(split.parts) != size:
+                sink.error(
+                    "PL221",
+                    f"the parts of `{rule.modules}.{parameter.name}` are {sum(split.parts):,} "
+                    f"together, and its dim {split.dim} is {size:,}",
+                    rule.origin,
+                    facts=[f"parts = {list(split.parts)}"],
+                    help="name the size of every part, as the model's configuration has it",
+                )
+                break
+            if rule in active(plan) and _uneven(rule, parameter, split, plan, sink):
+                break
+
+
+def _splits(rule: TensorRule) -> Iterator[tuple[Parameter, Split]]:
+    """The parameters that a rule splits, where parts or bare parameters make it matter."""
+    plain = isinstance(rule.style, Colwise | Rowwise) and rule.style.parts == 1
+    module = rule.modules.module
+    for parameter in module.parameters:
+        split = weight_split(rule.style, module.kind, parameter.name, len(parameter.shape))
+        if split is not None and not plain:
+            yield parameter, split
+
+
+def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, sink: Sink) -> bool:
+    size = parameter.shape[split.dim]
+    parts = split.parts
+    sizes = parts if isinstance(parts, tuple) else (size // parts,)
+    over = ranks(plan, rule)
+    whole = size % parts if isinstance(parts, int) else 0
+    bad = next((s for s in sizes if s % over), None)
+    if not whole and bad is None:
+        return False
+    name = f"`{rule.modules}.{parameter.name}`"
+    if whole:
+        message = f"{name} has {size:,} in dim {split.dim}, which are not {parts} equal parts"
+        told = "name the size of each part: `parts = [a, b, c]`"
+    else:
+        what = f"a part of {bad:,}" if split.packed else f"{bad:,} pairs" if parts != 1 else "dim"
+        what = f"dim {split.dim}, of {bad:,}," if what == "dim" else what
+        message = f"{what} of {name} cannot be split over {rule.axis} = {over}"
+        choices = [n for n in legal(min(sizes), most=64) if not any(s % n for s in sizes)]
+        told = f"{rule.axis} can be {one_of(map(str, choices))} here"
+    marks = (Label(span=rule.origin, text="split here"), axis_label(plan, rule))
+    sink.error("PL220", message, *marks, facts=[f"its shape is {list(parameter.shape)}"], help=told)
+    return True
+
+
+def _gathers(rule: TensorRule, sink: Sink) -> bool:
+    """Whether a packed weight is put together, or cut, by a layout that knows no parts."""
+    style = rule.style
+    if not isinstance(style, Colwise | Rowwise) or style.parts == 1 or style.interleaved:
+        return False
+    name = style_name(style)
+    if isinstance(style, Rowwise) and not isinstance(style.input, Shard):
+        problem = "its input arrives whole, and would be cut as one, not part by part"
+    elif isinstance(style, Colwise) and isinstance(style.output, Replicate):
+        problem = "its output would be gathered rank by rank, not part by part"
+    elif isinstance(style, Colwise) and not style.local:
+        problem = "its output is handed on as a DTensor, which knows nothing of parts"
+    else:
+        return False
+    sink.error(
+        "PL223",
+        f"`{rule.modules}` is split in parts, and {problem}",
+        rule.origin,
+        help=f"for whole activations leave `parts` out: `{name}(-> replicate)`"
+        if isinstance(style, Colwise)
+        else "for whole activations leave `parts` out: `rowwise(replicate -> replicate)`",
+    )
+    return True

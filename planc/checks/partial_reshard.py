@@ -1,0 +1,48 @@
+"""PL417: a partial reshard that the ranks cannot make."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts
+from planc.plan.ir import Plan, Spread, Unit
+from planc.plan.parameter_owners import owned
+
+
+def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`reshard = N` keeps shards of N ranks, so N divides the number that share a unit.
+
+    Source: `fully_shard` in torch takes a non-trivial divisor of the shard mesh's size.
+    """
+    if plan.fsdp is None:
+        return
+    lying = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
+    pairs: list[tuple[Unit, Unit | Spread]] = [(u, u) for u in plan.fsdp.units]
+    for unit, part in dict.fromkeys([*pairs, *lying]):
+        shard, _ = plan.fsdp.axes(part)
+        size = plan.mesh.size(*shard)
+        count = unit.reshard
+        if isinstance(count, bool) or size == 1 or (1 < count < size and size % count == 0):
+            continue
+        choices = [n for n in range(2, min(size, 1024)) if size % n == 0]
+        labels = [
+            Label(span=a.origin, text=f"{a.name} is {a.size}")
+            for a in plan.mesh.axes
+            if a.name in shard
+        ]
+        words = {1: "one rank's shard is all of it: write `never`", size: "write `always`"}
+        told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
+        told = words.get(count) or (told if choices else "write `always`, or `never`")
+        sink.error(
+            "PL417",
+            f"{size} ranks cannot reshard to {count}{_why(count, size)}",
+            Label(span=unit.origin),
+            *([Label(span=part.origin, text="over other axes")] if part is not unit else []),
+            *labels,
+            help=told,
+        )
+
+
+def _why(count: int, size: int) -> str:
+    if count == size:
+        return ": that many share the unit already"
+    return f": it does not divide {size}" if count > 1 else ""

@@ -1,0 +1,97 @@
+"""PL205: projections whose outputs meet, and that are not split alike."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, axis_label, inside, parents, ranks, splits_output
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts, Modules
+from planc.ops.styles import Colwise
+from planc.plan.ir import Plan, TensorRule
+from planc.source import Span
+
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("wq", "wk", "wv"),
+    ("q", "k", "v"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wi_0", "wi_1"),
+)
+"""Names that transformers gives to projections of which one is multiplied with another."""
+
+
+def projection_groups(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """q, k and v meet head by head, gate and up element by element.
+
+    Found by running on four processes (torch 2.13, llama): one of them whole or gathered beside a
+    split one dies in a shape error, and one DTensor beside a local tensor is refused.
+    """
+    if "tensor" in plan.broken:
+        return
+    rules = active(plan)
+    seen: set[tuple[Modules, tuple[str, ...]]] = set()
+    for rule in rules:
+        name = rule.modules.path[-1] if rule.modules.path else ""
+        group = next((g for g in _TOGETHER if name in g), ())
+        if not group or not splits_output(rule):
+            continue
+        for parent in parents(facts, rule.modules):
+            if (parent, group) not in seen:
+                seen.add((parent, group))
+                own = [r for r in inside(parent, rules) if isinstance(r.style, Colwise)]
+                _compare(rule, parent, group, own, plan, sink)
+
+
+def _compare(  # noqa: PLR0917
+    rule: TensorRule,
+    parent: Modules,
+    group: tuple[str, ...],
+    own: list[TensorRule],
+    plan: Plan,
+    sink: Sink,
+) -> None:
+    name = str(rule.modules.path[-1])
+    there = [c.name for c in parent.module.children if c.name in group and c.name != name]
+    others = {n: [r for r in own if r.modules.path[-1] == n] for n in there}
+    unlike = [n for n in there if not _like(rule, parent, others[n])]
+    if not unlike:
+        return
+    labels: dict[Span, Label] = {
+        rule.origin: Label(span=rule.origin, text=f"{name} is split, and stays so")
+    }
+    for other in (r for n in unlike for r in others[n]):
+        text = f"{other.modules.path[-1]} is not split like it"
+        labels.setdefault(other.origin, Label(span=other.origin, text=text))
+    sink.warning(
+        "PL205",
+        f"`{name}` of `{parent}` is split over {rule.axis} = {ranks(plan, rule)}, and "
+        f"{one_of((f'`{n}`' for n in unlike), last='and')}, which its output meets, "
+        f"{'is' if len(unlike) == 1 else 'are'} not split alike",
+        *labels.values(),
+        axis_label(plan, rule),
+        facts=[f"{n} has no colwise rule" for n in unlike if not others[n]],
+        help=f"give them one style: `{{{','.join(n for n in group if n in (name, *there))}}} : "
+        "colwise`",
+    )
+
+
+def _like(rule: TensorRule, parent: Modules, others: list[TensorRule]) -> bool:
+    """Whether the other projections of these parents come out just as the rule's do."""
+    left: tuple[Modules, ...] = (parent,)
+    if (both := _of(rule, parent)) is not None:
+        left = (both,)
+    for other in others:
+        if other.axis == rule.axis and other.style.output == rule.style.output:  # type: ignore[union-attr]
+            if getattr(other.style, "local", None) != getattr(rule.style, "local", None):
+                continue
+            left = tuple(p for m in left for p in _without(m, other))
+    return not left
+
+
+def _of(rule: TensorRule, parent: Modules) -> Modules | None:
+    return parent.overlap(Modules(rule.modules.path[:-1], parent.module))
+
+
+def _without(modules: Modules, rule: TensorRule) -> tuple[Modules, ...]:
+    return modules.minus(Modules(rule.modules.path[:-1], modules.module))

@@ -1,0 +1,140 @@
+"""PL680 to PL684: weights in 4 bits that a plan would break, or split where they can't be."""
+
+from __future__ import annotations
+
+from planc.checks.queries import axis_label, ranks
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules
+from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text, weight_split
+from planc.plan.apply_adapters import FOUR_BIT, meetings
+from planc.plan.ir import AdapterRule, Plan, TensorRule
+from planc.plan.parameter_owners import Owned, owned
+
+_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """QLoRA: packed bytes are no numbers, so nothing may cast, train or tie them.
+
+    Source: `quantize_4bit` in bitsandbytes, which scales blocks of the flattened weight.
+    """
+    if plan.adapters is None or "adapters" in plan.broken:
+        return
+    rules = [r for r in plan.adapters.rules if r.quant is not None]
+    for rule in rules:
+        _linear(rule, sink)
+        _tied(rule, facts, sink)
+    for own in owned(plan, facts) if rules else ():
+        if own.modules.module.cls == FOUR_BIT:
+            rule = next(r for r in rules if own.modules.overlap(r.modules) is not None)
+            _gathered(rule, own, plan, sink)
+            _trained(rule, own, sink)
+    if "tensor" not in plan.broken:
+        for rule, base, part in meetings(plan):
+            if rule.quant and ranks(plan, base) > 1 and part.module.kind == "linear":
+                _split(rule, base, part, plan, sink)
+
+
+def _linear(rule: AdapterRule, sink: Sink) -> None:
+    module = rule.modules.module
+    if module.kind in ("conv1d", "embedding"):  # of any other, PL180 tells
+        sink.error(
+            "PL681",
+            f"`{rule.modules}` cannot be quantised: it is no `nn.Linear`",
+            rule.origin,
+            facts=[f"`{rule.modules}` is a {module.cls}"],
+            help="write `lora(...)`, which leaves its weight as it is",
+        )
+
+
+def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
+    for group in facts.ties:
+        own = [name for name in group if rule.modules.has(name.rpartition(".")[0])]
+        if own and rule.modules.module.kind == "linear":
+            other = next(name for name in group if name != own[0])
+            sink.error(
+                "PL682",
+                f"`{own[0]}` cannot be quantised: it is one tensor with `{other}`",
+                rule.origin,
+                help="write `lora(...)` for it, which leaves the weight as it is",
+            )
+
+
+def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
+    """FSDP casts what it gathers to the unit's `param`, numbers or not."""
+    quant = rule.quant
+    if own.unit is None or plan.fsdp is None or quant is None:
+        return
+    precision = own.unit.precision or plan.fsdp.precision
+    if precision is None or precision.param in (None, quant.storage):
+        return
+    assert precision.param is not None and quant.storage is not None
+    wanted = _SPELLED.get(precision.param, precision.param)
+    sink.error(
+        "PL680",
+        f"the 4-bit weights of `{own.modules}` are stored as "
+        f"{_SPELLED.get(quant.storage, quant.storage)} and would be cast to {wanted}",
+        rule.origin,
+        Label(span=precision.origin, text=f"gathers in {wanted}"),
+        facts=["packed bytes that are cast are other weights"],
+        help=f"write `storage = {wanted}`",
+    )
+
+
+def _trained(rule: AdapterRule, own: Owned, sink: Sink) -> None:
+    if own.training is not None and own.training.trainable:
+        sink.error(
+            "PL683",
+            f"`{own.modules}` is quantised and cannot train",
+            rule.origin,
+            Label(span=own.training.origin, text="asked for here"),
+            help="write `lora(...)` for it, or train other modules",
+        )
+
+
+def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
+    """Each rank quantises its own part: the same weights only where that is made of whole blocks.
+
+    Scales that are themselves quantised depend on all of the weight.
+    """
+    assert rule.quant is not None
+    reason = _unaligned(rule, base, part, ranks(plan, base))
+    if reason is None:
+        return
+    text, mend = reason
+    sink.error(
+        "PL684",
+        f"`{part}` cannot be split over {base.axis} in 4 bits: {text}",
+        rule.origin,
+        Label(span=base.origin, text="the layer's own style"),
+        axis_label(plan, base),
+        help=mend,
+    )
+
+
+def _unaligned(
+    rule: AdapterRule, base: TensorRule, part: Modules, count: int
+) -> tuple[str, str] | None:
+    """(why the parts are no whole blocks, what to do), or None."""
+    assert rule.quant is not None
+    block, high = rule.quant.block, f"blocks of {rule.quant.block}"
+    if not isinstance(base.style, Colwise | Rowwise):
+        return (
+            f"nothing is known of its style, `{style_text(base.style)}`",
+            "write `lora(...)` for it, or give it `colwise` or `rowwise`",
+        )
+    if rule.quant.double:
+        return "with `double`, scales depend on all of the weight", "write `double = false`"
+    weight = next(p for p in part.module.parameters if p.name == "weight")
+    split = weight_split(base.style, "linear", "weight", 2)
+    if split is None:
+        return None
+    sizes = (
+        part_sizes(split, weight.shape[split.dim]) if split.packed else (weight.shape[split.dim],)
+    )
+    inner = weight.shape[1] if split.dim == 0 else 1  # numbers that a step along the dim passes
+    for size in sizes:
+        if size % count or size // count * inner % block:
+            what = f"{size:,} {'rows' if split.dim == 0 else 'columns'} over {count} ranks"
+            return f"{what} are not of whole {high}", "write `lora(...)` for it, or a smaller block"
+    return None

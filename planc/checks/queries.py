@@ -1,0 +1,103 @@
+"""What several rules ask of a plan and a model: who holds what, and who decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from planc.diagnostic import Label
+from planc.model.facts import Facts, Modules, Parameter
+from planc.ops.styles import Colwise, Replicated, Rowwise, Shard, weight_shard
+from planc.plan.apply_adapters import AROUND
+from planc.plan.ir import Plan, TensorRule, Unit
+
+
+def ranks(plan: Plan, rule: TensorRule) -> int:
+    """The number of ranks that a rule splits over."""
+    return plan.mesh.size(rule.axis)
+
+
+def active(plan: Plan) -> tuple[TensorRule, ...]:
+    """The tensor rules that do something: those over more than one rank."""
+    return tuple(r for r in plan.tensor if ranks(plan, r) > 1)
+
+
+def axis_label(plan: Plan, rule: TensorRule) -> Label:
+    """The place that gave the rule's axis its size."""
+    axis = plan.mesh.axis(rule.axis)
+    assert axis is not None  # a rule over an axis that is not there was reported earlier
+    return Label(span=axis.origin, text=f"{axis.name} is {axis.size}")
+
+
+def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:
+    """The modules right around; those of unlike structure as sets of their own."""
+    path = modules.path[:-1]
+    return tuple(
+        both
+        for at in facts.model.below()
+        if len(at.path) == len(path) and (both := at.overlap(Modules(path, at.module))) is not None
+    )
+
+
+def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
+    """The rules on modules right inside."""
+    n = len(outer.path)
+    for rule in rules:
+        if len(rule.modules.path) == n + 1 and rule.modules.within(outer):
+            yield rule
+
+
+def around(
+    facts: Facts, rules: Sequence[TensorRule]
+) -> Iterator[tuple[Modules, tuple[TensorRule, ...]]]:
+    """The modules right around those of the rules, each set once, with the rules right inside."""
+    found = dict.fromkeys(p for rule in rules for p in parents(facts, rule.modules))
+    return ((parent, tuple(inside(parent, rules))) for parent in found)
+
+
+def splits_output(rule: TensorRule) -> bool:
+    """Whether a rule leaves its module's output split by features."""
+    style = rule.style
+    return isinstance(style, Colwise) and _last(style.output)
+
+
+def takes_split(rule: TensorRule) -> bool:
+    """Whether a rule takes an input that is split by features."""
+    style = rule.style
+    return isinstance(style, Rowwise) and _last(style.input)
+
+
+def _last(layout: object) -> bool:
+    return isinstance(layout, Shard) and layout.dim in (-1, 2)
+
+
+def split_dim(rule: TensorRule, parameter: Parameter) -> int | None:
+    """The dim along which a rule splits a parameter of its modules."""
+    kind = rule.modules.module.kind
+    return weight_shard(rule.style, kind, parameter.name, len(parameter.shape))
+
+
+def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
+    """The rules that decide about weights."""
+    return (r for r in rules if not isinstance(r.style, (*AROUND, Replicated)))
+
+
+def unit_of(plan: Plan, modules: Modules) -> Unit | None:
+    """The innermost unit around (all of) the modules."""
+    assert plan.fsdp is not None
+    around = [
+        (len(member.path), -i, unit)
+        for i, unit in enumerate(plan.fsdp.units)
+        for member in unit.members
+        if holds(member, modules)
+    ]
+    return max(around, key=lambda item: item[:2])[2] if around else None
+
+
+def holds(outer: Modules, modules: Modules) -> bool:
+    """Whether every one of the modules is in (or is) one of the outer ones."""
+    return not modules.outside([outer])
+
+
+def legal(count: int, *, most: int) -> list[int]:
+    """The numbers of ranks, up to `most`, that divide a count."""
+    return [n for n in range(1, min(count, most) + 1) if count % n == 0]

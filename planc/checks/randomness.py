@@ -1,0 +1,39 @@
+"""PL670, PL671: random numbers of training, and ranks that have to draw them alike."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, axis_label, ranks
+from planc.diagnostic import Sink
+from planc.model.facts import Facts
+from planc.model.randomness import drawn, skipping
+from planc.plan.ir import Plan
+
+
+def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Ranks of a tensor axis have the same activations, and those of FSDP the same layers.
+
+    Proofs leave all that is random out, for one process can't draw what four do.
+    """
+    rules = active(plan) if "tensor" not in plan.broken else ()
+    fields = drawn(facts)
+    if rules and fields:
+        axis, count = rules[0].axis, ranks(plan, rules[0])
+        sink.info(
+            "PL670",
+            f"training draws random numbers, which no proof compares: {', '.join(fields)}",
+            axis_label(plan, rules[0]),
+            facts=[
+                f"`apply` gives the {count} ranks of {axis} one random state, so they draw alike"
+            ],
+            help="seed before `apply`, or afterwards all ranks of a tensor axis alike",
+        )
+    if skipped := skipping(facts):
+        shards = plan.fsdp is not None and plan.mesh.size(*plan.fsdp.shard) > 1
+        if shards or rules:
+            sink.warning(
+                "PL671",
+                f"training leaves out layers at random, {', '.join(skipped)}, and ranks that leave "
+                "out others wait for each other for ever",
+                *([plan.fsdp.origin] if plan.fsdp else [rules[0].origin]),
+                help="set it to 0 in the configuration, or seed all ranks alike",
+            )

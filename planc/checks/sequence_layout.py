@@ -1,0 +1,105 @@
+"""PL162, PL163: a stream of activations, and norms that see more or less of it than they think."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from planc.checks.queries import active, axis_label, ranks, splits_output
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
+from planc.ops.styles import Change, Colwise, Input, Output, Rowwise, Sequence, Shard
+from planc.plan.ir import Plan, TensorRule
+
+
+def sequence_layout(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`sequence` takes what it gets for one part of it, and sums its gradient over the ranks.
+
+    Found by running on four processes (torch 2.13, llama): where nothing splits the sequence, the
+    forward pass is right and the gradient of each norm comes out as many times too large as there
+    are ranks. And where it is split, the norm behind the blocks needs the rule that they have.
+    """
+    if "tensor" in plan.broken:
+        return
+    rules = active(plan)
+    ends: set[Modules] = set()
+    for rule in rules:
+        style, module = rule.style, rule.modules.module
+        if not isinstance(style, Sequence) or module.kind == "embedding" or module.children:
+            continue
+        peers = [r for r in rules if r.axis == rule.axis]
+        if _beside_split(rule, peers):
+            continue  # it works on heads, which a projection beside it splits
+        if not any(_splits(r, style.dim) for r in peers):
+            if module.parameters:
+                _whole(rule, style.dim, plan, sink)
+        elif module.kind == "norm":
+            ends |= set(_bare_ends(rule, peers, facts))
+    for norm in sorted(ends, key=str):
+        marks = [r.origin for r in rules if isinstance(r.style, Sequence)]
+        sink.warning(
+            "PL162",
+            f"`{norm}` gets a part of the sequence, and has no rule",
+            *(Label(span=s, text="these have one") for s in dict.fromkeys(marks)),
+            facts=[f"`{norm}` is a {norm.module.cls} with a weight of its own"],
+            help=f"`{norm} : sequence`",
+        )
+
+
+def _beside_split(rule: TensorRule, peers: Iterable[TensorRule]) -> bool:
+    depth = len(rule.modules.path)
+    parent = Modules(rule.modules.path[:-1], rule.modules.module)
+    return any(
+        splits_output(r) and len(r.modules.path) == depth > 1 and r.modules.within(parent)
+        for r in peers
+    )
+
+
+def _splits(rule: TensorRule, dim: int) -> bool:
+    """Whether a rule takes or hands on something that is split along a dim."""
+    changes: tuple[Change | None, ...]
+    match rule.style:
+        case Colwise() | Rowwise():
+            return Shard(dim) in (rule.style.input, rule.style.output)
+        case Input():
+            changes = (*rule.style.positional, *(c for _, c in rule.style.named))
+        case Output():
+            changes = rule.style.positional
+        case _:
+            return False
+    return any(c is not None and Shard(dim) in (c.source, c.target) for c in changes)
+
+
+def _whole(rule: TensorRule, dim: int, plan: Plan, sink: Sink) -> None:
+    over = ranks(plan, rule)
+    sink.warning(
+        "PL163",
+        f"`{rule.modules}` takes 1/{over} of dim {dim}, and nothing in the plan splits that dim",
+        Label(span=rule.origin, text="takes the whole for a part"),
+        axis_label(plan, rule),
+        facts=[f"the forward pass is right, its gradient {over} times too large"],
+        help=f"split the stream: `rowwise(-> shard({dim}), local = false)` on the embedding and "
+        "behind each attention and mlp; or take this rule out",
+    )
+
+
+def _bare_ends(rule: TensorRule, peers: list[TensorRule], facts: Facts) -> Iterable[Modules]:
+    """Norms beside a list whose blocks hand on a split sequence, without any rule."""
+    path = rule.modules.path
+    if len(path) < 3 or not isinstance(path[-2], Indices):
+        return
+    block = Modules(path[:-1], rule.modules.module)
+    handed = any(
+        isinstance(r.style, Rowwise) and r.style.output == Shard(1) and r.modules.within(block)
+        for r in peers
+    )
+    if not handed or any(isinstance(r.style, Output) for r in peers):
+        return
+    for holder in facts.model.below():
+        if holder.key != block.key[:-2]:
+            continue
+        for child in holder.module.children:
+            norm = Modules((*holder.path, child.segment), child.module)
+            plain = child.module.kind == "norm" and child.module.parameters
+            if plain and not any(r.modules.overlap(norm) for r in peers):
+                yield norm

@@ -1,0 +1,43 @@
+"""PL384: what is said of how parameters lie in a unit, where no unit has them."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules
+from planc.plan.ir import Plan, Spread
+from planc.plan.parameter_owners import owned
+
+
+def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`spread(...)` speaks of parameters of a unit around; and one factor divides a whole unit."""
+    section = plan.fsdp
+    if section is None or not section.spreads or "fsdp" in plan.broken:
+        return
+    found = [o for o in owned(plan, facts) if o.unit is not None]
+    for spread in section.spreads:
+        own = [o.unit for o in found if o.spread is spread and o.unit]
+        same = plan.mesh.size(*section.beyond(spread))
+        if section.divide is not None and same > 1:
+            sink.error(
+                "PL384",
+                f"`divide` and `spread` over {same} ranks of the same gradient don't go together",
+                Label(span=spread.origin),
+                Label(span=section.divide.origin, text="one factor for a unit, whatever is in it"),
+                help="make the modules a unit: `unit(on = ...)`",
+            )
+        if own:
+            continue
+        unit = next((u for u in section.units for m in u.members if _is(m, spread)), None)
+        sink.error(
+            "PL384",
+            f"`spread` says nothing: no unit around `{spread.modules}` has its parameters",
+            Label(span=spread.origin),
+            *([Label(span=unit.origin, text="a unit by itself")] if unit else []),
+            help="say `on` and `shard_dim` of the unit: `unit(on = ...)`"
+            if unit
+            else "add a unit around it, such as `model.layers.* : unit`",
+        )
+
+
+def _is(member: Modules, spread: Spread) -> bool:
+    return member.overlap(spread.modules) is not None

@@ -1,0 +1,88 @@
+"""PL150: a style on a module that cannot take it."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Sink
+from planc.model.facts import Facts, Module
+from planc.ops.styles import (
+    Colwise,
+    Features,
+    MlaKv,
+    Replicate,
+    Replicated,
+    Rowwise,
+    Sequence,
+    style_name,
+)
+from planc.plan.ir import Plan, TensorRule
+
+
+def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """torch's colwise and rowwise take nn.Linear and nn.Embedding, its sequence style leaves.
+
+    Source: `_apply` of the styles in torch.distributed.tensor.parallel.style. transformers' Conv1D,
+    a linear with a transposed weight, has a style of planc's own.
+    """
+    for rule in plan.tensor:
+        found = _wrong(rule)
+        if found is None:
+            continue
+        reason, told = found
+        module = rule.modules.module
+        sink.error(
+            "PL150",
+            f"`{style_name(rule.style)}` cannot be put on `{rule.modules}`: {reason}",
+            rule.origin,
+            facts=[f"`{rule.modules}` is a {module.cls}"],
+            help=told,
+        )
+
+
+def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
+    """Keys and values come out of one linear, the rotary features last."""
+    wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
+    if module.kind != "linear":
+        return ("it is no linear layer", "put it on `kv_a_proj_with_mqa`")
+    if wide <= style.rope:
+        told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
+        return (f"it gives {wide:,} features, and `rope` takes {style.rope:,} of them", told)
+    return None
+
+
+def _over_features(module: Module) -> tuple[str, str] | None:
+    """An RMS norm can be put right by a factor; a norm that takes the mean away can't."""
+    weights = [p.name for p in module.parameters]
+    if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
+        return ("it is no RMS norm with one weight", "gather its input, and leave it whole")
+    return None
+
+
+def _wrong(rule: TensorRule) -> tuple[str, str] | None:
+    """Why the module can't take the style, and what to do; None where it can."""
+    module = rule.modules.module
+    match rule.style:
+        case Colwise() | Rowwise():
+            if module.kind not in ("linear", "embedding", "conv1d"):
+                return (
+                    "it is neither a linear layer nor an embedding",
+                    "name the projections inside it" if module.children else "leave it whole",
+                )
+            if module.kind == "embedding" and not isinstance(rule.style.input, Replicate):
+                return (
+                    "an embedding takes whole token ids",
+                    f"write `{style_name(rule.style)}(replicate -> ...)`",
+                )
+            if module.kind == "embedding" and rule.style.parts != 1:
+                return ("an embedding holds no projections", "take `parts` out")
+        case Features():
+            return _over_features(module)
+        case MlaKv():
+            return _latent(rule.style, module)
+        case Replicated() if rule.style.summed and not module.count:
+            return ("it has no parameters", "take the rule out")
+        case Sequence():
+            if module.children:
+                return ("it has modules inside", "put `sequence` on the norms themselves")
+            if module.kind in ("embedding", "conv1d"):
+                return ("it is not a norm", "put `sequence` on norms and dropouts")
+    return None

@@ -1,0 +1,151 @@
+"""PL401, PL402: tied parameters that the plan would part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from planc.checks.queries import active, axis_label, holds, split_dim, unit_of
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules, Parameter
+from planc.plan.ir import Plan, TensorRule, Unit
+
+Half = tuple[str, Modules, Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parted:
+    """The names of one tensor, and the two units that they are in."""
+
+    one: Half
+    two: Half
+    first: Unit | None
+    second: Unit | None
+
+
+def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Parameters that are one tensor must be split alike, and gathered by one unit.
+
+    torch's `fully_shard` refuses a parameter that is in two groups; two styles would leave two
+    tensors where the model has one.
+    """
+    parted: list[_Parted] = []
+    for group in facts.ties:
+        halves = [(name, *facts.find(name)) for name in group]
+        for other in halves[1:]:
+            if "tensor" not in plan.broken:
+                _styles(halves[0], other, plan, sink)
+            if plan.fsdp is not None and "fsdp" not in plan.broken:
+                units = _units(halves[0], other, plan, sink)
+                parted += [_Parted(halves[0], other, *units)] if units else []
+    _told(parted, facts, sink)
+
+
+def _rule(half: Half, plan: Plan) -> TensorRule | None:
+    _, modules, parameter = half
+    return next(
+        (
+            r
+            for r in active(plan)
+            if r.modules.overlap(modules) and split_dim(r, parameter) is not None
+        ),
+        None,
+    )
+
+
+def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
+    rules = _rule(one, plan), _rule(two, plan)
+    dims = [
+        (r.axis, split_dim(r, half[2])) if r else None
+        for r, half in zip(rules, (one, two), strict=True)
+    ]
+    if dims[0] == dims[1]:
+        return
+    labels = [
+        Label(span=r.origin, text=f"{half[0]} is split along dim {dim[1]}")
+        for r, half, dim in zip(rules, (one, two), dims, strict=True)
+        if r and dim
+    ]
+    some = next(r for r in rules if r)
+    whole = [half[0] for r, half in zip(rules, (one, two), strict=True) if not r]
+    sink.warning(
+        "PL401",
+        f"`{one[0]}` and `{two[0]}` are one tensor, and the plan splits them differently",
+        *labels,
+        axis_label(plan, some),
+        facts=[f"{name} stays whole" for name in whole],
+        help="split both along the vocabulary: `rowwise` on the embedding with "
+        "`colwise(-> replicate)` on the head",
+    )
+
+
+def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
+    """Whether one half is ignored, which takes the other out of its unit too."""
+    section = plan.fsdp
+    assert section is not None
+    said = [
+        (next((i for i in section.ignored if holds(i.modules, half[1])), None), half)
+        for half in (one, two)
+    ]
+    ignored = [(i, half) for i, half in said if i]
+    if len(ignored) == 1:
+        own, half = ignored[0]
+        other = two if half is one else one
+        sink.error(
+            "PL402",
+            f"`{half[0]}` and `{other[0]}` are one tensor, and only one of them is ignored",
+            own.origin,
+            help=f"ignore `{other[1]}` too, or neither",
+        )
+    return bool(ignored)
+
+
+def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> tuple[Unit | None, Unit | None] | None:
+    """The two units that part a tensor; None where none do, or that was said."""
+    if _apart(one, two, plan, sink):
+        return None
+    first, second = unit_of(plan, one[1]), unit_of(plan, two[1])
+    alike = first is second and (first is None or first.group or first.root or one[1] == two[1])
+    return None if alike else (first, second)
+
+
+def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
+    """PL402 for each two modules that share parameters in two units, and not for each parameter."""
+    groups: dict[tuple[str, str, int, int], list[_Parted]] = {}
+    for each in parted:
+        heads = _heads(each.one[0], each.two[0])
+        groups.setdefault((*heads, id(each.first), id(each.second)), []).append(each)
+    for several in groups.values():
+        each = several[0]
+        names, held = (each.one[0], each.two[0]), (each.one[1], each.two[1])
+        text = f"`{names[0]}` and `{names[1]}` are one tensor, and they are in two units"
+        if len(several) > 1:
+            names = _sharing(several)
+            held = (facts.at(names[0]), facts.at(names[1]))
+            text = f"`{names[0]}` and `{names[1]}` share {len(several)} parameters, in two units"
+        labels = [
+            Label(span=unit.origin, text=f"{name} is here")
+            for unit, name in ((each.first, names[0]), (each.second, names[1]))
+            if unit
+        ]
+        told = f"put both into one: `group({held[0]}, {held[1]}) : unit`"
+        sink.error("PL402", text, *labels, help=told)
+
+
+def _sharing(several: Sequence[_Parted]) -> tuple[str, str]:
+    """The smallest two modules that hold both halves of several tensors."""
+    ones = [each.one[0].split(".")[:-1] for each in several]
+    depth = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*ones, strict=False))))
+    away = len(ones[0]) - depth
+    two = several[0].two[0].split(".")[:-1]
+    return ".".join(ones[0][:depth]), ".".join(two[: len(two) - away])
+
+
+def _heads(one: str, two: str) -> tuple[str, str]:
+    """Two names of one tensor without what they end with alike: the modules that share it."""
+    mine, other = one.split("."), two.split(".")
+    while mine and other and mine[-1] == other[-1]:
+        mine.pop()
+        other.pop()
+    return ".".join(mine), ".".join(other)

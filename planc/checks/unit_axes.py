@@ -1,0 +1,157 @@
+"""PL442, PL443, PL381 to PL383: axes that a unit can't have for itself, and dims."""
+
+from __future__ import annotations
+
+from math import prod
+
+from planc.checks.queries import active
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts, Modules
+from planc.ops.styles import Replicated, style_name
+from planc.plan.apply_adapters import AROUND, styles
+from planc.plan.ir import Fsdp, Plan, Spread, TensorRule, Unit
+from planc.plan.local_shapes import split_dim
+from planc.plan.parameter_owners import Owned, owned
+from planc.plan.shard_dim_auto import held
+
+
+def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`on` takes some of the section's axes, and `shard_dim` a dim that parameters have.
+
+    Over other axes than the section's nothing would average a unit's gradients, but for those of
+    tensor parallelism, whose ranks have the same gradient of what no style splits. torch splits
+    dim 0 unevenly too, any other evenly alone, so what does not divide stays on dim 0.
+    """
+    section = plan.fsdp
+    if section is None or "fsdp" in plan.broken:
+        return
+    found = list(owned(plan, facts))
+    for part in section.parts:
+        if part.shard is not None:
+            _axes(part, section, plan, sink)
+            _styled(part, found, section, plan, sink)
+    for part in section.parts if section.shard and "tensor" not in plan.broken else ():
+        own = list(held(part, found, plan))
+        ranks = plan.mesh.size(*section.axes(part)[0])
+        if part.shard_dim > 0:
+            _dim(part, own, ranks, sink)
+        if part.shard_dim >= 0:
+            _short(part, own, ranks, sink)
+
+
+def _axes(unit: Unit | Spread, section: Fsdp, plan: Plan, sink: Sink) -> None:
+    assert unit.shard is not None
+    tensor = dict.fromkeys(r.axis for r in plan.tensor)
+    known = tuple(dict.fromkeys((*section.replicate, *section.shard, *tensor)))
+    if "tensor" in plan.broken:
+        return
+    # what `ep_shard` has of one rank splits nothing, whatever the section is on
+    one = {a.name for a in plan.mesh.axes if a.size == 1 and not set(known).isdisjoint(unit.shard)}
+    wrong = [
+        a
+        for i, a in enumerate(unit.shard)
+        if (a not in known and a not in one) or a in unit.shard[:i]
+    ]
+    if wrong and section.shard:
+        named = one_of((f"`{a}`" for a in known), last="and")
+        said = "named twice" if wrong[0] in known else "no axis of the section"
+        sink.error(
+            "PL442",
+            f"a unit cannot be sharded over `{' * '.join(unit.shard)}`: `{wrong[0]}` is {said}",
+            unit.origin,
+            facts=[f"the sections work over {named}"],
+            help="name some of these; over the rest the unit is copied",
+        )
+
+
+def _styled(part: Unit | Spread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink) -> None:
+    """PL381: FSDP can't split over an axis what a style has on it already.
+
+    Parameters of a style are DTensors on the mesh of its axis, which FSDP puts beside its own
+    (`_init_sharding_spec_tp` in torch's `_fsdp_param`); the two cannot share an axis.
+    """
+    beyond = [a for a in section.beyond(part) if plan.mesh.size(a) > 1]
+    if not beyond or "tensor" in plan.broken:
+        return
+    own = [o for o in found if (o.spread or o.unit) is part]
+    for rule in (*active(plan), *styles(plan)):
+        around = isinstance(rule.style, AROUND) or rule.style == Replicated()
+        if rule.axis not in beyond or around:
+            continue
+        both = next((b for o in own if (b := _met(rule, o.modules))), None)
+        if both is None:
+            continue
+        sink.error(
+            "PL381",
+            f"a unit cannot be sharded over `{rule.axis}`: a style has `{both}` on it",
+            Label(span=part.origin, text="shards over it"),
+            Label(span=rule.origin, text=f"{style_name(rule.style)}, on {rule.axis}"),
+            help=f"take the style out, or take `{rule.axis}` out of `on`",
+        )
+        return
+
+
+def _met(rule: TensorRule, modules: Modules) -> Modules | None:
+    """What a rule has of some modules' parameters: `replicate(gradient = sum)` has all inside."""
+    inside = isinstance(rule.style, Replicated)
+    return modules.inside(rule.modules) if inside else modules.overlap(rule.modules)
+
+
+_Held = list[tuple[str, tuple[int, ...]]]
+
+
+def _dim(part: Unit | Spread, own: _Held, ranks: int, sink: Sink) -> None:
+    """PL443 where a dim splits nothing; PL382 where it leaves out what most needs it."""
+    dim = part.shard_dim
+    having = [(name, shape) for name, shape in own if len(shape) > dim]
+    uneven = [(name, shape) for name, shape in having if shape[dim] % ranks]
+    if len(uneven) == len(having):
+        what = f"has a dim {dim} that divides by {ranks}" if having else f"has a dim {dim}"
+        named = part.modules if isinstance(part, Spread) else part.members[0]
+        sink.error(
+            "PL443",
+            f"`shard_dim = {dim}` splits nothing: no parameter of `{named}` {what}",
+            part.origin,
+            facts=[f"{name} is {list(shape)}" for name, shape in having[:3]],
+            help="take `shard_dim` out, or name a dim that the parameters have",
+        )
+        return
+    left = [(name, shape) for name, shape in uneven if shape[0] < ranks]
+    if left:
+        sink.error(
+            "PL382",
+            f"`shard_dim = {dim}` leaves out a dim {dim} that {ranks:,} ranks don't divide",
+            part.origin,
+            facts=[f"{name} is {list(shape)}, too few rows for dim 0" for name, shape in left[:3]],
+            help="name another dim, or fewer axes by `on = ...`",
+        )
+
+
+_LARGE = 2**20
+"""Parameters of one tensor that are worth a word."""
+
+
+def _short(part: Unit | Spread, own: _Held, ranks: int, sink: Sink) -> None:
+    """PL383: rows for some of the ranks alone, which FSDP pads for all.
+
+    Source: `padded_sharded_param_size` of torch's `FSDPParam` is what a collective sends.
+    """
+    short = [
+        (name, shape)
+        for name, shape in own
+        if len(shape) > 1
+        and 2 * shape[0] <= ranks
+        and prod(shape) >= _LARGE
+        and not split_dim(shape, part.shard_dim, ranks)
+    ]
+    if not short:
+        return
+    name, shape = max(short, key=lambda pair: prod(pair[1]))
+    sink.info(
+        "PL383",
+        f"{shape[0]} rows of `{name}` over {ranks:,} ranks: {ranks - shape[0]:,} of them hold "
+        f"nothing, and {ranks // shape[0]} times as much is gathered",
+        part.origin,
+        facts=[f"it is {list(shape)}, and split along dim 0"],
+        help="`shard_dim = auto` splits along another dim where there are too few rows",
+    )

@@ -1,0 +1,52 @@
+"""PL204: what tensor parallelism leaves whole."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, ranks, split_dim
+from planc.diagnostic import Sink
+from planc.model.facts import Facts, Modules
+from planc.plan.apply_adapters import styles
+from planc.plan.ir import Plan
+from planc.plan.parameter_owners import owned
+
+
+def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """An info: the share of parameters that every rank of the tensor axis holds whole."""
+    rules = (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
+    if not rules or "tensor" in plan.broken:
+        return
+    whole: list[tuple[int, str]] = []
+    shared = _shared(rules[0].axis, plan, facts)
+    for modules in facts.model.below():
+        for parameter in modules.module.parameters:
+            left: list[Modules] = list(modules.outside(shared))
+            for rule in rules:
+                if split_dim(rule, parameter) is not None:
+                    left = [rest for part in left for rest in part.minus(rule.modules)]
+            whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
+    total = facts.root.count
+    kept = sum(count for count, _ in whole)
+    if not kept:
+        return
+    share = 100 * kept / total
+    largest = sorted(whole, reverse=True)[:3]
+    names = ", ".join(f"{name} {count:,}" for count, name in largest)
+    sink.info(
+        "PL204",
+        f"{_percent(share)} of the parameters stay whole on every rank of {rules[0].axis} = "
+        f"{ranks(plan, rules[0])}",
+        facts=[f"the largest: {names}"],
+    )
+
+
+def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
+    """What FSDP splits over the tensor axis."""
+    section = plan.fsdp
+    if section is None or not any(section.beyond(part) for part in section.parts):
+        return []
+    own = ((o.modules, o.spread or o.unit) for o in owned(plan, facts))
+    return [m for m, part in own if part and axis in section.axes(part)[0]]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"

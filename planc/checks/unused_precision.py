@@ -1,0 +1,21 @@
+"""PL416: a precision that no unit uses."""
+
+from __future__ import annotations
+
+from planc.diagnostic import Sink
+from planc.model.facts import Facts
+from planc.plan.ir import Plan
+
+
+def unused_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The section's precision holds for units without one of their own."""
+    if plan.fsdp is None or plan.fsdp.precision is None or "fsdp" in plan.broken:
+        return
+    if all(u.precision is not None for u in plan.fsdp.units):
+        reason = "every unit has its own" if plan.fsdp.units else "the section has no unit"
+        sink.error(
+            "PL416",
+            f"no unit uses this precision: {reason}",
+            plan.fsdp.precision.origin,
+            help="take it out, or add a unit",
+        )

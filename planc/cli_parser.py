@@ -1,0 +1,152 @@
+"""What `planc` takes on its command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import planc
+from planc.report import FORMATS
+
+
+def _size(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a number of ranks is a positive integer, not {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"a time limit is a positive number, not {text!r}")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser; `command` in what it gives is the command's name."""
+    result = argparse.ArgumentParser(
+        prog="planc", description="A compiler for parallel training plans."
+    )
+    result.add_argument("--version", action="version", version=f"planc {planc.__version__}")
+    commands = result.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND"
+    )
+    for name, (help, fill) in _COMMANDS.items():
+        fill(commands.add_parser(name, help=help))
+    return result
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument("--format", choices=FORMATS, default="full")
+    parser.add_argument("--strict", action="store_true", help="a warning is a finding too")
+    parser.add_argument(
+        "--level",
+        choices=("structure", "flow"),
+        default="flow",
+        help="structure leaves out the simulated run of a shrunken model",
+    )
+
+
+def _lower(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument("--format", choices=("text", "json", "python"), default="text")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead")
+
+
+def _why(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument("name", metavar="NAME", help="as torch has it: model.layers.0.mlp")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("code", metavar="CODE", help="such as PL101")
+
+
+def _diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("old", metavar="OLD", help="a plan, as for check, or a lowered JSON file")
+    parser.add_argument("new", metavar="NEW", nargs="?", help="the same plan when left out")
+    _common(parser)
+    for side in ("old", "new"):
+        parser.add_argument(f"--{side}-model", metavar="MODEL")
+        parser.add_argument(f"--{side}-world-size", metavar="N", type=_size)
+        parser.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def _fmt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="PLAN", nargs="+", help="a file, a folder, or `-`")
+    parser.add_argument("--check", action="store_true", help="write nothing; say what would change")
+    parser.add_argument("--diff", action="store_true", help="write nothing; show what would change")
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument(
+        "--processes", metavar="N", type=_size, default=4, help="how many, on this machine (4)"
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=_seconds, default=120.0, help="for all of it (120)"
+    )
+    parser.add_argument("--certificate", metavar="FILE", help="write what was found there")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def _init(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    _trust(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with config.json, a .json file, a cached hub name, or package.module:name",
+    )
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument(
+        "plan",
+        metavar="PLAN",
+        help="a .plan file, `-`, a shipped plan's name, REV:path in git, or a lowered JSON file",
+    )
+    _common(parser)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-size", metavar="N", type=_size, help="the number of ranks")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a mesh axis or an option; may be repeated",
+    )
+    _trust(parser)
+
+
+def _trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-code", action="store_true", help="may run Python code that MODEL names"
+    )
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "init": ("write a first plan for a model, and prove it", _init),
+    "check": ("say what is wrong with a plan for a model", _check),
+    "lower": ("print the torch calls that a plan stands for", _lower),
+    "diff": ("compare two lowered plans", _diff),
+    "why": ("say which lines decided a module or a parameter", _why),
+    "verify": ("prove a plan on processes, on a small model", _verify),
+    "fmt": ("write plans in the canonical layout, comments kept", _fmt),
+    "explain": ("say what a diagnostic means", _explain),
+}

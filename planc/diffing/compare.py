@@ -1,0 +1,294 @@
+"""What changes from one lowered plan to another, as data.
+
+Operations are compared by kind and module, whatever their order. A set of modules is compared with
+what it meets on the other side, so `layers[0:32]` against `layers[0:16]` is a removal of
+`layers[16:32]` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from planc.diffing.entries import KINDS, Entry, Value, differences, entries, groups
+from planc.diffing.matching import Pairs, grown
+from planc.emit import phrases
+from planc.model.facts import Modules
+from planc.ops.registry import Lowered, MeshAxis, Parallelize
+from planc.ops.styles import style_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is different, named as in the lowered JSON; None where one side has no such thing."""
+
+    name: str
+    old: Value
+    new: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One line of a diff.
+
+    Args:
+        kind: one of `planc.diffing.entries.KINDS`.
+        over: the axis of a tensor-parallel style.
+        label: what it is about, where that is not a set of modules.
+        modules: the sets that change alike; they differ in their last name alone.
+        subject: the same for a person: `self_attn.{q,k,v}_proj`.
+        parts: what is different, or all that an added or removed operation says.
+        reason: the axes whose sizes alone brought it about, as `tp 4 -> 8`; else empty.
+        old, new: the `.plan` lines; empty where there is none.
+    """
+
+    kind: str
+    over: str = ""
+    label: str = ""
+    modules: tuple[Modules, ...] = ()
+    subject: str = field(default="", compare=False)
+    parts: tuple[Part, ...] = ()
+    reason: str = ""
+    old: str = ""
+    new: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """All that changes.
+
+    Args:
+        added, removed, changed: in a fixed order: by kind, then by place in the plan.
+        parameters: bytes of parameters that a rank holds at rest, before and after.
+        gathered: bytes of the largest unit while it is gathered, before and after.
+    """
+
+    added: tuple[Change, ...] = ()
+    removed: tuple[Change, ...] = ()
+    changed: tuple[Change, ...] = ()
+    parameters: tuple[int, int] = (0, 0)
+    gathered: tuple[int, int] = (0, 0)
+
+    @property
+    def same(self) -> bool:
+        return not (self.added or self.removed or self.changed)
+
+
+def compare(old: Lowered, new: Lowered) -> Delta:
+    """The changes that lead from one lowered plan to another.
+
+    Only what `apply` does and what a rank holds counts: a plan whose lines moved is the same.
+    """
+    common = groups(old) & groups(new)
+    pairs = Pairs(tuple(entries(old, common)), tuple(entries(new, common)))
+    why = _Reasons(old, new, pairs)
+    gone = grown(pairs.removed, new.layers, pairs.old, pairs.new)
+    come = grown(pairs.added, old.layers, pairs.new, pairs.old)
+    removed = _together(_one(e, why.absent(e), gone=True) for e in gone)
+    added = _together(_one(e, why.absent(e), gone=False) for e in come)
+    changed = _together(_both(a, b, why) for a, b in pairs.changed)
+    changed = (*_models(old, new), *_mesh(old, new), *_data(old, new), *changed)
+    totals = (old.parameters, new.parameters), (old.gathered, new.gathered)
+    if not (added or removed or changed) and any(a != b for a, b in totals):
+        names = zip(("parameters", "gathered"), totals, strict=True)
+        parts = tuple(Part(name=n, old=a, new=b) for n, (a, b) in names if a != b)
+        changed = (Change(kind="model", parts=parts),)
+    return Delta(
+        added=added,
+        removed=removed,
+        changed=changed,
+        parameters=totals[0],
+        gathered=totals[1],
+    )
+
+
+# The plan as a whole -----------------------------------------------------------------------------
+
+
+def _differing(*sides: tuple[str, Value, Value]) -> tuple[Part, ...]:
+    return tuple(Part(name=n, old=a, new=b) for n, a, b in sides if a != b)
+
+
+def _models(old: Lowered, new: Lowered) -> Iterator[Change]:
+    parts = _differing(
+        ("class", old.model, new.model),
+        ("family", old.family, new.family),
+        ("layers", old.layers, new.layers),
+    )
+    if parts:
+        yield Change(kind="model", parts=parts)
+
+
+def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
+    """The mesh as one change: an axis seldom changes alone."""
+    before, after = ({a.name: a for a in side.axes} for side in (old, new))
+    parts = _differing(
+        *((n, _size(before.get(n)), _size(after.get(n))) for n in dict.fromkeys([*before, *after]))
+    )
+    if list(before) != list(after) and set(before) == set(after):
+        parts += (Part(name="order", old=tuple(before), new=tuple(after)),)
+    if parts:
+        ranks = old.world_size, new.world_size
+        yield Change(
+            kind="mesh",
+            parts=parts,
+            reason=f"{ranks[0]:,} -> {ranks[1]:,} ranks" if ranks[0] != ranks[1] else "",
+            old=_stated(before, parts),
+            new=_stated(after, parts),
+        )
+
+
+def _size(axis: MeshAxis | None) -> int | None:
+    return axis.size if axis else None
+
+
+def _stated(axes: dict[str, MeshAxis], parts: Iterable[Part]) -> str:
+    """The places of the changed axes that someone gave a size; `auto` follows from the rest."""
+    own = (axes[p.name] for p in parts if p.name in axes)
+    return ", ".join(dict.fromkeys(a.place for a in own if a.place and not a.inferred))
+
+
+def _data(old: Lowered, new: Lowered) -> Iterator[Change]:
+    if old.data != new.data:
+        yield Change(kind="data", parts=(Part(name="axes", old=old.data, new=new.data),))
+
+
+# Reasons -----------------------------------------------------------------------------------------
+
+
+class _Reasons:
+    """Finds the axes whose sizes alone explain a change."""
+
+    def __init__(self, old: Lowered, new: Lowered, pairs: Pairs) -> None:
+        names = [*(a.name for a in old.axes), *(a.name for a in new.axes)]
+        self.sizes = {n: (old.axis_size(n), new.axis_size(n)) for n in dict.fromkeys(names)}
+        ops = [op for op in (*old.ops, *new.ops) if isinstance(op, Parallelize)]
+        self.tensor = tuple(dict.fromkeys(op.axis for op in ops))
+        shapes = (n for a, b in pairs.changed for n, _, _ in differences(a, b))
+        self.resized = any(_models(old, new)) or any(n.endswith(".shape") for n in shapes)
+
+    def moved(self, names: Iterable[str]) -> str:
+        """`tp 4 -> 8` for the axes among these whose size changed."""
+        sizes = ((n, *self.sizes.get(n, (1, 1))) for n in dict.fromkeys(names))
+        return ", ".join(f"{n} {a} -> {b}" for n, a, b in sizes if a != b)
+
+    def to_one(self, names: Iterable[str]) -> str:
+        """The same for axes that have one rank on one side, where lowering leaves things out."""
+        return self.moved(n for n in names if 1 in self.sizes.get(n, (1, 1)))
+
+    def absent(self, entry: Entry) -> str:
+        """Why an operation comes or goes."""
+        if entry.kind.startswith("tensor"):
+            return self.to_one([entry.over])
+        return self.to_one(self.tensor) if entry.kind in ("tie", "random") else ""
+
+    def between(self, old: Entry, parts: Iterable[Part]) -> str:
+        """Why an operation changes."""
+        parts = list(parts)
+        telling = [p for p in parts if not phrases.alike(p.old, p.new)] or parts
+        names = {p.name: p for p in telling}
+        if old.kind == "tensor":
+            return self.moved([old.over]) if all(n.endswith(".local") for n in names) else ""
+        if old.kind != "fsdp" or self.resized or names.keys() - _FOLLOWS:
+            return ""
+        axes: list[str] = []
+        for name in ("shard", "replicate"):
+            if name in names:
+                turned = _names(names[name].old) ^ _names(names[name].new)
+                if not turned or not all(self.to_one([a]) for a in turned):
+                    return ""
+                axes += sorted(turned)
+        if "gathered" in names and not self.moved(self.tensor):
+            return ""
+        if "nbytes" in names:
+            axes += sorted(_names(dict(old.facts)["shard"]))
+        return self.moved([*axes, *self.tensor])
+
+
+_FOLLOWS = {"shard", "replicate", "nbytes", "gathered"}
+
+
+def _names(value: Value) -> set[str]:
+    return {str(v) for v in value} if isinstance(value, tuple) else set()
+
+
+# Changes -----------------------------------------------------------------------------------------
+
+
+def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
+    """An operation that only one side has, and where it stands."""
+    said: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
+    said += [(name, value) for name, value in entry.facts if value is not None]
+    if gone:
+        parts = tuple(Part(name=n, old=v, new=None) for n, v in said)
+        return _change(entry, parts, reason, old=entry.place), entry.at
+    parts = tuple(Part(name=n, old=None, new=v) for n, v in said)
+    return _change(entry, parts, reason, new=entry.place), entry.at
+
+
+def _both(old: Entry, new: Entry, why: _Reasons) -> tuple[Change, int]:
+    parts = tuple(Part(name=n, old=a, new=b) for n, a, b in differences(old, new))
+    return _change(old, parts, why.between(old, parts), old=old.place, new=new.place), new.at
+
+
+def _change(
+    entry: Entry, parts: tuple[Part, ...], reason: str, *, old: str = "", new: str = ""
+) -> Change:
+    return Change(
+        kind=entry.kind,
+        over=entry.over,
+        label=entry.label,
+        modules=(entry.modules,) if entry.modules is not None else (),
+        subject=entry.label,
+        parts=parts,
+        reason=reason,
+        old=old,
+        new=new,
+    )
+
+
+def _together(changes: Iterable[tuple[Change, int]]) -> tuple[Change, ...]:
+    """Changes that say the same as one, where their modules are one set but for the last name."""
+    alike: dict[Change, list[tuple[Modules, int]]] = {}
+    result: list[Change] = []
+    for change, at in changes:
+        if change.modules:
+            content = replace(change, modules=())
+            alike.setdefault(content, []).extend((m, at) for m in change.modules)
+        else:
+            result.append(change)
+    for content, sets in alike.items():
+        families: dict[str, dict[str, Modules]] = {}
+        for modules in _boxes(sets):
+            path = str(modules)
+            families.setdefault(phrases.parent(path), {})[path] = modules
+        for family in families.values():
+            for paths in phrases.chunks(list(family)):
+                own = tuple(family[p] for p in sorted(paths))
+                result.append(replace(content, modules=own, subject=phrases.braced(paths)))
+    return tuple(sorted(result, key=_order))
+
+
+def _boxes(sets: Iterable[tuple[Modules, int]]) -> list[Modules]:
+    """Sets of modules as few, first ones first: where one set of indices differs they are one."""
+    boxes: list[tuple[Modules, int]] = []
+    for modules, at in sets:
+        whole, first, i = modules, at, 0
+        while i < len(boxes):
+            union = boxes[i][0].union(whole)
+            if union is None:
+                i += 1
+                continue
+            whole, first = union, min(first, boxes[i][1])
+            del boxes[i]
+            i = 0
+        boxes.append((whole, first))
+    return [modules for modules, _ in sorted(boxes, key=lambda b: (b[1], str(b[0])))]
+
+
+def _order(change: Change) -> tuple[object, ...]:
+    """By kind, then as the plan has them, then by name."""
+    file, _, line = (change.new or change.old).rpartition(":")
+    at = (file, int(line)) if line.isdecimal() else (file + line, 0)
+    paths = (len(change.modules), [str(m) for m in change.modules])
+    return (KINDS.index(change.kind.split()[0]), at, change.label, paths, repr(change.parts))

@@ -1,0 +1,132 @@
+"""Which entries of two lowered plans speak of the same modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from planc.diffing.entries import KINDS, Entry
+from planc.model.facts import Modules
+from planc.model.indices import Indices
+
+
+class Pairs:
+    """The entries of two sides, matched.
+
+    Args:
+        old, new: all entries of each side.
+
+    Attributes:
+        changed: pairs of entries cut to the modules that both speak of, and differently.
+        removed, added: entries cut to the modules that the other side says nothing of.
+    """
+
+    def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
+        self.old, self.new = old, new
+        self.changed: list[tuple[Entry, Entry]] = []
+        self.removed: list[Entry] = []
+        self.added: list[Entry] = []
+        one, two = _by_subject(old), _by_subject(new)
+        for subject in dict.fromkeys([*one, *two]):
+            left, right = one.get(subject, []), two.get(subject, [])
+            left, right, _ = _matched(left, right, lambda a, b: a.said == b.said)
+            left, right, changed = _matched(left, right, lambda a, b: True)
+            self.changed += changed
+            self.removed += left
+            self.added += right
+
+
+def _by_subject(side: Iterable[Entry]) -> dict[tuple[object, ...], list[Entry]]:
+    result: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in sorted(side, key=Entry.order):
+        result.setdefault(entry.subject, []).append(entry)
+    return result
+
+
+def _matched(
+    left: list[Entry], right: list[Entry], fits: Callable[[Entry, Entry], bool]
+) -> tuple[list[Entry], list[Entry], list[tuple[Entry, Entry]]]:
+    """What is left of each side, and the pairs that were taken out of both.
+
+    Each piece is used once, so that a side which says two things of a module loses one of them
+    to each thing that the other side says.
+    """
+    pairs: list[tuple[Entry, Entry]] = []
+    rest: list[Entry] = []
+    waiting = list(left)
+    while waiting:
+        mine = waiting.pop(0)
+        for at, theirs in enumerate(right):
+            if not fits(mine, theirs):
+                continue
+            if mine.modules is None or theirs.modules is None:
+                pairs.append((mine, theirs))
+                right = right[:at] + right[at + 1 :]
+                break
+            both = mine.modules.overlap(theirs.modules)
+            if both is None:
+                continue
+            pairs.append((replace(mine, modules=both), replace(theirs, modules=both)))
+            waiting = [*_without(mine, theirs.modules), *waiting]
+            right = [*right[:at], *_without(theirs, mine.modules), *right[at + 1 :]]
+            break
+        else:
+            rest.append(mine)
+    return rest, right, pairs
+
+
+def _without(entry: Entry, modules: Modules) -> list[Entry]:
+    assert entry.modules is not None
+    return [replace(entry, modules=m) for m in entry.modules.minus(modules)]
+
+
+def grown(
+    side: Iterable[Entry], layers: int, own: Sequence[Entry], other: Sequence[Entry]
+) -> Iterator[Entry]:
+    """Entries, with those on layers that the other model lacks as one, if they are like the rest.
+
+    Args:
+        side: added (or removed) entries.
+        layers: how many layers the other model has.
+        own: all entries of the side they come from.
+        other: all entries of the other side; what it lacks altogether is told as it is.
+    """
+    shared = {entry.subject for entry in other}
+    before = {(e.subject, e.said) for e in own if any(not b for _, b in _cut(e, layers))}
+    stacks: dict[str, Entry] = {}
+    kinds: dict[str, set[str]] = {}
+    for entry in side:
+        for part, beyond in _cut(entry, layers):
+            usual = part.subject in shared and (part.subject, part.said) in before
+            if not beyond or not usual or part.kind in ("fsdp", "spread") or part.modules is None:
+                yield part
+                continue
+            path = part.modules.path[: _list(part.modules) + 1]
+            stack = Modules(path, part.modules.module)
+            stacks.setdefault(str(stack), Entry(kind="layers", modules=stack))
+            kinds.setdefault(str(stack), set()).add(part.kind.split()[0])
+    for name, stack_entry in stacks.items():
+        names = tuple(k for k in KINDS if k in kinds[name])
+        yield replace(stack_entry, facts=(("operations", names),))
+
+
+def _list(modules: Modules) -> int:
+    """Where the outermost list is in a path, or -1."""
+    return next((i for i, s in enumerate(modules.path) if isinstance(s, Indices)), -1)
+
+
+def _cut(entry: Entry, layers: int) -> Iterator[tuple[Entry, bool]]:
+    """An entry as what lies below a number of layers, and (True) what lies beyond."""
+    at = -1 if entry.modules is None else _list(entry.modules)
+    if at < 0:
+        yield entry, False
+        return
+    assert entry.modules is not None
+    path = entry.modules.path
+    indices = path[at]
+    assert isinstance(indices, Indices)
+    first = Indices.all(layers)
+    for part, beyond in ((indices & first, False), (indices - first, True)):
+        if part:
+            cut = Modules((*path[:at], part, *path[at + 1 :]), entry.modules.module)
+            yield replace(entry, modules=cut), beyond

@@ -1,0 +1,76 @@
+"""One run of a small model as it is: in which order modules run, what they take and give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from planc.draft.roles import Ran
+
+if TYPE_CHECKING:
+    import torch
+
+    from planc.model.small.user_model import Makes
+    from planc.trial.trace import Trace
+
+
+def run(maker: Makes) -> Ran | None:
+    """What a run shows, or None where the model does not run."""
+    import torch
+
+    from planc.trial.trace import Trace
+
+    model, trace, inputs = maker.build(0), Trace(), maker.sample()
+    gives: dict[str, int] = {}
+    positional: dict[str, int] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_module: Any, inputs: Any, output: Any) -> None:
+            positional[name] = len(inputs)
+            gives[name] = len(output) if isinstance(output, tuple) else 0
+
+        return keep
+
+    modules = dict(model.named_modules())
+    handles = [m.register_forward_hook(hook(n)) for n, m in modules.items()]
+    try:
+        with trace.of(modules), torch.no_grad():
+            model(**inputs)
+    except Exception:
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    width = _width(trace)
+    if width is None:
+        return None
+    hidden: dict[str, str] = {}
+    for name, call in trace.begun.items():
+        for which, value in call.inputs.items():
+            if _hidden(value) and value.shape[-1] == width:
+                hidden[name] = _gathered(which, positional.get(name, 1))
+                break
+    given = {n: c.output.dim() for n, c in trace.begun.items() if c.output is not None}
+    return Ran(dims=given, order=list(trace.begun), hidden=hidden, gives=gives, width=width)
+
+
+def _hidden(value: torch.Tensor) -> bool:
+    """Whether it can be hidden states: [batch, sequence, features]."""
+    return bool(value.is_floating_point()) and value.dim() == 3
+
+
+def _width(trace: Trace) -> int | None:
+    """The features that hidden states have, which is what most modules take."""
+    calls = trace.begun.values()
+    widths = Counter(v.shape[-1] for call in calls for v in call.inputs.values() if _hidden(v))
+    return widths.most_common(1)[0][0] if widths else None
+
+
+def _gathered(which: str, positional: int) -> str:
+    """What `input(...)` says to gather one input: by name, or by its place among the others."""
+    change = "shard(1) -> replicate"
+    if not which.isdecimal():
+        return f"{which} = {change}"
+    places = ["null"] * max(positional, int(which) + 1)
+    places[int(which)] = change
+    return ", ".join(places)

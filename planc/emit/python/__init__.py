@@ -1,0 +1,1 @@
+"""A lowered plan as Python that needs no planc."""

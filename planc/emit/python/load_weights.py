@@ -1,0 +1,60 @@
+"""The load section in the emitted Python: what is cast before all else, and a `load_weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planc.emit.python.module_loops import IN
+from planc.emit.python.printer import Group, lay, quoted, remark
+from planc.ops.registry import Adapt, Load, Lowered
+
+_REFUSED = "Another form than the model's own, such as experts one by one, is an error.\n    "
+_ABOUT = {
+    "slices": "Fills the model from a folder of safetensors; each rank reads its slices.",
+    "rank0": "Fills the model from a folder of safetensors; rank 0 reads and sends.",
+    "checkpoint": "Fills the model from a distributed checkpoint, whatever its ranks were.",
+}
+
+
+def prepared(op: Load) -> Iterator[str]:
+    """The body of the stage."""
+    if not op.meta and not op.dtype:
+        yield from lay("del model  # it stays as it was built", IN)
+    if op.meta:
+        yield from lay("on_meta(model)", IN, note=remark(op.place))
+    if op.dtype:
+        arguments = ("model", f"torch.{op.dtype}", *([f'fp32=r"{op.pattern}"'] if op.fp32 else []))
+        yield from lay(Group("keep_in(", arguments), IN, note=remark(op.place))
+
+
+def filled(lowered: Lowered) -> list[str]:
+    """A function that loads as the plan says, in a list; empty where it says nothing."""
+    way = next((op.weights for op in lowered.ops if isinstance(op, Load) and op.weights), None)
+    if way is None:
+        return []
+    lines = [
+        "def load_weights(model, folder, device):",
+        f'    """{_ABOUT[way]}',
+        "",
+        f'    {_REFUSED}"""',
+    ]
+    adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
+    if adapts:
+        lines.append("    unset = adapters_on_meta(model)")
+    lines.append("    allocate(model, device)")
+    for op in adapts:
+        lines += _begun(op)
+    lines.append(f"    read_{way}(model, folder)")
+    return ["\n".join(lines) + "\n"]
+
+
+def _begun(op: Adapt) -> Iterator[str]:
+    """What gives adapters, which no file of the model's holds, their first values."""
+    arguments = ("model", "unset", f'r"{op.pattern}"', f"rank={op.rank}")
+    call = Group("begin_adapters(", (*arguments, f"init={initial(op)}", f"seed={op.seed}"))
+    yield from lay(call, IN)
+
+
+def initial(op: Adapt) -> str:
+    """peft's `init_lora_weights`, in Python."""
+    return {"default": "True", "random": "False"}.get(op.init) or quoted(op.init)

@@ -1,0 +1,83 @@
+"""`backend = megatron` -> the one call that shards the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planc.lowering.memory import Holding, Holdings
+from planc.model.facts import DTYPE_BYTES, Facts, Modules
+from planc.ops.registry import FullyShard, MegatronShard
+from planc.plan.ir import Fsdp, Megatron, Plan
+
+_EXPERTS = "experts"
+
+
+def megatron(plan: Plan, own: Megatron, facts: Facts, holdings: Holdings) -> MegatronShard:
+    """The operation of a section.
+
+    Args:
+        plan: with adapters in place.
+        own: what its section says of Megatron-FSDP.
+        facts: the model.
+        holdings: its parameters.
+    """
+    section = plan.fsdp
+    assert section is not None
+    units = [u for u in section.units if not u.root]
+    members = [m for u in units for m in u.members]
+    shard = _wide(section.shard, plan) or section.shard[:1]
+    replicate = _wide(section.replicate, plan)
+    reduce = section.precision.reduce if section.precision else None
+    return MegatronShard(
+        members=tuple(members),
+        classes=tuple(dict.fromkeys(m.module.cls for m in members)),
+        shard=shard,
+        replicate=replicate,
+        strategy=own.strategy,
+        outer=own.outer if replicate else "no_shard",
+        main_params=own.main_params,
+        main_grads=own.main_grads or reduce,
+        grad_comm=own.grad_comm or (reduce if own.main_grads not in (None, reduce) else None),
+        summed=section.divide is not None,
+        experts=any(_expert(m) for m in facts.model.below()),
+        options=own.options,
+        nbytes=sum(len(h.modules) * _at_rest(h, own, section, plan) for h in holdings.all),
+        gathered=max((_gathered(m, holdings) for m in members), default=0),
+        place=own.origin.place,
+    )
+
+
+def at_rest(units: Sequence[FullyShard] | Sequence[MegatronShard], holdings: Holdings) -> int:
+    """Bytes of all parameters that one rank holds between steps."""
+    one = next(iter(units), None)
+    return one.nbytes if isinstance(one, MegatronShard) else holdings.at_rest()
+
+
+def _wide(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
+    """The axes of more than one rank."""
+    return tuple(a for a in axes if plan.mesh.size(a) > 1)
+
+
+def _expert(modules: Modules) -> bool:
+    """Whether megatron_fsdp takes parameters for experts: those with `.experts.` in their names."""
+    return bool(modules.module.parameters) and _EXPERTS in modules.path[1:]
+
+
+def _at_rest(own: Holding, said: Megatron, section: Fsdp, plan: Plan) -> int:
+    """Bytes of a parameter on a rank, and of the weights that the optimizer works on."""
+    ranks = plan.mesh.size(*section.shard)
+    every = ranks * (plan.mesh.size(*section.replicate) if said.outer == "optim" else 1)
+    model = own.whole(None)
+    if said.strategy == "optim_grads_params":
+        held = own.unit is not None and not own.unit.root
+        model = own.sharded(every) + (0 if held else model)  # what no unit holds stays gathered
+    if said.main_params is None or not own.parameter.trainable:
+        return model
+    width = DTYPE_BYTES.get(own.parameter.dtype, 4)
+    main = own.whole(None) if said.strategy == "no_shard" else own.sharded(every)
+    return model + main // width * DTYPE_BYTES[said.main_params]
+
+
+def _gathered(member: Modules, holdings: Holdings) -> int:
+    own = [h for h in holdings.all if h.unit and not h.unit.root and h.modules.within(member)]
+    return sum(len(h.modules) * h.whole(None) for h in own) // len(member)

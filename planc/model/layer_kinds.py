@@ -1,0 +1,48 @@
+"""The lists of blocks that a model repeats, and which of them are made of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planc.model.facts import Facts, Module, Modules
+from planc.model.small.config_fields import DROPOUT
+
+
+def block_lists(at: Modules) -> Iterator[Modules]:
+    """The outermost lists of modules that hold modules, below (and without) `at`."""
+    for child in at.module.children:
+        below = Modules((*at.path, child.segment), child.module)
+        if child.module.kind == "list" and any(c.module.children for c in child.module.children):
+            yield below
+        elif child.indices is None:
+            yield from block_lists(below)
+
+
+def signature(module: Module) -> tuple[Any, ...]:
+    """What a block is made of, whatever its sizes: classes, names and parameters.
+
+    What only drops paths is left out: in a model that drops none it is of another class.
+    """
+    made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
+    inner = tuple(dict.fromkeys((c.name, signature(c.module)) for c in made))
+    return (module.cls, tuple(p.name for p in module.parameters), inner)
+
+
+def sorts(facts: Facts) -> dict[int, list[str]]:
+    """For the lists of a model, by their length, a number for what each block is made of.
+
+    Two lists of one length that are not alike are left out: a length can't tell them apart.
+    """
+    found: dict[int, list[str]] = {}
+    unlike: set[int] = set()
+    for at in block_lists(facts.model):
+        known: dict[tuple[Any, ...], str] = {}
+        row: dict[int, str] = {}
+        for child in at.module.children:
+            number = known.setdefault(signature(child.module), str(len(known)))
+            row |= dict.fromkeys(child.indices or (), number)
+        labels = [row[i] for i in sorted(row)]
+        if found.setdefault(len(labels), labels) != labels:
+            unlike.add(len(labels))
+    return {length: labels for length, labels in found.items() if length not in unlike}

@@ -1,0 +1,41 @@
+"""What a model draws at random in training, as its configuration says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planc.model.facts import Facts
+from planc.model.small.config_fields import DROPOUT, JITTER
+
+
+def drawn(facts: Facts) -> tuple[str, ...]:
+    """The fields by which training draws random numbers, as `name = value`.
+
+    A model that is not from transformers has modules instead, of torch's dropout.
+    """
+    classifies = "Classification" in facts.name
+    fields = [
+        f"{name} = {value}"
+        for name, value in _fields(facts.config)
+        if classifies or not name.startswith("classifier_")
+    ]
+    if "model_type" not in facts.config:
+        below = facts.model.below()
+        fields += [f"{m.module.cls} modules" for m in below if m.module.kind == "dropout"][:1]
+    return tuple(fields)
+
+
+def skipping(facts: Facts) -> tuple[str, ...]:
+    """Those by which training leaves out whole layers at random."""
+    return tuple(f"{n} = {v}" for n, v in _fields(facts.config) if n.endswith("layerdrop"))
+
+
+def _fields(config: Mapping[str, Any], owner: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{owner}{name}.")
+        elif not (DROPOUT.search(name) or JITTER.search(name)) or name.startswith("summary_"):
+            continue  # gpt2's `summary_first_dropout` is of a head that summarises
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            yield f"{owner}{name}", value

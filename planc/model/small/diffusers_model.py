@@ -1,0 +1,227 @@
+"""A small diffusion transformer with weights and inputs, for what is proved by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from planc.diagnostic import PlanError, Sink
+from planc.model.config import CLASS, in_hand
+from planc.model.small.input_search import Choice, Shape
+from planc.model.small.sample_inputs import Inputs
+from planc.model.small.transformers_model import SPREAD
+from planc.model.sources.diffusers import build, class_of, quiet
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+HEAD = 16
+"""Features of a head."""
+_TEXT = 8
+_IMAGE = 5
+"""Tokens of the text and of the image that a picture is made of."""
+_WAN_TEXT = 512
+"""The text of Wan where it is given an image too: its attention counts on as many tokens."""
+
+_LIMITS = {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "text_dim": 40,
+    "freq_dim": 32,
+    "image_dim": 24,
+    "joint_attention_dim": 40,
+    "pooled_projection_dim": 24,
+    "in_channels": 16,
+    "out_channels": 16,
+    "rope_max_seq_len": 64,
+}
+"""Sizes that nothing has to divide by, and their most."""
+
+Values = Mapping[str, Any]
+
+
+def shrink(config: Values, *, tp: int) -> dict[str, Any]:
+    """A small configuration of the same class, in which a plan means the same.
+
+    Args:
+        config: the resolved fields (`Facts.config`), the class among them.
+        tp: the ranks that heads and widths must divide by.
+    """
+    small = dict(config)
+    for name, most in _LIMITS.items():
+        if isinstance(small.get(name), int):
+            small[name] = min(small[name], most)
+    heads = config["num_attention_heads"]
+    least = lcm(4, tp) if heads % tp == 0 else next(n for n in range(3, tp + 4) if n % tp)
+    small["num_attention_heads"] = least
+    small["attention_head_dim"] = HEAD
+    width = least * HEAD
+    if isinstance(config.get("ffn_dim"), int):
+        small["ffn_dim"] = lcm(8, tp) * 12
+    if isinstance(config.get("added_kv_proj_dim"), int):
+        small["added_kv_proj_dim"] = width
+    if isinstance(config.get("axes_dims_rope"), list | tuple):
+        small["axes_dims_rope"] = [4, 6, 6]
+    if isinstance(config.get("pos_embed_seq_len"), int):
+        small["pos_embed_seq_len"] = 2 * _IMAGE
+    return small
+
+
+class _Numbers:
+    """Random numbers for one batch.
+
+    Args:
+        shape: the samples, and the tokens of each picture, a multiple of 8.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        import torch
+
+        self.rows, self.length = shape.rows, shape.length
+        self._generator = torch.Generator().manual_seed(shape.seed)
+
+    def normal(self, *size: int) -> torch.Tensor:
+        """Of a row each: [rows, *size]."""
+        import torch
+
+        return torch.randn((self.rows, *size), generator=self._generator)
+
+    def times(self) -> torch.Tensor:
+        """From 0 to 1, [rows]."""
+        import torch
+
+        return torch.rand(self.rows, generator=self._generator)
+
+
+def _wan(config: Values, made: _Numbers) -> Inputs:
+    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image where it takes one."""
+    frames, high, wide = config["patch_size"]
+    space = (2 * frames, 2 * high, made.length // 4 * wide)
+    text = _WAN_TEXT if config.get("added_kv_proj_dim") else _TEXT
+    given = {
+        "hidden_states": made.normal(config["in_channels"], *space),
+        "timestep": (made.times() * 1000).long(),
+        "encoder_hidden_states": made.normal(text, config["text_dim"]),
+        "target": made.normal(config["out_channels"] or config["in_channels"], *space),
+    }
+    if config.get("image_dim"):
+        image = made.normal(
+            *([2] if config.get("pos_embed_seq_len") else []), _IMAGE, config["image_dim"]
+        )
+        given["encoder_hidden_states_image"] = image.flatten(0, -3)  # the first and the last
+    return given
+
+
+def _flux(config: Values, made: _Numbers) -> Inputs:
+    """Latents [B, L, C], text [B, T, D], its pooled form [B, P], times [B], places [B, .., 3].
+
+    The places of all rows are the same, so the model takes those of one.
+    """
+    import torch
+
+    axes = len(config["axes_dims_rope"])
+    places = torch.zeros(made.length, axes)
+    places[:, 1] = torch.arange(made.length) // 4
+    places[:, 2] = torch.arange(made.length) % 4
+    out = config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"])
+    given = {
+        "hidden_states": made.normal(made.length, config["in_channels"]),
+        "encoder_hidden_states": made.normal(_TEXT, config["joint_attention_dim"]),
+        "pooled_projections": made.normal(config["pooled_projection_dim"]),
+        "timestep": made.times(),
+        "img_ids": places.expand(made.rows, -1, -1),
+        "txt_ids": torch.zeros(made.rows, _TEXT, axes),
+        "target": made.normal(made.length, out),
+    }
+    if config.get("guidance_embeds"):
+        given["guidance"] = made.times()
+    return given
+
+
+_PLACES = ("img_ids", "txt_ids")
+"""Inputs that the model takes once for all rows."""
+_INPUTS: dict[str, Callable[[Values, _Numbers], Inputs]] = {
+    "WanTransformer3DModel": _wan,
+    "FluxTransformer2DModel": _flux,
+}
+"""What the forward of each class takes; of other classes that is not known."""
+
+
+class Denoiser:
+    """Builds a small model of diffusers again and again, and gives it the face of a model with a
+    loss: the mean square of what it gives less `target`.
+
+    Args:
+        values: the fields of the configuration.
+
+    Raises:
+        PlanError: diffusers has no such class, or is not there.
+        ValueError: what its forward takes is not known.
+    """
+
+    configuration = None
+    choice = Choice()
+    """It is run on all that its forward takes."""
+
+    def __init__(self, values: Values) -> None:
+        sink = Sink()
+        found = class_of(in_hand(dict(values), "the small model"), sink)
+        if found is None:
+            raise PlanError(sink)
+        if values[CLASS] not in _INPUTS:
+            raise ValueError(f"planc does not know what the forward of {values[CLASS]} takes")
+        self._kind, self._values = found, values
+
+    def build(self, seed: int) -> nn.Module:
+        """The model on the CPU in float32, in training mode, without dropout.
+
+        Args:
+            seed: of the weights; the same seed gives the same ones in every process.
+        """
+        import torch
+        from torch import nn
+
+        torch.manual_seed(seed)
+        with quiet():
+            made: nn.Module = build(self._kind, self._values)
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        target: list[Any] = []
+        made.register_forward_pre_hook(_take(target), with_kwargs=True)
+        made.register_forward_hook(_give(target))
+        return made.float().train()
+
+    def sample(self, shape: Shape | None = None) -> Inputs:
+        """What the forward takes, of random numbers, and a `target`; rows are the first dim.
+
+        Args:
+            shape: how many rows, and the tokens of each picture, a multiple of 8.
+        """
+        return _INPUTS[self._values[CLASS]](self._values, _Numbers(shape or Shape()))
+
+
+def _take(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    def take(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        target[:] = [kwargs["target"]]
+        own = {n: v for n, v in kwargs.items() if n not in ("target", "use_cache")}
+        return args, own | {n: own[n][0] for n in _PLACES if n in own}
+
+    return take
+
+
+def _give(target: list[Any]) -> Callable[..., Any]:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    def give(_module: Any, _args: Any, output: Any) -> CausalLMOutput:
+        # a tree to torch: FSDP's hooks, which come after this one, have to find its tensors
+        loss = (output.sample - target[0]).square().mean()
+        return CausalLMOutput(loss=loss, logits=output.sample)
+
+    return give

@@ -1,0 +1,147 @@
+"""A small configuration -> a model with weights, for what is proved by running it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from planc.diagnostic import PlanError, Sink
+from planc.model.config import in_hand
+from planc.model.small.input_search import (
+    Choice,
+    Shape,
+    arguments,
+    choose,
+    in_books,
+    takes_more,
+    with_towers,
+)
+from planc.model.sources.huggingface import prepare, quiet
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SPREAD = 0.05
+"""The standard deviation of what is added to every weight, so that none is just 0 or 1: a norm's
+weight of 1, or a bias of 0, hides a wrong split."""
+
+
+class Maker:
+    """Builds one small model again and again; the family's code is imported once.
+
+    Args:
+        values: the fields of the configuration.
+
+    Raises:
+        PlanError: transformers refuses the configuration (PL60x).
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        sink = Sink()
+        prepared = prepare(in_hand(values, "the small model"), sink)
+        if prepared is None:
+            raise PlanError(sink)
+        self._cls, self._part = prepared
+        self._choice: Choice | None = None
+        self._books: int | None = None
+
+    @property
+    def configuration(self) -> Any:
+        """transformers' configuration object."""
+        return self._part
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens, where the configuration says it."""
+        text = self._part.get_text_config(decoder=True)
+        own = getattr(self._part, "vocab_size", 0) or getattr(text, "vocab_size", 0)
+        return int(own or 64)
+
+    def build(self, seed: int) -> nn.Module:
+        """The model on the CPU in float32, in training mode, with eager attention.
+
+        Args:
+            seed: of the weights; the same seed gives the same ones in every process.
+        """
+        import torch
+
+        torch.manual_seed(seed)
+        with quiet():
+            made = self._cls._from_config(self._part, attn_implementation="eager")
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        model: nn.Module = made.float().train()
+        taught(model)
+        for part in {
+            id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+        }.values():
+            if getattr(part, "use_cache", None) is True:  # training keeps none
+                part.use_cache = False
+        return model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the model's forward takes."""
+        return arguments(self._cls)
+
+    @property
+    def choice(self) -> Choice:
+        """What it is run on beside text; found out once, by running the model."""
+        if self._choice is None:
+            self._choice = Choice()
+            if takes_more(self._cls):
+                model = self.build(0)
+                self._choice = choose(model, self._part, lambda c: self._inputs(c, Shape()))
+        return self._choice
+
+    @property
+    def books(self) -> int:
+        """How many books of codes the model reads and writes at once; 0 for one that reads text."""
+        if self._books is None:
+            many = getattr(self._part, "num_codebooks", None) or 0
+            heads = getattr(self.build(0), "lm_heads", ()) if many > 1 else ()
+            self._books = many if len(heads) == many else 0
+        return self._books
+
+    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+        """What the model can take: token ids and labels, [rows, length] each (labels of a
+        classifier: [rows]), and what goes into its towers.
+
+        Args:
+            shape: of the text; rows are as long as what stands for images needs, at least.
+        """
+        return self._inputs(self.choice, shape or Shape())
+
+    def _inputs(self, choice: Choice, shape: Shape) -> dict[str, Any]:
+        least = choice.tokens + shape.length // 2 if choice.tokens else 0
+        if self.books:
+            return in_books(shape, self.vocabulary, self.books)
+        sample = shape.text(self.vocabulary, least)
+        if self._cls.__name__.endswith("ForSequenceClassification"):
+            sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
+        if takes_more(self._cls):
+            sample = with_towers(sample, choice, self._part, self.names)
+        return sample
+
+
+def taught(model: nn.Module) -> None:
+    """Gives a block diffusion model, whose forward has no labels, a loss of its own, in place.
+
+    Its prompt is what others take as tokens, and its canvas the labels in another order, so all of
+    it is run; the loss is the mean cross entropy of the canvas.
+    """
+    from torch.nn.functional import cross_entropy
+
+    plain = model.forward
+    names = inspect.signature(plain).parameters
+    if "labels" in names or "decoder_input_ids" not in names:
+        return
+
+    def forward(input_ids: Any, labels: Any, **others: Any) -> Any:
+        output = plain(input_ids=input_ids, decoder_input_ids=labels.roll(1, -1), **others)
+        output.loss = cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+        return output
+
+    model.forward = forward

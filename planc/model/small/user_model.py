@@ -1,0 +1,144 @@
+"""A model of the user's own, from a factory, as what is proved by running it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planc.model.config import diffused
+from planc.model.small.diffusers_model import Denoiser
+from planc.model.small.input_search import Choice, Shape
+from planc.model.small.transformers_model import SPREAD, Maker
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LARGEST = 200_000_000
+"""Parameters of a model that is run as it is: there is no configuration to make it small by."""
+_TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
+
+
+def maker_of(values: dict[str, Any], code: str) -> Makes:
+    """What builds a model to be run.
+
+    Args:
+        values: the configuration of a model of transformers or of diffusers.
+        code: the factory of a model of the user's own, empty for none.
+
+    Raises:
+        PlanError: transformers or diffusers refuses the configuration.
+        ValueError: what the forward of a class of diffusers takes is not known.
+        Exception: whatever the user's code raises.
+    """
+    if code:
+        return Own(code)
+    return Denoiser(values) if diffused(values) else Maker(values)
+
+
+class Own:
+    """Builds the user's model again and again, and gives it the face of one of transformers'.
+
+    Its forward takes token ids first and, under one of a few names (`labels`, `targets`, ...), what
+    is to come out; it gives a loss and logits: in a tuple, a dict or an object.
+
+    Args:
+        code: `package.module:factory`, which the user allows to be run.
+
+    Raises:
+        ValueError: the model is too large, or its forward has no such arguments.
+    """
+
+    configuration = None
+
+    def __init__(self, code: str) -> None:
+        module, _, factory = code.partition(":")
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        self._make = getattr(importlib.import_module(module), factory)
+        self._build_meta()
+
+    def _build_meta(self) -> None:
+        import torch
+        from torch import nn
+
+        with torch.device("meta"):
+            made = self._make()
+        count = sum(p.numel() for p in made.parameters())
+        if count > LARGEST:
+            raise ValueError(
+                f"it has {count:,} parameters: give a factory of a small model of the same code"
+            )
+        names = list(inspect.signature(made.forward).parameters)
+        target = next((n for n in _TARGETS if n in names[1:]), None)
+        if target is None:
+            raise ValueError(f"its forward takes no {', '.join(_TARGETS[:2])}, so it gives no loss")
+        self._ids, self._target = names[0], target
+        tables = [m.num_embeddings for m in made.modules() if isinstance(m, nn.Embedding)]
+        self.vocabulary = int(max(tables, default=64))
+
+    def build(self, seed: int) -> nn.Module:
+        """The model on the CPU in float32, in training mode, without dropout.
+
+        Args:
+            seed: of the weights; the same seed gives the same ones in every process.
+        """
+        import torch
+        from torch import nn
+
+        torch.manual_seed(seed)
+        made: nn.Module = self._make()
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif isinstance(getattr(module, "dropout", None), float):
+                module.dropout = 0.0
+        made.register_forward_pre_hook(self._given, with_kwargs=True)
+        made.register_forward_hook(self._gives)
+        return made.float().train()
+
+    choice = Choice()
+    """A model of the user's own is run on tokens alone."""
+
+    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+        """Token ids and labels, [rows, length] each.
+
+        Args:
+            shape: of the text.
+        """
+        return (shape or Shape()).text(self.vocabulary)
+
+    def _given(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        renamed = {"input_ids": self._ids, "labels": self._target}
+        named = {renamed.get(k, k): v for k, v in kwargs.items() if k != "use_cache"}
+        return args, named
+
+    def _gives(self, _module: Any, _args: Any, output: Any) -> Any:
+        import torch
+
+        if hasattr(output, "loss"):
+            return output
+        if isinstance(output, dict):
+            return _told(output.get("loss"), output.get("logits"))
+        values = [v for v in output if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        loss = next((v for v in values if v.dim() == 0), None)
+        logits = next((v for v in values if v.dim() >= 2), None)
+        return _told(loss, logits)
+
+
+def _told(loss: Any, logits: Any) -> Any:
+    """What a model gave, as a tree to torch: FSDP's hooks have to find its tensors."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=logits)
+
+
+Makes = Maker | Own | Denoiser
+"""What builds a small model and gives it inputs: `build(seed)` and `sample(shape)`."""

@@ -1,0 +1,140 @@
+"""A configuration of diffusers -> model facts, with diffusers' own code, on the meta device.
+
+The class is the one of the installed diffusers that `_class_name` names; what a model's folder
+brings is never run. diffusers is optional: `pip install 'planc[diffusers]'`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from planc.diagnostic import Sink, nearest, one_of
+from planc.model.config import CLASS, Config
+from planc.model.facts import Facts
+from planc.model.module_table import facts_of
+
+_ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
+"""What no one means to leave to a class's defaults; a verdict would be about another model."""
+
+
+def from_config(config: Config, sink: Sink) -> Facts | None:
+    """The facts of the model that diffusers builds from a configuration.
+
+    Args:
+        config: the configuration, not validated yet.
+        sink: receives PL603 (fields), PL606 (diffusers refuses), PL675 (no diffusers), PL676
+            (class).
+    """
+    if not config.valid(sink):
+        return None
+    kind = class_of(config, sink)
+    if kind is None or not _complete(kind, config, sink):
+        return None
+    with quiet():
+        try:
+            made = _on_meta(kind, config.values)
+        except Exception as error:
+            from planc.model.sources.huggingface import reason
+
+            sink.error(
+                "PL606",
+                f"diffusers cannot build a model from {config.name}: {reason(error)}",
+                facts=[_version()],
+                help="the fields of the configuration contradict each other, or one is wrong",
+            )
+            return None
+    given = frozenset(config.values)
+    facts = facts_of(made, config=made.config, config_name=config.name, given=given)
+    return replace(facts, config=normal(facts.config, facts.name))
+
+
+def class_of(config: Config, sink: Sink) -> Any | None:
+    """The class of the installed diffusers that a configuration names, or None after a finding."""
+    name = config.values[CLASS]
+    try:
+        import diffusers
+        from diffusers import ModelMixin
+    except ImportError as error:
+        sink.error(
+            "PL675",
+            f"{config.name} is of diffusers, which cannot be imported: {error}",
+            facts=[f"{CLASS} = {name}"],
+            help="pip install 'planc[diffusers]'",
+        )
+        return None
+    kind = None
+    with (
+        quiet(),
+        contextlib.suppress(ImportError, RuntimeError),
+    ):  # it may need more
+        kind = getattr(diffusers, name, None)
+    if isinstance(kind, type) and issubclass(kind, ModelMixin):
+        return kind
+    known = [n for n in dir(diffusers) if n.endswith("Model") and not n.startswith("_")]
+    close = nearest(name, known)
+    told = f"did you mean {one_of(close)}?" if close else "a newer diffusers may have it"
+    if isinstance(kind, type):
+        told = "give the folder of one of its models, such as its `transformer` folder"
+    sink.error(
+        "PL676",
+        f"diffusers has no model class {name!r}",
+        facts=[f"{_version()}  ({config.name})"],
+        help=told,
+    )
+    return None
+
+
+def normal(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields that make a model, without those that say where it came from."""
+    return {CLASS: name, **{k: v for k, v in config.items() if not k.startswith("_")}}
+
+
+def build(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A model of a class of diffusers from the fields of a configuration."""
+    return kind.from_config({k: v for k, v in values.items() if not k.startswith("_")})
+
+
+def _on_meta(kind: Any, values: Mapping[str, Any]) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        return build(kind, values)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """diffusers logs what it thinks of a configuration; the findings are planc's to make."""
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _version() -> str:
+    import diffusers
+
+    return f"diffusers {diffusers.__version__}"
+
+
+def _complete(kind: Any, config: Config, sink: Sink) -> bool:
+    """Whether the file itself states what no one means to leave to the defaults of the class."""
+    import inspect
+
+    complete = True
+    for field, taken in inspect.signature(kind.__init__).parameters.items():
+        if field in _ESSENTIAL and field not in config.values:
+            complete = False
+            sink.error(
+                "PL603",
+                f"{config.name} lacks `{field}`",
+                facts=[f"{field} = {taken.default}  (default of {kind.__name__})"],
+                help="add it: diffusers would take its default, which is another model's",
+            )
+    return complete

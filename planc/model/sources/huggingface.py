@@ -1,0 +1,286 @@
+"""A configuration -> model facts, with transformers' own code, on the meta device.
+
+Code that a model's folder brings (`auto_map`) runs only where the user allows it, and then only
+from that folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planc.diagnostic import Sink, meant, one_of
+from planc.model.config import Config
+from planc.model.facts import Facts
+from planc.model.module_table import facts_of
+
+_ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""What no one means to leave to a family's defaults; a verdict would be about another model."""
+
+
+def from_config(config: Config, sink: Sink) -> Facts | None:
+    """The facts of the model that transformers builds from a configuration.
+
+    Args:
+        config: the configuration, not validated yet.
+        sink: receives PL603 (fields), PL604 (family), PL605 (class), PL606 (transformers refuses).
+    """
+    if not config.valid(sink):
+        return None
+    with _importing():  # the family's modelling file pulls in the larger half of torch
+        prepared = prepare(config, sink) if _known(config, sink) else None
+    if prepared is None:
+        return None
+    cls, part = prepared
+    with quiet(), _refusals(config, sink):
+        return _facts(_on_meta(lambda: cls._from_config(part)), part, config)
+    return None
+
+
+def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
+    """The class to build and its configuration object, or None after a finding."""
+    with quiet(), _refusals(config, sink):
+        resolved = _resolve(config)
+        found = _class_of(config, resolved)
+        if found is None:
+            _no_class(config, sink)
+            return None
+        return found if _complete(config, resolved, sink) else None
+    return None
+
+
+@contextlib.contextmanager
+def _refusals(config: Config, sink: Sink) -> Iterator[None]:
+    """What transformers raises over a configuration is a finding."""
+    try:
+        yield
+    except Exception as error:
+        sink.error(
+            "PL606",
+            f"transformers cannot build a model from {config.name}: {reason(error)}",
+            facts=[_version()],
+            help="the fields of the configuration contradict each other, or one is wrong",
+        )
+
+
+def from_folder(config: Config, sink: Sink) -> Facts | None:
+    """The facts of a model whose folder brings its own code, which is run.
+
+    Args:
+        config: a configuration with an `auto_map`.
+        sink: receives PL603 (fields), PL608 (the code failed), PL609 (the code is elsewhere).
+    """
+    if not config.valid(sink):
+        return None
+    if config.path.name != "config.json" or any("--" in r for r in config.own_code.values()):
+        sink.error(
+            "PL609",
+            f"the code that {config.name} names is not in its folder, and planc fetches none",
+            facts=[f"auto_map = {config.own_code}  ({config.name})"],
+            help="download the model with its code, and give that folder",
+        )
+        return None
+    trusted: dict[str, Any] = {"trust_remote_code": True}
+    with _importing():
+        from transformers import AutoConfig, AutoModelForCausalLM
+    with quiet():
+        try:
+            folder = str(config.path.parent)
+            resolved = AutoConfig.from_pretrained(folder, local_files_only=True, **trusted)
+            made = _on_meta(lambda: AutoModelForCausalLM.from_config(resolved, **trusted))
+            return _facts(made, resolved, config)
+        except (Exception, SystemExit) as error:
+            message = f"the code that {config.name} names failed: {reason(error)}"
+            sink.error("PL608", message, help="planc runs it as `trust_remote_code` would")
+            return None
+
+
+def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
+    """The facts of the model that a user's own function builds on the meta device.
+
+    Args:
+        module: the Python module, looked for in the current folder first.
+        factory: its function or class, called without arguments.
+        sink: receives PL608 where that fails.
+    """
+    with _importing():
+        import torch
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    name = f"{module}:{factory}"
+    try:
+        made = _on_meta(getattr(importlib.import_module(module), factory))
+        if not isinstance(made, torch.nn.Module):
+            raise TypeError(f"it gave a {type(made).__name__}, not an nn.Module")
+        found = facts_of(made, config=getattr(made, "config", None), config_name=name)
+        return replace(found, code=name)
+    except (Exception, SystemExit) as error:
+        told = "it is called without arguments, on the meta device, and returns an nn.Module"
+        sink.error("PL608", f"{name} failed: {reason(error)}", help=told)
+        return None
+
+
+def reason(error: BaseException) -> str:
+    """An exception on one line; libraries put what matters on the first line or on the last."""
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    text = text if len(text) <= 300 else f"{text[:200]} ... {text[-90:]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Importing torch makes millions of objects that all live on, and collecting garbage among
+    them takes a third of the time; so does collecting at exit, unless they are frozen.
+
+    Where torch was there before, its objects are the user's to freeze.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers logs what it thinks of a configuration; the findings are planc's to make."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _version() -> str:
+    import transformers
+
+    return f"transformers {transformers.__version__}"
+
+
+def _known(config: Config, sink: Sink) -> bool:
+    """Whether this transformers has the family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    family = config.values["model_type"]
+    if family in CONFIG_MAPPING_NAMES:
+        return True
+    told = meant(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
+    if config.own_code:
+        told = "the model brings its own code, which planc runs only with --allow-code"
+    message = f"transformers knows no model_type {family!r}"
+    sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=told)
+    return False
+
+
+def _resolve(config: Config) -> Any:
+    """The file's fields over the family's defaults, as transformers' configuration object."""
+    from transformers import AutoConfig
+
+    values = {k: v for k, v in config.values.items() if k != "model_type"}
+    return AutoConfig.for_model(config.values["model_type"], **values)
+
+
+def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
+    """The class to build and the (part of the) configuration that it takes.
+
+    It is the one that `architectures` names where transformers has it, else the family's causal
+    language model. None where there is neither, or it is of another family.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    names = list(config.values.get("architectures") or ())
+    causal = CAUSAL.get(config.values["model_type"]) or ()
+    own = [causal] if isinstance(causal, str) else list(causal)
+    for name in [*names, *own]:
+        try:
+            cls = getattr(transformers, name, None)
+        except (ImportError, RuntimeError):  # a class whose own imports fail
+            continue
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            continue
+        takes = getattr(cls, "config_class", None)
+        for part in (resolved, resolved.get_text_config(decoder=True)):
+            if takes is not None and isinstance(part, takes):
+                return cls, part
+        if name in own:  # another family's class, which reads this family's configuration too
+            return cls, resolved
+    return None
+
+
+def _no_class(config: Config, sink: Sink) -> None:
+    family = config.values["model_type"]
+    named = config.values.get("architectures") or ()
+    message = f"transformers has no causal language model for model_type {family!r}"
+    if named:
+        message += f", and {one_of(named)} is none of its classes for that family"
+    told = f"name a class of {family} in `architectures`"
+    sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=told)
+
+
+def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
+    """Whether the file itself states what no one means to leave to the family's defaults.
+
+    A composite configuration (`text_config`) is let be: those on the hub do rely on defaults.
+    """
+    names = getattr(type(resolved), "attribute_map", {})
+    defaults = resolved.to_dict()
+    complete = True
+    for field in _ESSENTIAL:
+        own = names.get(field, field)  # gpt2 says `n_embd` for hidden_size
+        default = defaults.get(own)
+        if isinstance(default, int) and not {field, own} & config.values.keys():
+            complete = False
+            sink.error(
+                "PL603",
+                f"{config.name} lacks `{own}`",
+                facts=[f"{own} = {default}  (default of {config.values['model_type']})"],
+                help="add it: transformers would take its default, which is another model's",
+            )
+    return complete
+
+
+def _on_meta(make: Any) -> Any:
+    """Calls it under the meta device, without initialising weights: that takes a while, for none.
+
+    Ties that are made when weights are loaded are made here.
+    """
+    import torch
+
+    with torch.device("meta"), _no_init():
+        module = make()
+    tie = getattr(module, "tie_weights", None)
+    if callable(tie):
+        tie()
+    return module
+
+
+def _no_init() -> contextlib.AbstractContextManager[Any]:
+    if "transformers" not in sys.modules:
+        return contextlib.nullcontext()
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = no_init_weights()
+    return context
+
+
+def _facts(module: Any, resolved: Any, config: Config) -> Facts:
+    given = frozenset(config.values)
+    return facts_of(module, config=resolved, config_name=config.name, given=given)

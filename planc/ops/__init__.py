@@ -1,0 +1,1 @@
+"""The operations of a lowered plan as data that imports no torch, one file a kind."""

@@ -1,0 +1,91 @@
+"""Torch's operators by name: the groups that a plan can name, and which names torch has.
+
+What is saved by op is what a dispatch mode sees below autograd: `aten.linear` never gets there, it
+is an `aten.mm` or `aten.addmm` by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from planc.resources import GRAMMARS
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_fused_attention_overrideable.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "higher_order.flex_attention",
+        "flash_attn._flash_attn_forward.default",
+    ),
+    "matmul": (
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten.baddbmm.default",
+        "aten._scaled_mm.default",
+        "aten._grouped_mm.default",
+    ),
+    "reduce": (
+        "_c10d_functional.all_reduce.default",
+        "_c10d_functional.reduce_scatter_tensor.default",
+    ),
+    "gather": ("_c10d_functional.all_gather_into_tensor.default",),
+    "exchange": ("_c10d_functional.all_to_all_single.default",),
+}
+"""What a plan calls several operators by. Those that a build of torch lacks count for nothing.
+
+Source: the save list of torchtitan's selective checkpointing, and the operators that torch's
+attention, flash-attn and the functional collectives dispatch to.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Operators whose results are kept in forward, and not computed again.
+
+    Args:
+        name: a group of `GROUPS`, or the operator itself.
+        every: of their calls in one module, one in so many is kept, the first one first.
+        ops: torch's names: namespace, operator, overload.
+    """
+
+    name: str
+    every: int = 1
+    ops: tuple[str, ...]
+
+
+@cache
+def _table() -> dict[str, bool]:
+    """Each operator of torch's own that a dispatch mode could see, and whether it does."""
+    known: dict[str, bool] = {}
+    for line in (GRAMMARS / "operators.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        name, *overloads = line.split()
+        for overload in overloads:
+            known[f"{name}.{overload.removesuffix('-')}"] = not overload.endswith("-")
+    return known
+
+
+def listed(name: str) -> bool:
+    """Whether the name is in a namespace whose operators planc has a list of."""
+    return name.partition(".")[0] in ("aten", "_c10d_functional")
+
+
+def seen(name: str) -> bool | None:
+    """Whether a dispatch mode sees the operator; None where torch has none of that name."""
+    return _table().get(name)
+
+
+def like(name: str) -> list[str]:
+    """Operators of the same base name, or else all."""
+    base = name.removesuffix(".default").removesuffix(".")
+    own = [n for n in _table() if n.rpartition(".")[0] == base]
+    return own or list(_table())
+
+
+__all__ = ["GROUPS", "Save", "like", "listed", "seen"]

@@ -1,0 +1,264 @@
+"""What adapters make of a plan and of its model: modules, styles and units of their own.
+
+peft puts a layer of its own around the adapted one, with `lora_A.default` and `lora_B.default`
+inside. Here the layer keeps its name and gets them as children, so that every rule means the same
+modules with and without adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from planc.model.facts import (
+    DTYPE_BYTES,
+    Child,
+    Facts,
+    Module,
+    Modules,
+    Parameter,
+    Segment,
+)
+from planc.ops.styles import (
+    Attributes,
+    Change,
+    Colwise,
+    Input,
+    MlaKv,
+    Output,
+    Partial,
+    Replicate,
+    Replicated,
+    Rowwise,
+    Sequence,
+    Shard,
+    Style,
+)
+from planc.plan.ir import AdapterRule, Plan, Quant, TensorRule, Unit
+
+NAME = "default"  # of the adapter, as peft has it where no other is given
+BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
+FOUR_BIT = "FourBit"  # the class of a quantised layer
+
+KINDS = ("linear", "conv1d", "embedding")
+"""The modules that take an adapter; that of an embedding is parameters, not modules."""
+
+AROUND = (Input, Output, MlaKv, Attributes)
+"""Styles that change what comes in or goes out, of a layer and its adapter together, and none of
+its weights."""
+
+_Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
+
+
+def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
+    """A plan and its model with the adapters in: new modules, frozen weights, units of their own.
+
+    Without adapters both are given back as they are.
+    """
+    if plan.adapters is None or not plan.adapters.rules:
+        return plan, facts
+    rules = tuple(replace(r, quant=_stored(r, plan)) for r in plan.adapters.rules)
+    own_units = plan.adapters.own
+    plan = replace(plan, adapters=replace(plan.adapters, rules=rules))
+    root = _module(facts.root, tuple((r.modules.path, r) for r in rules), plan)
+    if plan.load is not None:  # its cast comes before the adapters, and is in the facts by now
+        plan = replace(plan, load=replace(plan.load, dtype=None))
+    if own_units and plan.fsdp is not None:
+        own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
+        plan = replace(plan, fsdp=replace(plan.fsdp, units=(*own, *plan.fsdp.units)))
+    return plan, replace(facts, root=root)
+
+
+def halves(rule: AdapterRule) -> tuple[Modules, Modules]:
+    """`lora_A` and `lora_B` of a rule's layers, the modules that compute."""
+    two = []
+    for child in _children(rule.modules.module, rule)[:2]:
+        inner = child.module.children[0].module
+        two.append(Modules((*rule.modules.path, child.name, NAME), inner))
+    return two[0], two[1]
+
+
+def sides(module: Module) -> tuple[int, int]:
+    """(features that come in, features that go out) of a layer that an adapter can be on."""
+    weight = next(p for p in module.parameters if p.name == "weight")
+    one, two = weight.shape
+    return (two, one) if module.kind == "linear" else (one, two)
+
+
+# Modules -----------------------------------------------------------------------------------------
+
+
+def _module(module: Module, rules: _Rest, plan: Plan) -> Module:
+    """The module frozen, with the adapters of these rules, whose paths begin inside it."""
+    own = [r for rest, r in rules if not rest]
+    children = [c for child in module.children for c in _split(child, rules, plan)]
+    kept = tuple(replace(p, trainable=False, dtype=plan.dtype(p)) for p in module.parameters)
+    module = replace(module, parameters=kept)
+    children += [c for r in own for c in _children(module, r)]
+    for rule in own:
+        module = _packed(module, rule)
+    return replace(module, children=tuple(children))
+
+
+def _packed(module: Module, rule: AdapterRule) -> Module:
+    """The module with its weight in 4 bits: a column of the dtype that its bytes are seen as."""
+    quant = rule.quant
+    if quant is None or quant.storage is None or module.kind != "linear":
+        return module
+    weight = next(p for p in module.parameters if p.name == "weight")
+    width = 2 * DTYPE_BYTES[quant.storage]
+    packed = replace(weight, shape=(-(-prod(weight.shape) // width), 1), dtype=quant.storage)
+    kept = tuple(packed if p is weight else p for p in module.parameters)
+    return replace(module, cls=FOUR_BIT, parameters=kept)
+
+
+def _stored(rule: AdapterRule, plan: Plan) -> Quant | None:
+    """How a rule's layers are quantised, with a storage; None where they are not.
+
+    The storage is the dtype that FSDP gathers in where the rule says none: FSDP casts what has
+    another, and packed bytes are no numbers.
+    """
+    if rule.quant is None or rule.quant.storage is not None:
+        return rule.quant
+    weight = next((p for p in rule.modules.module.parameters if p.name == "weight"), None)
+    common = plan.fsdp.precision.param if plan.fsdp and plan.fsdp.precision else None
+    own = plan.dtype(weight) if weight else "float32"
+    return replace(rule.quant, storage=common or own)
+
+
+def _split(child: Child, rules: _Rest, plan: Plan) -> Iterator[Child]:
+    """A child as it becomes; entries of a list part where only some of them are adapted."""
+    if child.indices is None:
+        inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
+        yield replace(child, module=_module(child.module, inner, plan))
+        return
+    parts: list[tuple[object, _Rest]] = [(child.indices, ())]
+    for rest, rule in rules:
+        if not rest or isinstance(rest[0], str):
+            continue
+        cut: list[tuple[object, _Rest]] = []
+        for indices, found in parts:
+            both, left = indices & rest[0], indices - rest[0]  # type: ignore[operator]
+            cut += [(both, (*found, (rest[1:], rule)))] if both else []
+            cut += [(left, found)] if left else []
+        parts = cut
+    for indices, found in parts:
+        yield replace(child, module=_module(child.module, found, plan), indices=indices)  # type: ignore[arg-type]
+
+
+def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
+    if module.kind not in KINDS:
+        return ()  # which a check has said
+    weight = next(p for p in module.parameters if p.name == "weight")
+    dtype = rule.dtype or weight.dtype
+    one, two = sides(module)
+    if module.kind == "embedding":
+        a = Parameter(name=NAME, shape=(rule.rank, one), dtype=dtype)
+        b = Parameter(name=NAME, shape=(two, rule.rank), dtype=dtype)
+        return tuple(
+            Child(module=Module(cls="ParameterDict", kind="dict", parameters=(p,)), name=name)
+            for name, p in (("lora_embedding_A", a), ("lora_embedding_B", b))
+        )
+    shapes = (("lora_A", (rule.rank, one)), ("lora_B", (two, rule.rank)))
+    return tuple(Child(module=_dict(shape, dtype), name=name) for name, shape in shapes)
+
+
+def _dict(shape: tuple[int, ...], dtype: str) -> Module:
+    weight = Parameter(name="weight", shape=shape, dtype=dtype)
+    linear = Module(cls="Linear", kind="linear", parameters=(weight,))
+    return Module(cls="ModuleDict", kind="dict", children=(Child(module=linear, name=NAME),))
+
+
+def _units(rule: AdapterRule) -> Iterator[Unit]:
+    for half in halves(rule):
+        yield Unit(members=(half,), origin=rule.origin)
+
+
+# Styles ------------------------------------------------------------------------------------------
+
+
+def styles(plan: Plan) -> tuple[TensorRule, ...]:
+    """The styles of adapters, which follow from those of their layers."""
+    found: list[TensorRule] = []
+    for rule, base, part in meetings(plan):
+        derived = of_layer(base.style, rule.modules.module.kind)
+        if isinstance(derived, str) or rule.modules.module.kind not in KINDS[:2]:
+            continue  # what is wrong, a check has said
+        two = halves(replace(rule, modules=part))
+        for half, style in zip(two, derived, strict=True):
+            if style is not None:
+                found.append(
+                    TensorRule(modules=half, axis=base.axis, style=style, origin=rule.origin)
+                )
+    return tuple(found)
+
+
+def meetings(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
+    """Every adapter rule, a style of its layers' weights, and the layers that both speak of.
+
+    What changes an input or an output does so around the layer and its adapter.
+    """
+    for rule in plan.adapters.rules if plan.adapters else ():
+        for base in plan.tensor:
+            part = rule.modules.overlap(base.modules)
+            if part is not None and not isinstance(base.style, AROUND):
+                yield rule, base, part
+
+
+def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str:
+    """The styles of lora_A and lora_B beside a layer's own, or why there are none.
+
+    The adapter's output must have the layout of the layer's, to which it is added. What is sent is
+    of the rank's width, never of the layer's.
+
+    - colwise: A is whole, B is split as the layer is. torch's colwise style sums the gradient of
+      its input over the ranks, so that of A is no part of a sum. Where the input comes in shards of
+      the sequence, A works on those, and B gathers what A gives.
+    - rowwise: A is split as the layer is, and its output summed; B is whole. Where the output goes
+      out in shards of the sequence, B works on those.
+    - sequence: both are whole on shards of the sequence.
+
+    Args:
+        style: the layer's.
+        kind: the layer's, `linear` or `embedding`.
+    """
+    if kind == "embedding":
+        return _of_embedding(style)
+    match style:
+        case Colwise(input=Replicate()):
+            whole = Change(Replicate(), Replicate())
+            return Input(positional=(whole,), local=True), replace(style, transposed=False)
+        case Colwise(input=Shard() as shard) if not _features(shard):
+            return Sequence(dim=shard.dim), replace(style, transposed=False)
+        case Rowwise(output=Replicate()):
+            whole = Change(Replicate(), Replicate())
+            kept = None if style.local else Output(positional=(whole,), local=False)
+            return replace(style, local=True, transposed=False), kept
+        case Rowwise(output=Shard() as shard) if _features(shard):
+            a = replace(style, output=Replicate(), local=True, transposed=False)
+            return a, Colwise(output=shard, local=style.local)
+        case Rowwise(output=Shard() as shard):
+            a = replace(style, local=True, transposed=False)
+            return a, Sequence(dim=shard.dim, local=style.local)
+        case Sequence():
+            return Sequence(dim=style.dim), Sequence(dim=style.dim, local=style.local)
+        case Replicated():
+            return (style, style) if style.summed else (None, None)
+        case Colwise() | Rowwise():
+            split = style.output if isinstance(style.output, Partial) else style.input
+            return f"nothing in two steps has the layout `{split}`"
+    return "it is no style of a linear layer"
+
+
+def _of_embedding(style: Style) -> tuple[None, None] | str:
+    """peft's adapter of an embedding is two parameters, which no style of torch's can split."""
+    match style:
+        case Colwise() | Rowwise() if style.output == Replicate() and style.local:
+            return None, None
+    return "the adapter of an embedding stays whole, and so must the embedding's output"
+
+
+def _features(shard: Shard) -> bool:
+    """Whether a layout splits the features; activations are [batch, sequence, features]."""
+    return shard.dim in (-1, 2)

@@ -1,0 +1,131 @@
+"""The arguments of a call, taken one by one, each with a type; what is left over is a finding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from planc.diagnostic import meant, one_of
+from planc.plan.evaluate import describe, evaluate
+from planc.plan.scope import Failed, Scope, Value
+from planc.syntax import ast
+
+
+@dataclass(slots=True)
+class Arguments:
+    """Reads the arguments of one call. `ok` turns false with the first finding (PL012)."""
+
+    call: ast.Call
+    scope: Scope
+    known: tuple[str, ...] = ()
+    ok: bool = True
+    _named: dict[str, ast.Argument] = field(default_factory=dict)
+    positional: list[ast.Argument] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for argument in self.call.arguments:
+            if argument.name is None:
+                self.positional.append(argument)
+            elif argument.name in self._named:
+                self.wrong(argument, f"`{argument.name}` is given twice")
+            else:
+                self._named[argument.name] = argument
+
+    def wrong(self, node: ast.Node, message: str, help: str | None = None) -> None:
+        self.ok = False
+        self.scope.sink.error("PL012", message, node.origin, help=help)
+
+    def take(self, name: str) -> ast.Expr | None:
+        argument = self._named.pop(name, None)
+        return argument.value if argument else None
+
+    def rest(self) -> list[ast.Argument]:
+        """The named arguments that no one took, for a call that takes any."""
+        rest = list(self._named.values())
+        self._named.clear()
+        return rest
+
+    def truth(self, name: str, default: bool) -> bool:
+        expression = self.take(name)
+        if expression is None:
+            return default
+        value = evaluate(expression, self.scope)
+        if isinstance(value, bool):
+            return value
+        self._type(expression, name, "true or false", value)
+        return default
+
+    def integer(self, name: str, default: int) -> int:
+        expression = self.take(name)
+        if expression is None:
+            return default
+        value = evaluate(expression, self.scope)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        self._type(expression, name, "an integer", value)
+        return default
+
+    def word(
+        self,
+        name: str,
+        words: dict[str, Any],
+        default: Any,
+        least: int | None = None,
+    ) -> Any:
+        """One of a few words, given bare, as a text, or by an option that holds it.
+
+        Args:
+            least: where there is one, an integer that is no less may stand in their place.
+        """
+        expression = self.take(name)
+        if expression is None:
+            return default
+        value = word(expression, self.scope)
+        if isinstance(value, str) and value in words:
+            return words[value]
+        whole = least is not None and isinstance(value, int) and not isinstance(value, bool)
+        if whole and value >= least:  # type: ignore[operator]
+            return value
+        wanted = [f"`{w}`" for w in words]
+        if least is not None:
+            wanted.append("a positive integer" if least else "an integer from 0")
+        told = meant(value, words) if isinstance(value, str) else None
+        self._type(expression, name, one_of(wanted), value, told)
+        return default
+
+    def _type(
+        self, node: ast.Expr, name: str, wanted: str, value: Value, told: str | None = None
+    ) -> None:
+        self.ok = False
+        if not isinstance(value, Failed):
+            shown = f"`{value}`" if isinstance(value, str) else describe(value)
+            self.wrong(node, f"`{name}` is {wanted}, not {shown}", told)
+
+    def done(self, *, positional: int = 0) -> bool:
+        """Whether all was right; reports what no one took."""
+        names = one_of((f"`{k}`" for k in self.known), last="and")
+        takes = f"it takes {names}" if self.known else "it takes none"
+        for argument in self.positional[positional:]:
+            self.wrong(argument, f"`{self.call.name}` takes no such argument", takes)
+        for name, argument in self._named.items():
+            told = meant(name, self.known, takes)
+            self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", told)
+        return self.ok
+
+
+def word(expression: ast.Expr, scope: Scope) -> Value:
+    """An expression in whose place a bare word may stand."""
+    if isinstance(expression, ast.Name) and not scope.knows(expression.path):
+        if expression.path.startswith("config."):
+            return scope.value(expression)
+        return expression.path
+    return evaluate(expression, scope)
+
+
+def unknown(call: ast.Call, known: tuple[str, ...], what: str, scope: Scope) -> None:
+    """PL105: an action that the section does not have."""
+    told = meant(call.name, known, f"there is {one_of(known, last='and')}")
+    scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=told)
+
+
+__all__ = ["Arguments", "unknown", "word"]

@@ -1,0 +1,163 @@
+"""AST + model facts -> IR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from planc.diagnostic import Sink, meant, one_of
+from planc.model.facts import Facts
+from planc.plan.evaluate import evaluate
+from planc.plan.ir import Mesh, Plan
+from planc.plan.mesh import solve
+from planc.plan.mesh_axes import axes_of, expanded, known
+from planc.plan.program import Program, gather, origin_of, require
+from planc.plan.scope import Failed, Scope
+from planc.plan.sections.adapters import adapters
+from planc.plan.sections.checkpoint import checkpoint, compile_rules
+from planc.plan.sections.fsdp import fsdp
+from planc.plan.sections.load import load
+from planc.plan.sections.tensor import tensor
+from planc.plan.sections.train import train
+from planc.plan.shard_dim_auto import settled
+from planc.syntax import ast
+
+T = TypeVar("T")
+
+SECTIONS = (
+    "mesh",
+    "load",
+    "tensor",
+    "adapters",
+    "train",
+    "checkpoint",
+    "compile",
+    "fsdp",
+    "replicate",
+)
+
+
+def elaborate(
+    files: Sequence[ast.File],
+    facts: Facts,
+    sink: Sink,
+    *,
+    world_size: int | None = None,
+    settings: Iterable[str] = (),
+) -> Plan | None:
+    """What a plan means for one model on one mesh.
+
+    Args:
+        files: the plan's files, extended ones first.
+        facts: the model.
+        sink: receives what is wrong: PL01x, PL1xx (names), PL3xx (mesh), PL650 (family).
+        world_size: the number of ranks, or None where nobody has said.
+        settings: `name=value` for options and mesh axes.
+
+    Returns:
+        The plan, or None where its header or mesh is wrong. Sections with findings of their own
+        are named in `Plan.broken`.
+    """
+    program = _program(facts, sink, world_size)
+    gather(files, program, settings, SECTIONS)
+    _family(program)
+    mesh = solve(program)
+    if mesh is None or program.header is None:
+        return None
+    broken: set[str] = set()
+
+    def part(name: str, read: Callable[[], T]) -> T:
+        before = sink.errors
+        result = read()
+        if sink.errors > before:
+            broken.add(name)
+        return result
+
+    require(program)
+    _axes(program, mesh)
+    options = {}
+    for name, definition in program.scope.definitions.items():
+        if definition.kind == "option":
+            options[name] = evaluate(definition.given or definition.value, program.scope)
+    plan = Plan(
+        name=program.header.name,
+        families=tuple(f.path for f in program.header.families),
+        options={n: v for n, v in options.items() if not isinstance(v, Failed)},
+        mesh=mesh,
+        load=part("load", lambda: load(program)),
+        tensor=part("tensor", lambda: tuple(tensor(program))),
+        checkpoint=part("checkpoint", lambda: tuple(checkpoint(program))),
+        compile=part("compile", lambda: tuple(compile_rules(program))),
+        train=part("train", lambda: train(program)),
+        fsdp=part("fsdp", lambda: fsdp(program)),
+        adapters=part("adapters", lambda: adapters(program)),
+        broken=frozenset(broken),
+        origin=program.header.origin,
+    )
+    return settled(plan, facts, sink)
+
+
+def _program(facts: Facts, sink: Sink, world_size: int | None) -> Program:
+    scope = Scope(facts=facts, sink=sink, evaluate=evaluate, solve=lambda: solve(program))
+    program = Program(facts=facts, sink=sink, world_size=world_size, scope=scope)
+    return program
+
+
+def _family(program: Program) -> None:
+    """The plan is for this model: its header names the family (or the class)."""
+    header, facts = program.header, program.facts
+    if header is None:
+        program.sink.error(
+            "PL009",
+            "the plan has no header",
+            origin_of(program),
+            help=f"start it with `plan {facts.family} for {facts.family}`",
+        )
+        return
+    names = [f.path for f in header.families]
+    if facts.family in names or facts.name in names:
+        return
+    program.sink.error(
+        "PL650",
+        f"plan `{header.name}` is for {one_of(names, last='and')}, the model is {facts.family}",
+        *(f.origin for f in header.families),
+        facts=[f"model_type = {facts.family}  ({facts.config_name})"],
+        help=f"use a plan for {facts.family}, or add it to the header when the names match",
+    )
+
+
+def _axes(program: Program, mesh: Mesh) -> None:
+    """Every `on` names an axis, and every axis with more than one rank is in some `on`."""
+    used: set[str] = set()
+    for section in program.sections:
+        # what splits weights or sequences works over an axis; data spread over several
+        spreads = section.name in ("fsdp", "replicate")
+        names = known(mesh.names) if spreads else mesh.names
+        for axis in (*section.axes, *section.replicate):
+            used.update(axes_of(axis.path, mesh.names))
+            if axis.path in names:
+                continue
+            told = meant(axis.path, names, f"it has {one_of(names, last='and')}")
+            program.sink.error(
+                "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=told
+            )
+        found = expanded((a.path for a in section.axes), mesh.names)
+        for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):
+            program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
+    for sized in mesh.axes:
+        if sized.name == "ep" and sized.size > 1:
+            program.sink.error(
+                "PL380",
+                f"`ep = {sized.size}`: experts on ranks of their own are not supported yet",
+                sized.origin,
+                facts=["it would be taken out of dp_shard * cp * tp, which is ep_shard without it"],
+                help="set `ep = 1`, and shard experts by `unit(on = ep_shard, shard_dim = auto)`",
+            )
+        elif sized.size > 1 and sized.name not in used:
+            program.sink.error(
+                "PL306",
+                f"axis `{sized.name}` has {sized.size:,} ranks, and no section works over it",
+                sized.origin,
+                facts=["its ranks would all compute the same"],
+                help=f"write a section `on {sized.name}`, or set `{sized.name} = 1`",
+            )

@@ -1,0 +1,216 @@
+"""The mesh section -> a mesh with every axis sized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from planc.diagnostic import Label, meant, one_of
+from planc.plan.evaluate import describe, evaluate, truth
+from planc.plan.ir import Axis, Mesh
+from planc.plan.program import Program
+from planc.plan.scope import Failed
+from planc.source import Span
+from planc.syntax import ast
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The axes with the sizes that are written, 0 for `auto`."""
+
+    pairs: tuple[tuple[ast.Setting, int], ...]
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        return {setting.name: size for setting, size in self.pairs}
+
+    @property
+    def product(self) -> int:
+        return prod(size for _, size in self.pairs if size)
+
+    @property
+    def text(self) -> str:
+        return " * ".join(f"{setting.name} {size}" for setting, size in self.pairs if size)
+
+    def labels(self, program: Program) -> list[Label]:
+        return [
+            Label(span=_where(setting, program), text=f"{setting.name} is {size}")
+            for setting, size in self.pairs
+            if size > 1
+        ]
+
+
+def solve(program: Program) -> Mesh | None:
+    """The mesh of a program, worked out once; None after a finding.
+
+    A mesh axis is a positive integer or `auto`, which takes what the others leave of the world
+    size. Without a world size `auto` counts as 1.
+    """
+    if not program.sized:
+        program.sized = True
+        program.mesh = _solve(program)
+    return program.mesh
+
+
+def _solve(program: Program) -> Mesh | None:
+    settings = _settings(program)
+    if settings is None:
+        return None
+    written = [(s, _size(s, program)) for s in settings]
+    sizes = _Sizes(tuple((s, size) for s, size in written if size is not None))
+    if len(sizes.pairs) < len(written):
+        return None
+    autos = [s for s, size in sizes.pairs if size == 0]
+    if len(autos) > 1:
+        program.sink.error(
+            "PL302",
+            f"{one_of((f'`{s.name}`' for s in autos), last='and')} are both `auto`",
+            *(s.value.origin for s in autos),
+            help="one axis takes what the others leave; give the other a size",
+        )
+        return None
+    left = _left(autos, sizes, program)
+    if left is None:
+        return None
+    axes = tuple(
+        Axis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
+        for s, size in sizes.pairs
+    )
+    return Mesh(axes=axes, origin=next(iter(program.named("mesh"))).origin)
+
+
+def _settings(program: Program) -> list[ast.Setting] | None:
+    """The axes, in the order in which they are first named, after overrides."""
+    sections = list(program.named("mesh"))
+    if not sections:
+        program.sink.error(
+            "PL308",
+            "the plan has no mesh",
+            *([program.header.origin] if program.header else []),
+            help="write `mesh { dp_shard = auto  tp = 1 }`, one axis a line",
+        )
+        return None
+    found: dict[str, ast.Setting] = {}
+    for section in sections:
+        for item in _flat(section.items, program):
+            if not isinstance(item, ast.Setting):
+                program.sink.error("PL011", "a mesh holds axes: `tp = 8`, one a line", item.origin)
+                continue
+            _axis(item, found, program)
+    if not found:
+        program.sink.error("PL308", "the mesh has no axis", sections[0].name_origin)
+        return None
+    return list(found.values())
+
+
+def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) -> None:
+    earlier = found.get(item.name)
+    if earlier and not item.override:
+        program.sink.error(
+            "PL304",
+            f"axis `{item.name}` is named twice",
+            Label(span=item.name_origin, text="again here"),
+            Label(span=earlier.name_origin, text="first here"),
+            help=f"write `override {item.name} = ...` to replace the size in an extended plan",
+        )
+        return
+    if item.override and not earlier:
+        program.sink.error(
+            "PL103",
+            f"there is no earlier axis `{item.name}` to override",
+            item.name_origin,
+            help=meant(item.name, found, "take `override` away"),
+        )
+    if program.scope.definitions.get(item.name):
+        program.sink.error(
+            "PL107",
+            f"`{item.name}` is an axis and also an option or a let",
+            item.name_origin,
+            program.scope.definitions[item.name].origin,
+            help="give one of them another name",
+        )
+    found[item.name] = item
+
+
+def _flat(items: Iterable[ast.Item | ast.Statement], program: Program) -> Iterator[ast.Node]:
+    for item in items:
+        if isinstance(item, ast.When):
+            condition = truth(item.condition, program.scope)
+            if condition is not None:
+                yield from _flat(item.then if condition else item.otherwise, program)
+        else:
+            yield item
+
+
+def _size(setting: ast.Setting, program: Program) -> int | None:
+    """The size that is written, 0 for `auto`, None after a finding."""
+    value = program.settings.get(setting.name) or setting.value
+    plain = isinstance(value, ast.Name) and value.path == "auto"
+    if plain or (isinstance(value, ast.Literal) and value.value == "auto"):
+        return 0
+    size = evaluate(value, program.scope)
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    if not isinstance(size, Failed):
+        text = isinstance(size, str) and size.isdecimal()
+        program.sink.error(
+            "PL300",
+            f"axis `{setting.name}` cannot have the size {describe(size)}",
+            value.origin,
+            help=f"write `{setting.name} = {size}`, without quotes"
+            if text
+            else "a size is a positive integer, or `auto`",
+        )
+    return None
+
+
+def _where(setting: ast.Setting, program: Program) -> Span:
+    """The place that decided a size: `--set` before the plan."""
+    given = program.settings.get(setting.name)
+    return given.origin.source.span(0, given.origin.end) if given else setting.origin
+
+
+def _left(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | None:
+    """What `auto` comes to (1 where there is none), or None after a finding."""
+    if not autos:
+        return _fixed(sizes, program)
+    auto, world, product = autos[0], program.world_size, sizes.product
+    if world is None:
+        program.sink.info(
+            "PL307",
+            f"`{auto.name} = auto` counts as 1, because no world size is given",
+            auto.value.origin,
+            help="give `--world-size N`",
+        )
+        return 1
+    if world % product:
+        program.sink.error(
+            "PL303",
+            f"{world:,} ranks do not divide by {product:,}: nothing is left for "
+            f"`{auto.name} = auto` ({sizes.text})",
+            Label(span=auto.value.origin, text="auto"),
+            *sizes.labels(program),
+            help=f"the world size must be a multiple of {product:,}",
+        )
+        return None
+    return world // product
+
+
+def _fixed(sizes: _Sizes, program: Program) -> int | None:
+    """Every axis has a size, so their product is the world size, or it is a finding."""
+    world, product = program.world_size, sizes.product
+    if world is None or world == product:
+        return 1
+    told = "make one axis `auto`"
+    shard = sizes.by_name.get("dp_shard", 0)
+    if shard and world % (product // shard) == 0:
+        told = f"dp_shard = {world // (product // shard)} would fit, or `auto`"
+    section = next(iter(program.named("mesh")))
+    program.sink.error(
+        "PL301",
+        f"the mesh has {product:,} ranks, the world {world:,}: {sizes.text} = {product:,}",
+        *(sizes.labels(program) or [Label(span=section.name_origin)]),
+        help=told,
+    )
+    return None

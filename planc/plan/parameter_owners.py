@@ -1,0 +1,94 @@
+"""Which unit a parameter belongs to, and whether it trains: the innermost word around it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from planc.model.facts import Facts, Modules, Parameter
+from planc.plan.ir import Ignored, Plan, Spread, Training, Unit
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """Like modules with parameters of their own, and what a plan says of these.
+
+    Args:
+        modules: who holds the parameters.
+        unit: who shards them, None where no unit does.
+        spread: what says how they lie in the unit, where they don't lie as it does.
+        ignored: what keeps them out of the units.
+        training: what freezes them or lets them train, None where the model decides.
+    """
+
+    modules: Modules
+    unit: Unit | None = None
+    spread: Spread | None = None
+    ignored: Ignored | None = None
+    training: Training | None = None
+
+    def trains(self, parameter: Parameter) -> bool:
+        """Whether a parameter of these modules takes a gradient."""
+        return parameter.trainable if self.training is None else self.training.trainable
+
+
+def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
+    """Every module that has parameters of its own, in the order of the model."""
+    units = plan.fsdp.units if plan.fsdp else ()
+    ignored = plan.fsdp.ignored if plan.fsdp else ()
+    members = _inner([(m, u) for u in units for m in u.members])
+    spreads = [(s.modules, s) for s in plan.fsdp.spreads] if plan.fsdp else []
+    kept = _inner([(i.modules, i) for i in ignored])
+    trained = _inner([(t.modules, t) for t in plan.train])
+    for modules in facts.model.below():
+        if not modules.module.parameters:
+            continue
+        for part, training in _shared(modules, trained):
+            for own, ignore in _shared(part, kept):
+                if ignore is not None:
+                    yield Owned(modules=own, ignored=ignore, training=training)
+                    continue
+                for piece, unit, spread in _lying(own, members, spreads):
+                    yield Owned(modules=piece, unit=unit, spread=spread, training=training)
+
+
+def _lying(
+    modules: Modules,
+    units: Sequence[tuple[Modules, Unit]],
+    spreads: Sequence[tuple[Modules, Spread]],
+) -> Iterator[tuple[Modules, Unit | None, Spread | None]]:
+    """The modules, parted by their unit, and by what is said of how they lie in it.
+
+    A unit says for itself how its parameters lie, so what is around it, or is it, does not count.
+    """
+    if not spreads:
+        yield from ((piece, unit, None) for piece, unit in _shared(modules, units))
+        return
+    both: list[tuple[Modules, Unit | Spread]] = [*units, *spreads]
+    for piece, own in _shared(modules, _inner(both)):
+        if not isinstance(own, Spread):
+            yield piece, own, None
+            continue
+        yield from ((part, unit, own) for part, unit in _shared(piece, units))
+
+
+def _inner(around: Sequence[tuple[Modules, T]]) -> list[tuple[Modules, T]]:
+    return sorted(around, key=lambda pair: -len(pair[0].path))
+
+
+def _shared(
+    modules: Modules, around: Sequence[tuple[Modules, T]]
+) -> Iterator[tuple[Modules, T | None]]:
+    """The modules, parted by the first set that is around them."""
+    left = [modules]
+    for outer, what in around:
+        for part in list(left):
+            both = part.inside(outer)
+            if both is not None:
+                left.remove(part)
+                left.extend(part.minus(both))
+                yield both, what
+    yield from ((part, None) for part in left)

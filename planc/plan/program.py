@@ -1,0 +1,344 @@
+"""The files of a plan put together: extended ones first, overrides applied, `when`s decided."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from planc.diagnostic import Label, Sink, meant, one_of
+from planc.model.facts import Facts
+from planc.plan.evaluate import describe, truth
+from planc.plan.ir import Mesh
+from planc.plan.scope import Definition, Failed, Scope, mentioned
+from planc.plan.sections.tensor_styles import STYLES
+from planc.source import Source, Span
+from planc.syntax import ast
+
+
+@dataclass(slots=True)
+class Program:
+    """What the files say, with one meaning for each name.
+
+    Args:
+        header: of the file that extends the others.
+        sections: in order, without those that were overridden and without untaken branches.
+        settings: what `--set` gave for mesh axes, by name.
+        styles: the plan's own, by name.
+        mesh: sized the first time that something asks for an axis.
+    """
+
+    facts: Facts
+    sink: Sink
+    world_size: int | None
+    scope: Scope
+    header: ast.Header | None = None
+    sections: list[ast.Section] = field(default_factory=list)
+    requires: list[ast.Require] = field(default_factory=list)
+    settings: dict[str, ast.Literal] = field(default_factory=dict)
+    styles: dict[str, ast.Style] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    sized: bool = False
+
+    def named(self, name: str) -> Iterator[ast.Section]:
+        return (s for s in self.sections if s.name == name)
+
+
+def gather(
+    files: Sequence[ast.File], program: Program, settings: Iterable[str], known: Iterable[str]
+) -> None:
+    """Fills a program from its files.
+
+    Args:
+        files: bases first.
+        settings: `name=value` texts, as `--set` gives them.
+        known: the section names of the language.
+    """
+    given = dict(_setting(text, program.sink) for text in settings)
+    given.pop("", None)
+    statements = [s for file in files for s in file.statements]
+    # names first, so that a condition may use what stands below it or in a plan that extends
+    for statement in statements:
+        if not _ordered(statement):
+            _add(statement, program, given)
+    program.scope.axis_names = _axis_names(program)
+    program.settings = {n: v for n, v in given.items() if n in program.scope.axis_names}
+    for statement in statements:
+        if _ordered(statement):
+            _add(statement, program, given)
+    _unknown_settings(given, program)
+    _unused(files, program)
+    _unknown_sections(program, tuple(known))
+
+
+def _ordered(statement: ast.Statement) -> bool:
+    """Whether it decides something about modules, so that what comes later can override it."""
+    if isinstance(statement, ast.Section):
+        return statement.name != "mesh"
+    return isinstance(statement, ast.When)
+
+
+def _setting(text: str, sink: Sink) -> tuple[str, ast.Literal]:
+    """`tp=8` as a name and a literal; what is no number, truth or null is a text."""
+    source = Source(f"--set {text}", text, argument=True)
+    name, equal, value = (part.strip() for part in text.partition("="))
+    origin = source.span(0, len(text))
+    nothing = ast.Literal(origin=origin, value=None)
+    if not equal or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        sink.error("PL106", f"`--set {text}` is not of the form name=value", origin)
+        return "", nothing
+    words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
+    literal: int | float | str | bool | None = value
+    if value.lower() in words:
+        literal = words[value.lower()]
+    elif re.fullmatch(r"[+-]?\d{1,18}", value):
+        literal = int(value)
+    elif re.fullmatch(r"[+-]?\d+\.\d*([eE][+-]?\d{1,3})?", value):
+        literal = float(value)
+    elif len(value) > 1 and value[0] == value[-1] == '"':
+        literal = value[1:-1]
+    return name, ast.Literal(origin=source.span(text.index("=") + 1, len(text)), value=literal)
+
+
+def _add(statement: ast.Statement, program: Program, given: dict[str, ast.Literal]) -> None:
+    match statement:
+        case ast.Header():
+            program.header = statement
+        case ast.Option() | ast.Let():
+            _define(statement, program, given)
+        case ast.Require():
+            program.requires.append(statement)
+        case ast.Section():
+            _section(statement, program)
+        case ast.Style():
+            _style(statement, program)
+        case ast.When():
+            _branch(statement, program, given)
+        case ast.Extend():
+            pass  # the files it names are in the list already
+
+
+def _style(statement: ast.Style, program: Program) -> None:
+    """A name for a class, which is not looked for here: reading a plan runs no code."""
+    name, known = statement.name, program.styles.get(statement.name)
+    if name in STYLES or known:
+        program.sink.error(
+            "PL170",
+            f"there is a style `{name}` already",
+            statement.name_origin,
+            *([known.name_origin] if known else []),
+            help="take another name",
+        )
+    elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", statement.path):
+        program.sink.error(
+            "PL171",
+            f'"{statement.path}" names no class',
+            statement.origin,
+            help=f'write `style {name} = python "package.module:Class"`',
+        )
+    else:
+        program.styles[name] = statement
+
+
+def _define(
+    statement: ast.Option | ast.Let, program: Program, given: dict[str, ast.Literal]
+) -> None:
+    kind = "option" if isinstance(statement, ast.Option) else "let"
+    earlier = program.scope.definitions.get(statement.name)
+    if earlier and not (statement.override and earlier.kind == kind):
+        program.sink.error(
+            "PL107",
+            f"`{statement.name}` is defined twice",
+            Label(span=statement.name_origin, text="again here"),
+            Label(span=earlier.origin, text="first here"),
+            help=f"write `override {kind} {statement.name} = ...` to replace the earlier one",
+        )
+        return
+    if statement.override and not earlier:
+        program.sink.error(
+            "PL103",
+            f"there is no {kind} `{statement.name}` to override",
+            statement.name_origin,
+            help="take `override` away",
+        )
+    program.scope.define(
+        Definition(
+            name=statement.name,
+            kind=kind,
+            value=statement.value,
+            origin=statement.name_origin,
+            given=given.get(statement.name) if kind == "option" else None,
+        )
+    )
+    if kind == "option":
+        _same_type(statement, program, given.get(statement.name))
+
+
+def _same_type(
+    statement: ast.Option | ast.Let, program: Program, given: ast.Literal | None
+) -> None:
+    """An option keeps the type of its default: `--set sequence_parallel=1` is a slip."""
+    default = statement.value
+    if given is None or not isinstance(default, ast.Literal) or default.value is None:
+        return
+    kinds = (bool, int | float, str)
+    wanted = next(k for k in kinds if isinstance(default.value, k))
+    bad = not isinstance(given.value, wanted)
+    if bad or (wanted is not bool and isinstance(given.value, bool)):
+        program.sink.error(
+            "PL106",
+            f"option `{statement.name}` cannot be {describe(given.value)}",
+            given.origin,
+            Label(span=default.origin, text=f"its default is {describe(default.value)}"),
+            help="give a value of the same type",
+        )
+
+
+def _section(section: ast.Section, program: Program) -> None:
+    if section.override:
+        axes = [a.path for a in section.axes]
+
+        def replaced(other: ast.Section) -> bool:
+            return other.name == section.name and (
+                section.name != "tensor" or [a.path for a in other.axes] == axes
+            )
+
+        if not any(replaced(s) for s in program.sections):
+            program.sink.error(
+                "PL103",
+                f"there is no earlier `{section.name}` section to override",
+                section.name_origin,
+                help="take `override` away",
+            )
+        program.sections = [s for s in program.sections if not replaced(s)]
+    if section.name == "mesh" and program.sized:
+        program.sink.error(
+            "PL309",
+            "the mesh cannot depend on the size of one of its own axes",
+            section.name_origin,
+            help="decide it by an option or a config field",
+        )
+        return
+    program.sections.append(section)
+
+
+def _branch(when: ast.When, program: Program, given: dict[str, ast.Literal]) -> None:
+    condition = truth(when.condition, program.scope)
+    if condition is None:
+        return
+    for statement in when.then if condition else when.otherwise:
+        if isinstance(statement, ast.Let | ast.Require | ast.Section | ast.When):
+            _add(statement, program, given)
+        else:
+            program.sink.error(
+                "PL011",
+                "this stands at the top of a file, not inside a `when`",
+                statement.origin,
+            )
+    program.scope.axis_names = _axis_names(program)
+
+
+def _axis_names(program: Program) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+
+    def collect(items: Iterable[object]) -> None:
+        for item in items:
+            if isinstance(item, ast.Setting):
+                names[item.name] = None
+            elif isinstance(item, ast.When):
+                collect(item.then)
+                collect(item.otherwise)
+
+    for section in program.named("mesh"):
+        collect(section.items)
+    return tuple(names)
+
+
+def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
+    options = [n for n, d in program.scope.definitions.items() if d.kind == "option"]
+    known = [*options, *program.scope.axis_names]
+    for name, literal in given.items():
+        if name in known:
+            continue
+        has = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}" if known else None
+        told = meant(name, known, has)
+        source = literal.origin.source
+        program.sink.error(
+            "PL106",
+            f"`--set {name}` names no option and no mesh axis of the plan",
+            source.span(0, len(name)),
+            help=told,
+        )
+
+
+def _unused(files: Sequence[ast.File], program: Program) -> None:
+    used = {name.partition(".")[0] for file in files for name in mentioned(file.statements)}
+    for name, definition in program.scope.definitions.items():
+        if name not in used:
+            program.sink.warning(
+                "PL104",
+                f"{definition.kind} `{name}` is never used",
+                definition.origin,
+                help="use it or take it out",
+            )
+
+
+_LATER = {
+    "expert": "expert parallelism",
+    "context": "context parallelism",
+    "pipeline": "pipeline parallelism",
+    "loss": "loss parallelism",
+}
+_ITEMS = {
+    "prefetch": "write `prefetch(forward = 2)` in the fsdp section",
+    "ignore": "write `ignore model.norm` in the fsdp section",
+    "frozen": "write `train {`, and in it `model.norm : frozen`",
+}
+
+
+def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
+    for section in program.sections:
+        if section.name in known:
+            continue
+        if section.name in _LATER:
+            program.sink.error(
+                "PL010",
+                f"`{section.name}` sections ({_LATER[section.name]}) are not supported yet",
+                section.name_origin,
+                help=f"planc has {one_of(known, last='and')} sections today",
+            )
+            continue
+        told = meant(section.name, known, f"known are {one_of(known, last='and')}")
+        told = _ITEMS.get(section.name, told)
+        program.sink.error(
+            "PL011", f"there is no section `{section.name}`", section.name_origin, help=told
+        )
+
+
+def require(program: Program) -> None:
+    """Evaluates every `require`; one that does not hold is PL110, with the values behind it."""
+    scope = program.scope
+    for statement in program.requires:
+        if truth(statement.condition, scope) is not False:
+            continue
+        facts = []
+        for path in dict.fromkeys(mentioned(statement.condition)):
+            value = scope.value(ast.Name(origin=statement.origin, path=path))
+            if not isinstance(value, Failed):
+                facts.append(f"{path} = {describe(value)}{_whence(path, program)}")
+        program.sink.error("PL110", statement.message, statement.condition.origin, facts=facts)
+
+
+def _whence(path: str, program: Program) -> str:
+    head, _, rest = path.partition(".")
+    return f"  ({program.facts.source(rest)})" if head == "config" and rest else ""
+
+
+def origin_of(program: Program) -> Span:
+    """The place of a plan as a whole."""
+    if program.header:
+        return program.header.origin
+    return program.sections[0].origin if program.sections else Source("", "").span(0, 0)
+
+
+__all__ = ["Program", "gather", "origin_of", "require"]

@@ -1,0 +1,138 @@
+"""Who decides what: rules claim modules; two claims that meet conflict, or one overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Modules
+from planc.plan.evaluate import truth
+from planc.plan.scope import Scope
+from planc.plan.selectors import select
+from planc.source import Span
+from planc.syntax import ast
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """An item of a section and the modules that the blocks around it selected."""
+
+    item: ast.Item
+    bases: tuple[Modules, ...]
+    nested: bool
+
+
+def flatten(section: ast.Section, scope: Scope) -> Iterator[Placed]:
+    """The items of a section, `when`s decided and blocks opened."""
+    yield from _flatten(section.items, (scope.facts.model,), False, scope)
+
+
+def _flatten(
+    items: Iterable[object], bases: tuple[Modules, ...], nested: bool, scope: Scope
+) -> Iterator[Placed]:
+    for item in items:
+        match item:
+            case ast.When():
+                condition = truth(item.condition, scope)
+                if condition is not None:
+                    taken = item.then if condition else item.otherwise
+                    yield from _flatten(taken, bases, nested, scope)
+            case ast.Block():
+                inner = select(item.target, bases, scope, optional=item.optional)
+                if inner:
+                    yield from _flatten(item.items, inner, True, scope)
+            case ast.Rule() | ast.Setting() | ast.Ignore() | ast.Directive() | ast.Placement():
+                yield Placed(item=item, bases=bases, nested=nested)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim(Generic[T]):
+    """A rule's word on a set of modules.
+
+    Args:
+        aspect: what it decides; two claims of one aspect on one module conflict.
+        value: what it says.
+    """
+
+    modules: Modules
+    aspect: str
+    value: T
+    origin: Span
+
+
+@dataclass(slots=True)
+class Claims(Generic[T]):
+    """Claims in order, disjoint in each aspect."""
+
+    sink: Sink
+    claims: list[Claim[T]] = field(default_factory=list)
+
+    def add(
+        self, modules: Iterable[Modules], aspect: str, value: T, origin: Span, *, override: bool
+    ) -> None:
+        """Adds a rule's claim on several sets; PL102 on a conflict, PL103 for an idle override."""
+        self.add_all([(m, value) for m in modules], aspect, origin, override=override)
+
+    def add_all(
+        self,
+        said: Sequence[tuple[Modules, T]],
+        aspect: str,
+        origin: Span,
+        *,
+        override: bool,
+    ) -> None:
+        """The same, where a rule says different things of its sets."""
+        met = False
+        own: list[Modules] = []
+        for wanted, value in said:
+            rest: list[Claim[T]] = []
+            for claim in self.claims:
+                both = claim.modules.overlap(wanted) if claim.aspect == aspect else None
+                if both is None:
+                    rest.append(claim)
+                    continue
+                met = True
+                if any(both.overlap(earlier) for earlier in own):
+                    self._twice(both, aspect, origin)
+                elif not override:
+                    self._conflict(both, claim, origin)
+                rest.extend(_less(claim, wanted))
+            own.append(wanted)
+            self.claims = [
+                *rest,
+                Claim(modules=wanted, aspect=aspect, value=value, origin=origin),
+            ]
+        if override and said and not met:
+            self.sink.error(
+                "PL103",
+                f"nothing before this decides `{said[0][0]}`: there is nothing to override",
+                origin,
+                help="take `override` away",
+            )
+
+    def _twice(self, both: Modules, aspect: str, origin: Span) -> None:
+        self.sink.error(
+            "PL102",
+            f"this rule decides the {aspect} of `{both}` twice",
+            origin,
+            help="name it once",
+        )
+
+    def _conflict(self, both: Modules, claim: Claim[T], origin: Span) -> None:
+        count = f", {len(both)} modules" if len(both) > 1 else ""
+        self.sink.error(
+            "PL102",
+            f"two rules decide the {claim.aspect} of `{both}`{count}",
+            Label(span=origin, text="this rule"),
+            Label(span=claim.origin, text="and this one"),
+            help="take one away, or write `override` before the one that is to hold",
+        )
+
+
+def _less(claim: Claim[T], wanted: Modules) -> Iterator[Claim[T]]:
+    for left in claim.modules.minus(wanted):
+        yield Claim(modules=left, aspect=claim.aspect, value=claim.value, origin=claim.origin)

@@ -1,0 +1,201 @@
+"""Names and what they stand for: options, lets, mesh axes and the model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final
+
+from planc.diagnostic import Label, Sink, meant, one_of
+from planc.model.facts import Facts, Parameter
+from planc.plan.ir import Mesh
+from planc.plan.mesh_axes import axes_of
+from planc.plan.mesh_axes import known as known_axes
+from planc.source import Span
+from planc.syntax import ast
+
+
+class Failed:
+    """What an expression is worth that could not be evaluated; its finding is in the sink."""
+
+    def __repr__(self) -> str:
+        return "FAILED"
+
+
+FAILED: Final = Failed()
+
+Value = int | float | str | bool | None | tuple[Any, ...] | ast.Selector | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """An option or a let: an expression, or the value that `--set` gave."""
+
+    name: str
+    kind: str
+    value: ast.Expr
+    origin: Span
+    given: ast.Literal | None = None
+
+
+@dataclass(slots=True)
+class Scope:
+    """Resolves names for one plan and one model.
+
+    Args:
+        facts: the model; `config.*` is read from it.
+        sink: receives PL100 (unknown name) and PL108 (a let that needs itself).
+        evaluate: the evaluator, given from outside because it needs a scope itself.
+        solve: sizes the mesh the first time that an axis is asked for.
+        kept: the type that a parameter is kept in, once the load section is read.
+    """
+
+    facts: Facts
+    sink: Sink
+    evaluate: Callable[[ast.Expr, Scope], Value]
+    solve: Callable[[], Mesh | None]
+    definitions: dict[str, Definition] = field(default_factory=dict)
+    axis_names: tuple[str, ...] = ()
+    kept: Callable[[Parameter], str] = attrgetter("dtype")
+    _values: dict[str, Value] = field(default_factory=dict)
+    _pending: list[str] = field(default_factory=list)
+
+    def define(self, definition: Definition) -> None:
+        self.definitions[definition.name] = definition
+        self._values.pop(definition.name, None)
+
+    def option(self, name: str) -> Definition | None:
+        found = self.definitions.get(name)
+        return found if found and found.kind == "option" else None
+
+    def knows(self, name: str) -> bool:
+        return name in self.definitions or bool(axes_of(name, self.axis_names))
+
+    def value(self, name: ast.Name) -> Value:
+        """What a dotted name stands for; an unknown one is reported."""
+        head, *rest = name.path.split(".")
+        if head == "config":
+            return self._config(name, rest)
+        if rest:
+            return self._unknown(name)
+        if name.path in self.definitions:
+            return self._defined(name)
+        if axes_of(name.path, self.axis_names):
+            return self._axis(name)
+        return self._unknown(name)
+
+    def _defined(self, name: ast.Name) -> Value:
+        definition = self.definitions[name.path]
+        if name.path in self._values:
+            return self._values[name.path]
+        if name.path in self._pending:
+            return self._circle(name, definition.origin)
+        self._pending.append(name.path)
+        expression = definition.given or definition.value
+        if definition.kind == "let":
+            value = self._module_path(expression)
+        else:
+            value = self.evaluate(expression, self)
+        self._pending.pop()
+        self._values[name.path] = value
+        return value
+
+    def _module_path(self, value: ast.Expr) -> Value:
+        """A let's value may be a path of modules: what names nothing else is one."""
+        if isinstance(value, ast.Choice):
+            condition = self.evaluate(value.condition, self)
+            if isinstance(condition, bool):
+                return self._module_path(value.then if condition else value.otherwise)
+        if not isinstance(value, ast.Name | ast.Selector):
+            return self.evaluate(value, self)
+        if isinstance(value, ast.Selector):
+            if value.path.startswith("config."):
+                return self.evaluate(value, self)
+            return value
+        if value.path.startswith("config.") or self.knows(value.path):
+            return self.evaluate(value, self)
+        return ast.Selector(origin=value.origin, path=value.path)
+
+    def _axis(self, name: ast.Name) -> Value:
+        if "mesh" in self._pending:
+            return self._circle(name, name.origin)
+        self._pending.append("mesh")
+        mesh = self.solve()
+        self._pending.pop()
+        return mesh.size(*axes_of(name.path, mesh.names)) if mesh else FAILED
+
+    def _circle(self, name: ast.Name, origin: Span) -> Value:
+        self.sink.error(
+            "PL108",
+            f"the value of `{name.path}` depends on itself",
+            name.origin,
+            Label(span=origin, text="defined here"),
+            help="a mesh size may use options and config fields, not the size of another axis",
+        )
+        return FAILED
+
+    def _config(self, name: ast.Name, path: list[str]) -> Value:
+        value: Any = self.facts.config
+        for i, key in enumerate(path):
+            if isinstance(value, Mapping) and key in value:
+                value = value[key]
+                continue
+            before = ".".join(["config", *path[:i]])
+            known = [str(k) for k in value] if isinstance(value, Mapping) else []
+            self.sink.error(
+                "PL100",
+                f"`{before}` has no field `{key}`",
+                name.origin,
+                facts=[f"model_type = {self.facts.family}  ({self.facts.config_name})"],
+                help=meant(key, known),
+            )
+            return FAILED
+        if not path:
+            self.sink.error(
+                "PL100",
+                "`config` stands for no value itself",
+                name.origin,
+                help="name a field: `config.hidden_size`",
+            )
+            return FAILED
+        return _plain(value)
+
+    def _unknown(self, name: ast.Name) -> Value:
+        known = [*self.definitions, *known_axes(self.axis_names)]
+        told = "declare an `option` or a `let`, or put a text in quotes"
+        if known:
+            told = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
+        told = meant(name.path, known, told) or told
+        self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=told)
+        return FAILED
+
+
+def _plain(value: Any) -> Value:
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    if isinstance(value, Mapping):
+        return tuple(value)
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+
+def mentioned(node: object) -> Iterator[str]:
+    """Every name and every `$let` that a piece of the AST mentions, taken or not."""
+    match node:
+        case ast.Name():
+            yield node.path
+        case ast.Selector():
+            if node.path.startswith("$"):
+                yield node.path[1:].partition(".")[0].partition("[")[0]
+            if node.has:
+                yield from mentioned(node.has)
+            return
+        case tuple():
+            for item in node:
+                yield from mentioned(item)
+            return
+    if isinstance(node, ast.Node):
+        for name in node.__dataclass_fields__:
+            child = getattr(node, name)
+            if isinstance(child, ast.Node | tuple):
+                yield from mentioned(child)

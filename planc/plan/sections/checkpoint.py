@@ -1,0 +1,214 @@
+"""The checkpoint and compile sections: what is computed again in backward, and what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from planc.diagnostic import meant, one_of
+from planc.ops.aten_operators import GROUPS, Save, like, listed, seen
+from planc.plan.call_arguments import Arguments, unknown, word
+from planc.plan.evaluate import evaluate
+from planc.plan.ir import CheckpointRule, CompileRule
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import Claim, Claims, flatten
+from planc.plan.scope import Failed, Scope
+from planc.plan.sections.tensor import modules_of, no_axes, rule_of
+from planc.syntax import ast
+
+T = TypeVar("T")
+
+_WAYS = ("full", "ops", "none")
+_TERMS = ("offload", "pin", "preserve_rng", "early_stop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """What a rule says of how modules are checkpointed; `save` is empty where all is recomputed."""
+
+    save: tuple[Save, ...] = ()
+    offload: bool = False
+    pin: bool = True
+    preserve_rng: bool = True
+    early_stop: bool = True
+
+
+def checkpoint(program: Program) -> Iterator[CheckpointRule]:
+    """What the checkpoint sections decide, in the plan's order."""
+
+    def read(call: ast.Call, scope: Scope) -> tuple[_Terms | None] | None:
+        if call.name == "none":
+            return (None,) if Arguments(call, scope).done() else None
+        terms = _terms(call, scope)
+        return None if terms is None else (terms,)
+
+    for claim in _claimed(program, "checkpoint", _WAYS, "way to checkpoint", read):
+        terms = claim.value
+        if terms is not None:
+            yield CheckpointRule(
+                modules=claim.modules,
+                save=terms.save,
+                offload=terms.offload,
+                pin=terms.pin,
+                preserve_rng=terms.preserve_rng,
+                early_stop=terms.early_stop,
+                origin=claim.origin,
+            )
+
+
+def compile_rules(program: Program) -> Iterator[CompileRule]:
+    """What the compile sections decide, in the plan's order."""
+
+    def read(call: ast.Call, scope: Scope) -> tuple[bool] | None:
+        arguments = Arguments(call, scope, ("fullgraph",))
+        fullgraph = arguments.truth("fullgraph", False)
+        return (fullgraph,) if arguments.done() else None
+
+    for claim in _claimed(program, "compile", ("block",), "way to compile", read):
+        yield CompileRule(modules=claim.modules, fullgraph=claim.value, origin=claim.origin)
+
+
+def _claimed(
+    program: Program,
+    name: str,
+    known: tuple[str, ...],
+    what: str,
+    read: Callable[[ast.Call, Scope], tuple[T] | None],
+) -> tuple[Claim[T], ...]:
+    """The claims of the rules of all sections of one name.
+
+    Args:
+        known: the actions that a rule can have.
+        what: what such an action is, for a message.
+        read: the value of an action, in a tuple, or None after a finding.
+    """
+    claims: Claims[T] = Claims(program.sink)
+    for section in program.named(name):
+        no_axes(section, program)
+        for placed in flatten(section, program.scope):
+            rule = rule_of(placed, name, program)
+            if rule is None:
+                continue
+            if rule.action.name not in known:
+                unknown(rule.action, known, what, program.scope)
+                continue
+            value = read(rule.action, program.scope)
+            if value is not None:
+                found = modules_of(rule, placed, program.scope)
+                claims.add(found, name, value[0], rule.origin, override=rule.override)
+    return tuple(claims.claims)
+
+
+# What a rule says --------------------------------------------------------------------------------
+
+
+def _terms(call: ast.Call, scope: Scope) -> _Terms | None:
+    """`full(...)` or `ops(...)`, or None after a finding."""
+    selective = call.name == "ops"
+    arguments = Arguments(call, scope, (*(("save",) if selective else ()), *_TERMS))
+    terms = _Terms()
+    if selective:
+        save = _save(arguments)
+        if save is None:
+            return None
+        terms = replace(terms, save=save)
+    offload = arguments.word("offload", {"cpu": True, "none": False}, False)
+    pinned = next((a for a in call.arguments if a.name == "pin"), None)
+    terms = replace(
+        terms,
+        offload=offload,
+        pin=arguments.truth("pin", True),
+        preserve_rng=arguments.truth("preserve_rng", True),
+        early_stop=arguments.truth("early_stop", True),
+    )
+    if pinned is not None and not offload and arguments.ok:
+        arguments.wrong(pinned, "`pin` says nothing without `offload`", "write `offload = cpu` too")
+    return terms if arguments.done() else None
+
+
+def _save(arguments: Arguments) -> tuple[Save, ...] | None:
+    """The list of `ops(save = [...])`, or None after a finding."""
+    given = arguments.take("save")
+    told = "write what is kept: `ops(save = [attention, matmul(every = 2)])`"
+    if given is None:
+        arguments.wrong(arguments.call, "`ops` does not say what it saves", told)
+        return None
+    if not isinstance(given, ast.List):
+        arguments.wrong(given, "`save` is a list", told)
+        return None
+    if not given.items:
+        arguments.wrong(given, "the list is empty: all would be computed again", "write `full`")
+        return None
+    found = [(item, _saved(item, arguments)) for item in given.items]
+    holders: dict[str, str] = {}
+    for item, save in found:
+        for op in save.ops if save else ():
+            if op in holders:
+                arguments.ok = False
+                arguments.scope.sink.error(
+                    "PL472",
+                    f"`{op}` is in this list twice",
+                    item.origin,
+                    facts=[f"it is in `{holders[op]}`"],
+                    help="take one of the two away",
+                )
+                break
+            assert save is not None
+            holders[op] = save.name
+    saves = tuple(save for _, save in found if save is not None)
+    return saves if len(saves) == len(found) else None
+
+
+def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
+    """One entry of the list: a group or an operator, every call of it or one in so many."""
+    scope = arguments.scope
+    every = 1
+    if isinstance(item, ast.Call):
+        inner = Arguments(item, scope, ("every",))
+        every = inner.integer("every", 1)
+        if inner.done() and every < 1:
+            inner.wrong(item, f"`every` is 1 or more, not {every}", "2 keeps every second one")
+        arguments.ok &= inner.ok
+        return _named(item.name, item, arguments, every) if inner.ok else None
+    value = word(item, scope) if isinstance(item, ast.Name) else evaluate(item, scope)
+    if isinstance(value, str):
+        return _named(value, item, arguments, every)
+    arguments.ok = False
+    if isinstance(value, Failed):
+        return None
+    arguments.wrong(
+        item,
+        f"`{item.origin.text}` names no operators",
+        f'it is {one_of([f"`{g}`" for g in GROUPS])}, or a name of torch\'s: "aten.mm.default"',
+    )
+    return None
+
+
+def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save | None:
+    """What a name stands for; PL470 and PL471 for one that means nothing to torch."""
+    if name in GROUPS:
+        return Save(name=name, every=every, ops=GROUPS[name])
+    sink = arguments.scope.sink
+    visible = seen(name) if listed(name) else "." in name
+    if visible:
+        return Save(name=name, every=every, ops=(name,))
+    arguments.ok = False
+    if visible is False and listed(name):
+        sink.error(
+            "PL471",
+            f"`{name}` is never seen: torch takes it apart before anything can be saved",
+            item.origin,
+            facts=["it is a composite operator, made of others"],
+            help="name those that it becomes: a linear layer is `matmul`, or `aten.mm.default`",
+        )
+        return None
+    known = like(name) if "." in name else GROUPS
+    groups = one_of([f"`{g}`" for g in GROUPS])
+    sink.error(
+        "PL470",
+        f"there are no operators `{name}`",
+        item.origin,
+        help=meant(name, known, f"it is {groups}, or a name of torch's"),
+    )
+    return None

@@ -1,0 +1,188 @@
+"""The fsdp section, or the replicate section in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from planc.diagnostic import Label
+from planc.plan.ir import Divide, Fsdp, Ignored, Offload, Precision, Prefetch, Spread
+from planc.plan.mesh_axes import expanded
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import Claims, Placed, flatten
+from planc.plan.scope import Scope
+from planc.plan.sections import fsdp_policies, megatron_fsdp
+from planc.plan.sections.fsdp_units import FOUND, Lying, Terms, found_units, rule, spread, units
+from planc.plan.selectors import select
+from planc.syntax import ast
+
+_HOLDS = "it holds `precision(...)` and rules such as `model.layers.* : unit`"
+P = TypeVar("P", Precision, Prefetch, Offload, Divide)
+
+
+@dataclass(slots=True)
+class _Section:
+    """What is known of the section while its items are read."""
+
+    program: Program
+    claims: Claims[Terms]
+    ignored: Claims[bool]
+    spreads: Claims[Lying]
+    found: list[Placed] = field(default_factory=list)
+    precision: Precision | None = None
+    prefetch: Prefetch | None = None
+    offload: Offload | None = None
+    divide: Divide | None = None
+    backend: megatron_fsdp.Lines = field(default_factory=dict)
+
+
+def fsdp(program: Program) -> Fsdp | None:
+    """The section that spreads parameters over data ranks, or None where a plan has none."""
+    sections = [*program.named("fsdp"), *program.named("replicate")]
+    if not sections:
+        return None
+    first = sections[0]
+    sink = program.sink
+    state = _Section(program, Claims(sink), Claims(sink), Claims(sink))
+    for section in sections:
+        if (section.name, *_axes(section, program)) != (first.name, *_axes(first, program)):
+            sink.error(
+                "PL446",
+                "two sections spread the model over different axes",
+                Label(span=section.name_origin, text="this one"),
+                Label(span=first.name_origin, text="and this one"),
+                help="keep one; `unit(on = ...)` gives a unit axes of its own",
+            )
+            continue
+        for placed in flatten(section, program.scope):
+            _item(placed, section.name, state)
+    kept = [c.modules for c in state.ignored.claims]
+    for placed in sorted(state.found, key=_dtypes_first):
+        found_units(placed, state.claims, kept, program.scope)
+    shard, replicate = _spread(first, program)
+    return Fsdp(
+        shard=shard,
+        replicate=replicate,
+        precision=state.precision,
+        units=tuple(units(state.claims)),
+        ignored=tuple(Ignored(modules=c.modules, origin=c.origin) for c in state.ignored.claims),
+        prefetch=state.prefetch,
+        offload=state.offload,
+        divide=state.divide,
+        spreads=tuple(
+            Spread(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
+            for c in state.spreads.claims
+        ),
+        megatron=megatron_fsdp.read(state.backend, first.name, program.scope),
+        origin=first.origin.source.span(first.origin.start, first.name_origin.end),
+    )
+
+
+def _dtypes_first(placed: Placed) -> bool:
+    item = placed.item
+    return isinstance(item, ast.Rule) and item.target.origin.text.startswith("auto")
+
+
+def _axes(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = program.scope.axis_names
+    shard, replicate = (a.path for a in section.axes), (a.path for a in section.replicate)
+    return expanded(shard, names), expanded(replicate, names)
+
+
+def _spread(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which a section shards, and over which it copies."""
+    axes, copies = _axes(section, program)
+    if not axes:
+        verb = "shards" if section.name == "fsdp" else "copies"
+        program.sink.error(
+            "PL305",
+            f"a `{section.name}` section names the axes that it {verb} over",
+            section.name_origin,
+            help=f"write `{section.name} on dp_shard {{`",
+        )
+    for name in section.replicate:
+        for axis in set(axes).intersection(expanded([name.path], program.scope.axis_names)):
+            program.sink.error(
+                "PL310",
+                f"`{axis}` cannot both shard and replicate",
+                name.origin,
+                help="take it out of one of the two",
+            )
+    if section.name == "fsdp":
+        return axes, copies
+    for name in section.replicate:
+        program.sink.error(
+            "PL305",
+            "a `replicate` section copies over the axes that it is `on`",
+            name.origin,
+            help=f"write `replicate on {' * '.join((*axes, *copies))} {{`",
+        )
+    return (), axes
+
+
+def _item(placed: Placed, section: str, state: _Section) -> None:
+    item = placed.item
+    scope = state.program.scope
+    match item:
+        case ast.Rule() if item.action.name == "spread":
+            spread(item, placed, state.spreads, scope)
+        case ast.Rule(target=ast.Call(name=name)) if name in FOUND:
+            state.found.append(placed)
+        case ast.Rule():
+            rule(item, placed, state.claims, scope)
+        case ast.Ignore():
+            found = select(item.target, placed.bases, scope, optional=item.optional)
+            state.ignored.add(found, "ignoring", True, item.origin, override=False)
+        case ast.Directive() if item.call.name == "precision":
+            read = fsdp_policies.section_precision
+            state.precision = _once(item, "precision", state.precision, read, state)
+        case ast.Directive() if item.call.name == "prefetch":
+            state.prefetch = _once(item, "prefetch", state.prefetch, fsdp_policies.prefetch, state)
+        case ast.Directive() if item.call.name == "offload":
+            state.offload = _once(item, "offload", state.offload, fsdp_policies.offload, state)
+        case ast.Setting() if item.name == "divide":
+            state.divide = _once(item, "divide", state.divide, fsdp_policies.divide, state)
+        case ast.Setting() if item.name in megatron_fsdp.SETTINGS:
+            megatron_fsdp.collect(item, item.name, state.backend, scope.sink)
+        case ast.Directive() if item.call.name == megatron_fsdp.NAME:
+            megatron_fsdp.collect(item, item.call.name, state.backend, scope.sink)
+        case ast.Placement() | ast.Setting() | ast.Directive():
+            name = item.call.name if isinstance(item, ast.Directive) else item.name
+            message = f"`{name}` has no place in a `{section}` section"
+            scope.sink.error("PL011", message, item.origin, help=_HOLDS)
+        case _:
+            message = f"this has no place in a `{section}` section"
+            scope.sink.error("PL011", message, item.origin)
+
+
+Line = TypeVar("Line", ast.Directive, ast.Setting)
+
+
+def _once(
+    item: Line,
+    name: str,
+    earlier: P | None,
+    read: Callable[[Line, Scope], P | None],
+    state: _Section,
+) -> P | None:
+    """What an item says for the whole section, which only one may, unless it overrides."""
+    sink = state.program.sink
+    if earlier is not None and not item.override:
+        sink.error(
+            "PL102",
+            f"two `{name}` lines decide the same",
+            Label(span=item.origin, text="this one"),
+            Label(span=earlier.origin, text="and this one"),
+            help="write `override` before the one that is to hold",
+        )
+        return earlier
+    if item.override and earlier is None:
+        sink.error(
+            "PL103",
+            f"there is no earlier `{name}` to override",
+            item.origin,
+            help="take `override` away",
+        )
+    found = read(item, state.program.scope)
+    return earlier if found is None else found

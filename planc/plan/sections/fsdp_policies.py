@@ -1,0 +1,96 @@
+"""What an fsdp section says of all its units: precision, prefetch, offload, divide."""
+
+from __future__ import annotations
+
+from planc.plan.call_arguments import Arguments
+from planc.plan.evaluate import evaluate
+from planc.plan.ir import Divide, Offload, Precision, Prefetch
+from planc.plan.scope import Failed, Scope
+from planc.source import Span
+from planc.syntax import ast
+
+PRECISION = ("param", "reduce", "output", "cast_inputs")
+DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float64": "float64",
+}
+
+
+def precision(arguments: Arguments, origin: Span) -> Precision | None:
+    """What the arguments say of precision, None where they say nothing."""
+    said = {a.name for a in arguments.call.arguments} & set(PRECISION)
+    found = Precision(
+        param=arguments.word("param", DTYPES, None),
+        reduce=arguments.word("reduce", DTYPES, None),
+        output=arguments.word("output", DTYPES, None),
+        cast_inputs=arguments.truth("cast_inputs", True),
+        origin=origin,
+    )
+    return found if said else None
+
+
+def section_precision(item: ast.Directive, scope: Scope) -> Precision | None:
+    """`precision(param = bf16)`, or None after a finding."""
+    arguments = Arguments(item.call, scope, PRECISION)
+    found = precision(arguments, item.origin)
+    if arguments.done() and found is None:
+        arguments.wrong(item, "`precision` says nothing", "write `precision(param = bf16)`")
+    return found if arguments.ok else None
+
+
+def prefetch(item: ast.Directive, scope: Scope) -> Prefetch | None:
+    """`prefetch(forward = 2, backward = 2)`, or None after a finding."""
+    arguments = Arguments(item.call, scope, ("forward", "backward"))
+    found = Prefetch(
+        forward=_depth("forward", arguments),
+        backward=_depth("backward", arguments),
+        origin=item.origin,
+    )
+    if not arguments.done():
+        return None
+    if not (found.forward or found.backward):
+        told = "write `prefetch(forward = 2, backward = 2)`"
+        arguments.wrong(item, "`prefetch` says nothing", told)
+        return None
+    return found
+
+
+def _depth(name: str, arguments: Arguments) -> int:
+    depth = arguments.integer(name, 0)
+    if depth < 0:
+        arguments.wrong(arguments.call, f"`{name}` is a number of entries ahead, not {depth}")
+    return depth
+
+
+def offload(item: ast.Directive, scope: Scope) -> Offload | None:
+    """`offload(cpu, pin = false)`, or None after a finding."""
+    arguments = Arguments(item.call, scope, ("cpu", "pin"))
+    pin = arguments.truth("pin", True)
+    where = arguments.positional[0].value if arguments.positional else None
+    if not isinstance(where, ast.Name) or where.path != "cpu":
+        told = "write `offload(cpu)`, or `offload(cpu, pin = false)`"
+        arguments.wrong(where or item, "`offload` says where to: `cpu`", told)
+        return None
+    return Offload(pin=pin, origin=item.origin) if arguments.done(positional=1) else None
+
+
+def divide(item: ast.Setting, scope: Scope) -> Divide | None:
+    """`divide = 8`, or None after a finding."""
+    factor = evaluate(item.value, scope)
+    if isinstance(factor, Failed):
+        return None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+        scope.sink.error(
+            "PL012",
+            "`divide` is a positive number",
+            item.value.origin,
+            help="gradients are summed over the ranks, then divided by it",
+        )
+        return None
+    return Divide(factor=factor, origin=item.origin)

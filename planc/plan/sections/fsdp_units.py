@@ -1,0 +1,363 @@
+"""The rules of an fsdp section -> units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planc.diagnostic import meant, one_of
+from planc.model.facts import Modules, Segment
+from planc.model.indices import Indices
+from planc.plan.call_arguments import Arguments, unknown
+from planc.plan.ir import Precision, Unit
+from planc.plan.local_shapes import AUTO
+from planc.plan.mesh_axes import expanded
+from planc.plan.rule_conflicts import Claims, Placed
+from planc.plan.scope import Scope
+from planc.plan.sections.auto_wrap import by_dtype, by_size
+from planc.plan.sections.fsdp_policies import DTYPES, PRECISION, precision
+from planc.plan.selectors import select
+from planc.source import Span
+from planc.syntax import ast
+
+_RESHARD = {"always": True, "never": False, "except_last": "except_last"}
+FOUND = ("auto", "dtype")
+_KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
+
+
+Lying = tuple[tuple[str, ...] | None, int]
+"""(axes, dim) of what `spread(...)` says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What `unit(...)` says, and of which line.
+
+    Args:
+        group: whether all modules of the line are one unit.
+        entry: the entry of the lists that are grouped one by one, -1 where there is one group.
+    """
+
+    reshard: bool | int | str = True
+    precision: Precision | None = None
+    shard: tuple[str, ...] | None = None
+    shard_dim: int = 0
+    group: bool = False
+    entry: int = -1
+    said: frozenset[str] = frozenset()
+    origin: Span
+
+
+def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -> None:
+    """Adds what a rule of the section makes a unit, by name."""
+    if item.action.name != "unit":
+        unknown(item.action, ("unit", "spread"), "fsdp action", scope)
+        return
+    terms = _terms(item, scope)
+    if terms is None:
+        return
+    if isinstance(item.target, ast.Call):
+        members = _called(item, item.target, placed, scope)
+        # a group is one unit, so it is its own last
+        word = False if isinstance(terms.reshard, str) else terms.reshard
+        own = replace(terms, reshard=word, group=True)
+        pairs = [(m, own) for m in members]
+        if item.target.name == "groups":
+            pairs = list(_one_by_one(members, terms, item.target, scope))
+        claims.add_all(pairs, "unit", item.origin, override=item.override)
+        return
+    root = item.target.path == "root" and not placed.nested
+    found = (
+        (scope.facts.model,)
+        if root
+        else select(item.target, placed.bases, scope, optional=item.optional)
+    )
+    _claim(found, terms, item, claims)
+
+
+def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
+    arguments = Arguments(item.action, scope, _KNOWN)
+    reshard = arguments.word("reshard", _RESHARD, not _staged(scope), least=1)
+    own = _precision(arguments)
+    shard = _axes(arguments)
+    shard_dim = _dim(arguments)
+    if not arguments.done(positional=int(own is not None)):
+        return None
+    return Terms(
+        reshard=reshard,
+        precision=own,
+        shard=shard,
+        shard_dim=shard_dim,
+        said=frozenset(a.name or "precision" for a in item.action.arguments),
+        origin=item.origin,
+    )
+
+
+def _staged(scope: Scope) -> bool:
+    """Whether the mesh has pipeline stages.
+
+    Each microbatch would gather what the last one let go, so by default units keep their
+    parameters: torchtitan's rule (`reshard_after_forward = "default"`).
+    """
+    mesh = scope.solve()
+    stages = mesh.axis("pp") if mesh else None
+    return stages is not None and stages.size > 1
+
+
+def _dim(arguments: Arguments) -> int:
+    """`shard_dim = 1`, counted from 0, or `shard_dim = auto`."""
+    return arguments.word("shard_dim", {"auto": AUTO}, 0, least=0)  # type: ignore[no-any-return]
+
+
+def spread(item: ast.Rule, placed: Placed, claims: Claims[Lying], scope: Scope) -> None:
+    """Adds what `SELECTOR : spread(on = ..., shard_dim = ...)` says of parameters in units."""
+    arguments = Arguments(item.action, scope, ("on", "shard_dim"))
+    shard, dim = _axes(arguments), _dim(arguments)
+    if isinstance(item.target, ast.Call):
+        arguments.wrong(item.target, "`spread` is said of modules", "name them by a selector")
+    if shard is None and not dim and arguments.ok:
+        told = "write `spread(on = ep_shard, shard_dim = auto)`"
+        arguments.wrong(item.action, "`spread` says neither axes nor a dim", told)
+    if arguments.done() and isinstance(item.target, ast.Selector):
+        found = select(item.target, placed.bases, scope, optional=item.optional)
+        claims.add(found, "spreading", (shard, dim), item.origin, override=item.override)
+
+
+def _precision(arguments: Arguments) -> Precision | None:
+    """`unit(precision(param = fp32))`: a unit's own precision."""
+    call = arguments.positional[0].value if arguments.positional else None
+    if not isinstance(call, ast.Call) or call.name != "precision":
+        return None
+    inner = Arguments(call, arguments.scope, PRECISION)
+    found = precision(inner, call.origin)
+    arguments.ok &= inner.done()
+    return found
+
+
+def _axes(arguments: Arguments) -> tuple[str, ...] | None:
+    """`unit(on = dp_shard * cp)`: axes, and not the numbers that they stand for elsewhere."""
+    expression = arguments.take("on")
+    if expression is None:
+        return None
+    names = tuple(_factors(expression))
+    if None in names:
+        told = "write `on = dp_shard`, or `on = dp_shard * cp`"
+        arguments.wrong(expression, "`on` names axes of the mesh", told)
+        return None
+    return expanded((n for n in names if n is not None), arguments.scope.axis_names)
+
+
+def _factors(expression: ast.Expr) -> Iterator[str | None]:
+    match expression:
+        case ast.Name():
+            yield expression.path
+        case ast.Binary(op="*"):
+            yield from _factors(expression.left)
+            yield from _factors(expression.right)
+        case _:
+            yield None
+
+
+def _claim(found: tuple[Modules, ...], terms: Terms, item: ast.Rule, claims: Claims[Terms]) -> None:
+    """Claims the modules, those that `except_last` tells apart with what it means for each."""
+    last = max((_outermost(m).last for m in found if _lists(m)), default=None)
+    parts = [part for modules in found for part in _parts(modules, terms.reshard, last)]
+    claims.add_all(
+        [(m, replace(terms, reshard=word)) for m, word in parts],
+        "unit",
+        item.origin,
+        override=item.override,
+    )
+
+
+def _lists(modules: Modules) -> list[int]:
+    """The positions of a path where it picks entries of a list, the outermost only."""
+    return [i for i, s in enumerate(modules.path) if isinstance(s, Indices)][:1]
+
+
+def _outermost(modules: Modules) -> Indices:
+    indices = modules.path[_lists(modules)[0]]
+    assert isinstance(indices, Indices)
+    return indices
+
+
+def _parts(
+    modules: Modules, reshard: bool | int | str, last: int | None
+) -> list[tuple[Modules, bool | int]]:
+    """`except_last`: the entry with the highest index of the rule's list keeps its parameters."""
+    if not isinstance(reshard, str):
+        return [(modules, reshard)]
+    positions = _lists(modules)
+    if not positions or last is None:
+        return [(modules, True)]
+    at, indices = positions[0], _outermost(modules)
+    final = indices & Indices.of([last])
+    parts: list[tuple[Modules, bool | int]] = []
+    for some, word in ((indices - final, True), (final, False)):
+        if some:
+            path: tuple[Segment, ...] = (*modules.path[:at], some, *modules.path[at + 1 :])
+            parts.append((Modules(path, modules.module), word))
+    return parts
+
+
+# Calls in the place of a selector ----------------------------------------------------------------
+
+
+def found_units(
+    placed: Placed, claims: Claims[Terms], ignored: Sequence[Modules], scope: Scope
+) -> None:
+    """Adds what `auto(min_params = 100M) : unit` and `dtype(fp32) : unit` find.
+
+    They come after all rules that name modules, and leave what those decide alone.
+    """
+    item = placed.item
+    assert isinstance(item, ast.Rule) and isinstance(item.target, ast.Call)
+    if item.action.name != "unit":
+        unknown(item.action, ("unit",), "fsdp action", scope)
+        return
+    terms = _terms(item, scope)
+    known = ("min_params",) if item.target.name == "auto" else ()
+    arguments = Arguments(item.target, scope, known)
+    if placed.nested:
+        arguments.wrong(item.target, f"`{item.target.name}` stands outside blocks")
+        return
+    taken = [c.modules for c in claims.claims]
+    search = _by_size if item.target.name == "auto" else _by_dtype
+    searched = search(arguments, taken, ignored)
+    if searched is None or terms is None:
+        return
+    found, message = searched
+    if not found and not item.optional:
+        total = f"the model has {scope.facts.count:,} parameters"
+        scope.sink.error("PL448", message, item.origin, facts=[total], help="take the rule out")
+    _claim(found, terms, item, claims)
+
+
+_Found = tuple[tuple[Modules, ...], str]
+
+
+def _by_size(
+    arguments: Arguments, taken: Sequence[Modules], ignored: Sequence[Modules]
+) -> _Found | None:
+    least = arguments.integer("min_params", 0)
+    if least <= 0 and arguments.ok:
+        told = "write `auto(min_params = 100M)`"
+        arguments.wrong(arguments.call, "`auto` needs a number of parameters", told)
+    if not arguments.done():
+        return None
+    found = by_size(arguments.scope.facts, least, taken, ignored)
+    return found, f"no module has {least:,} parameters that no other unit holds"
+
+
+def _by_dtype(
+    arguments: Arguments, taken: Sequence[Modules], ignored: Sequence[Modules]
+) -> _Found | None:
+    dtype = _dtype(arguments)
+    if dtype is None or not arguments.done(positional=1):
+        return None
+    facts, kept = arguments.scope.facts, arguments.scope.kept
+    found = {kept(p) for m in facts.model.below() for p in m.module.parameters}
+    message = f"no module has {dtype} parameters alone"
+    if found == {dtype}:
+        return (), f"all parameters of the model are {dtype}"
+    return by_dtype(facts, dtype, (*taken, *ignored), kept), message
+
+
+def _dtype(arguments: Arguments) -> str | None:
+    """`dtype(fp32)`."""
+    value = arguments.positional[0].value if arguments.positional else None
+    if isinstance(value, ast.Name) and value.path in DTYPES:
+        return DTYPES[value.path]
+    told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
+    if isinstance(value, ast.Name):
+        told = meant(value.path, DTYPES, told) or told
+    arguments.wrong(value or arguments.call, "`dtype` names a type of parameters", told)
+    return None
+
+
+def _called(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
+    if call.name not in ("group", "groups"):
+        unknown(call, ("group", "groups", *FOUND), "unit", scope)
+        return ()
+    return _members(item, call, placed, scope)
+
+
+def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
+    """`group(a, b) : unit`: what is to be one unit; empty after a finding."""
+    arguments = Arguments(call, scope)
+    if placed.nested:
+        arguments.wrong(call, "a group stands outside blocks", "name its members in full")
+        return ()
+    members: list[Modules] = []
+    for argument in arguments.positional:
+        target = argument.value
+        if isinstance(target, ast.Name):
+            target = ast.Selector(origin=target.origin, path=target.path)
+        if not isinstance(target, ast.Selector):
+            arguments.wrong(target, "a group holds modules", "write `group(model.norm, lm_head)`")
+            return ()
+        found = select(target, placed.bases, scope, optional=item.optional)
+        if not found and not item.optional:
+            return ()
+        members.extend(found)
+    if not arguments.done(positional=len(arguments.positional)):
+        return ()
+    if not members and not item.optional:
+        arguments.wrong(call, "the group is empty", "write `group(model.norm, lm_head)`")
+    return tuple(members)
+
+
+def _one_by_one(
+    members: tuple[Modules, ...], terms: Terms, call: ast.Call, scope: Scope
+) -> Iterator[tuple[Modules, Terms]]:
+    """`groups(a.*, b.*) : unit`: a group of entry 0 of each list, one of entry 1, and so on."""
+    entries: dict[tuple[str, ...], set[int]] = {}
+    for member in members:
+        found = [s for s in member.path if isinstance(s, Indices)]
+        if len(found) != 1:
+            told = "write `groups(encoder.layers.*, decoder.layers.*)`"
+            Arguments(call, scope).wrong(
+                call, f"`{member}` is not of the entries of one list", told
+            )
+            return
+        entries.setdefault(member.key, set()).update(found[0])
+    if len({frozenset(e) for e in entries.values()}) > 1:
+        sizes = one_of([f"{len(e)}" for e in entries.values()], last="and")
+        told = "each list needs the same entries"
+        Arguments(call, scope).wrong(call, f"the lists have {sizes} entries", told)
+        return
+    last = max((max(e) for e in entries.values()), default=-1)
+    for member in members:
+        at = next(i for i, s in enumerate(member.path) if isinstance(s, Indices))
+        for entry in member.path[at]:
+            index = Indices(1 << int(entry))
+            one = Modules((*member.path[:at], index, *member.path[at + 1 :]), member.module)
+            word = entry != last if isinstance(terms.reshard, str) else terms.reshard
+            yield one, replace(terms, reshard=word, group=True, entry=int(entry))
+
+
+def units(claims: Claims[Terms]) -> Iterator[Unit]:
+    """The units that the claims leave, in the plan's order."""
+    done: set[Terms] = set()
+    for claim in claims.claims:
+        terms = claim.value
+        if not terms.group:
+            yield _unit((claim.modules,), terms, group=False)
+        elif terms not in done:
+            done.add(terms)
+            members = tuple(c.modules for c in claims.claims if c.value == terms)
+            yield _unit(members, terms, group=len(members) > 1 or len(members[0]) > 1)
+
+
+def _unit(members: tuple[Modules, ...], terms: Terms, *, group: bool) -> Unit:
+    assert not isinstance(terms.reshard, str)
+    return Unit(
+        members=members,
+        group=group,
+        reshard=terms.reshard,
+        precision=terms.precision,
+        shard=terms.shard,
+        shard_dim=terms.shard_dim,
+        said=terms.said,
+        origin=terms.origin,
+    )

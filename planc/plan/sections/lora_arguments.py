@@ -1,0 +1,109 @@
+"""`lora(...)` and `qlora(...)`: the arguments of an adapter."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+from planc.plan.call_arguments import Arguments
+from planc.plan.evaluate import describe, evaluate
+from planc.plan.ir import Quant
+from planc.plan.scope import Failed, Scope
+from planc.source import Span
+from planc.syntax import ast
+
+INITS = ("default", "gaussian", "random")
+KINDS = ("nf4", "fp4")
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""The sizes that `bitsandbytes.functional.quantize_4bit` takes."""
+
+_ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init")
+_QUANT = ("quant", "storage", "compute", "double", "block")
+_DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}
+
+
+class Lora(TypedDict):
+    """The fields of an `AdapterRule` that its call decides."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    dtype: str | None
+    init: str
+    quant: NotRequired[Quant]
+
+
+def lora(call: ast.Call, scope: Scope) -> Lora | None:
+    """The arguments of `lora(...)` or `qlora(...)`, or None after a finding (PL012, PL181)."""
+    four = call.name == "qlora"
+    arguments = Arguments(call, scope, (*_ARGUMENTS, *_QUANT) if four else _ARGUMENTS)
+    places = {a.name: a.value.origin for a in call.arguments}
+    rank = _number(arguments, "rank")
+    alpha = _number(arguments, "alpha")
+    dropout = _number(arguments, "dropout")
+    dtype = arguments.word("dtype", _DTYPES, None)
+    init = arguments.word("init", {name: name for name in INITS}, "default")
+    quant = _quant(arguments) if four else None
+    if not arguments.done():
+        return None
+    if rank is None:
+        example = f"write `{call.name}(rank = 16, alpha = 32)`"
+        arguments.wrong(call, f"`{call.name}` needs a rank", example)
+        return None
+    before = scope.sink.errors
+    if not isinstance(rank, int) or rank < 1:
+        _range(scope, f"the rank of an adapter is a positive integer, not {rank}", places["rank"])
+    if alpha is not None and alpha <= 0:
+        _range(scope, f"`alpha` is a positive number, not {alpha}", places["alpha"])
+    if dropout is not None and not 0 <= dropout < 1:
+        text = f"`dropout` is a share of the inputs, from 0 to less than 1, not {dropout}"
+        _range(scope, text, places["dropout"])
+    if quant is not None and quant.block not in BLOCKS:
+        text = f"a block is of {BLOCKS[0]} to {BLOCKS[-1]:,} weights, a power of 2"
+        _range(scope, f"{text}, not {quant.block}", places["block"])
+    if scope.sink.errors > before:
+        return None
+    assert isinstance(rank, int)
+    found = Lora(
+        rank=rank,
+        alpha=rank if alpha is None else alpha,
+        dropout=dropout or 0.0,
+        dtype=dtype,
+        init=init,
+    )
+    if quant is not None:
+        found["quant"] = quant
+    return found
+
+
+def _quant(arguments: Arguments) -> Quant:
+    return Quant(
+        kind=arguments.word("quant", {name: name for name in KINDS}, "nf4"),
+        storage=arguments.word("storage", _DTYPES, None),
+        compute=arguments.word("compute", _DTYPES, None),
+        double=arguments.truth("double", False),
+        block=arguments.integer("block", 64),
+    )
+
+
+def _range(scope: Scope, message: str, origin: Span) -> None:
+    scope.sink.error("PL181", message, origin)
+
+
+def _number(arguments: Arguments, name: str) -> int | float | None:
+    expression = arguments.take(name)
+    if expression is None:
+        return None
+    value = evaluate(expression, arguments.scope)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    arguments.ok = False
+    if not isinstance(value, Failed):
+        arguments.wrong(expression, f"`{name}` is a number, not {describe(value)}")
+    return None

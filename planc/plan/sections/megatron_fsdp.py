@@ -1,0 +1,124 @@
+"""`backend = megatron`: Megatron-FSDP in the place of torch's own, with the package's own words.
+
+Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolicy`, version 0.6.1.
+"""
+
+from __future__ import annotations
+
+from planc.diagnostic import Label, Sink, one_of
+from planc.plan.call_arguments import Arguments, word
+from planc.plan.ir import Megatron
+from planc.plan.scope import Failed, Scope
+from planc.plan.sections.fsdp_policies import DTYPES
+from planc.syntax import ast
+
+NAME = "megatron"
+SETTINGS = ("backend", "strategy", "outer_strategy")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+OUTER = ("no_shard", "optim")
+DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
+OPTIONS = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "report_nan_in_param_grad": False,
+    "average_in_collective": False,
+    "disable_bucketing": False,
+    "keep_fp8_transpose_cache": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+    "disable_symmetric_registration": False,
+    "enable_fine_grained_param_gather": False,
+    "maxpool_double_buffer": False,
+}
+"""The keywords of `fully_shard_model` that a plan can set, and their defaults there."""
+
+Line = ast.Setting | ast.Directive
+Lines = dict[str, Line]
+
+
+def collect(item: Line, name: str, lines: Lines, sink: Sink) -> None:
+    """Keeps a line of the section, of which each name has one, unless one says `override`."""
+    earlier = lines.get(name)
+    if earlier is not None and not item.override:
+        sink.error(
+            "PL102",
+            f"two `{name}` lines decide the same",
+            Label(span=item.origin, text="this one"),
+            Label(span=earlier.origin, text="and this one"),
+            help="write `override` before the one that is to hold",
+        )
+        return
+    if earlier is None and item.override:
+        sink.error(
+            "PL103",
+            f"there is no earlier `{name}` to override",
+            item.origin,
+            help="take `override` away",
+        )
+    lines[name] = item
+
+
+def read(lines: Lines, section: str, scope: Scope) -> Megatron | None:
+    """What the lines of a section say, or None where torch's FSDP is meant, or after a finding."""
+    said = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
+    if said != NAME:
+        for name, item in lines.items():
+            if name != "backend" and said == "torch":
+                scope.sink.error(
+                    "PL498",
+                    f"`{name}` is a word of Megatron-FSDP, and this section is torch's",
+                    item.origin,
+                    help="write `backend = megatron` in the section, or take this out",
+                )
+        return None
+    backend = lines["backend"]
+    if section != "fsdp":
+        scope.sink.error(
+            "PL498",
+            f"Megatron-FSDP has no `{section}` section",
+            backend.origin,
+            help="write an fsdp section with `strategy = no_shard`",
+        )
+        return None
+    dtypes, options = _directive(lines.get(NAME), scope)
+    return Megatron(
+        strategy=_word(lines.get("strategy"), STRATEGIES, STRATEGIES[-1], scope),
+        outer=_word(lines.get("outer_strategy"), OUTER, OUTER[0], scope),
+        main_params=dtypes.get("main_params", "float32"),
+        main_grads=dtypes.get("main_grads"),
+        grad_comm=dtypes.get("grad_comm"),
+        options=options,
+        lines={name: item.origin for name, item in lines.items()},
+        origin=backend.origin,
+    )
+
+
+def _word(item: Line | None, words: tuple[str, ...], default: str, scope: Scope) -> str:
+    """A setting's word; the empty text after a finding."""
+    if not isinstance(item, ast.Setting):
+        return default
+    value = word(item.value, scope)
+    if isinstance(value, str) and value in words:
+        return value
+    if not isinstance(value, Failed):
+        known = one_of(f"`{w}`" for w in words)
+        scope.sink.error("PL012", f"`{item.name}` is {known}", item.value.origin)
+    return ""
+
+
+def _directive(
+    item: Line | None, scope: Scope
+) -> tuple[dict[str, str | None], tuple[tuple[str, bool], ...]]:
+    """`megatron(main_params = bf16, nccl_ub = true)`: types, and options that are no defaults."""
+    if not isinstance(item, ast.Directive):
+        return {}, ()
+    arguments = Arguments(item.call, scope, (*DTYPE_WORDS, *OPTIONS))
+    if not item.call.arguments:
+        arguments.wrong(item, "`megatron` says nothing", "write `megatron(main_params = fp32)`")
+    given = {a.name for a in item.call.arguments}
+    known = {**DTYPES, "none": None}
+    dtypes = {n: arguments.word(n, known, None) for n in DTYPE_WORDS if n in given}
+    options = {n: arguments.truth(n, default) for n, default in OPTIONS.items()}
+    arguments.done()
+    return dtypes, tuple((n, v) for n, v in options.items() if v != OPTIONS[n])

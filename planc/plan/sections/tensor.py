@@ -1,0 +1,117 @@
+"""Tensor sections -> styles on modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planc.model.facts import Modules
+from planc.ops.styles import Style
+from planc.plan.call_arguments import unknown
+from planc.plan.ir import TensorRule
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import Claims, Placed, flatten
+from planc.plan.scope import Scope
+from planc.plan.sections.tensor_styles import STYLES, custom, style_of
+from planc.plan.selectors import select
+from planc.syntax import ast
+
+_ASPECTS = {name: name for name in ("input", "output", "attributes")}
+
+
+def tensor(program: Program) -> Iterator[TensorRule]:
+    """What the tensor sections decide, in the plan's order."""
+    scope = program.scope
+    claims: dict[str, Claims[Style]] = {}
+    used: set[str] = set()
+    for section in program.named("tensor"):
+        axis = _axis(section, program)
+        for placed in flatten(section, scope):
+            rule = rule_of(placed, "tensor", program)
+            if rule is None:
+                continue
+            name = rule.action.name
+            if name not in STYLES and name not in program.styles:
+                unknown(rule.action, (*STYLES, *program.styles), "style", scope)
+                continue
+            used.add(name)
+            found = modules_of(rule, placed, scope)
+            if axis and found:
+                held = claims.setdefault(axis, Claims(program.sink))
+                _claim(rule, found, held, program)
+    for unused in program.styles.keys() - used:
+        origin = program.styles[unused].name_origin
+        told = "use it or take it out"
+        program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=told)
+    for axis, held in claims.items():
+        for claim in held.claims:
+            yield TensorRule(
+                modules=claim.modules, axis=axis, style=claim.value, origin=claim.origin
+            )
+
+
+def _claim(
+    rule: ast.Rule, found: tuple[Modules, ...], claims: Claims[Style], program: Program
+) -> None:
+    """One style may mean two things: on an embedding, a bare rowwise takes whole ids."""
+    aspect = _ASPECTS.get(rule.action.name, "style")
+    by_kind: dict[str, list[Modules]] = {}
+    for modules in found:
+        kind = modules.module.kind
+        own = kind if kind in ("embedding", "conv1d") else "other"
+        by_kind.setdefault(own, []).append(modules)
+    for i, (kind, group) in enumerate(by_kind.items()):
+        own_style = program.styles.get(rule.action.name)
+        style = (
+            custom(rule.action, own_style.path, program.scope)
+            if own_style
+            else style_of(rule.action, program.scope, kind=kind)
+        )
+        if style is None:
+            return
+        override = rule.override and i == 0
+        claims.add(group, aspect, style, rule.origin, override=override)
+
+
+def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
+    """The item as a rule with a selector; anything else is out of place (PL011)."""
+    item = placed.item
+    if isinstance(item, ast.Rule) and isinstance(item.target, ast.Selector):
+        return item
+    example = {"tensor": "colwise", "checkpoint": "full", "compile": "block", "train": "frozen"}[
+        section
+    ]
+    program.sink.error(
+        "PL011",
+        f"this has no place in a `{section}` section",
+        item.origin,
+        help=f"it holds rules: `model.layers.* : {example}`",
+    )
+    return None
+
+
+def modules_of(rule: ast.Rule, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
+    assert isinstance(rule.target, ast.Selector)
+    return select(rule.target, placed.bases, scope, optional=rule.optional)
+
+
+def _axis(section: ast.Section, program: Program) -> str | None:
+    """The one axis of a tensor section."""
+    if section.replicate or len(section.axes) != 1:
+        program.sink.error(
+            "PL305",
+            "a tensor section works over one axis of the mesh",
+            section.name_origin,
+            help="write `tensor on tp {`",
+        )
+        return None
+    return section.axes[0].path
+
+
+def no_axes(section: ast.Section, program: Program) -> None:
+    if section.axes or section.replicate:
+        program.sink.error(
+            "PL305",
+            f"a `{section.name}` section works over no axis",
+            (section.axes or section.replicate)[0].origin,
+            help=f"write `{section.name} {{`",
+        )

@@ -1,0 +1,281 @@
+"""A style as a plan writes it -> as the IR has it."""
+
+from __future__ import annotations
+
+from planc.ops.styles import (
+    Attributes,
+    Change,
+    Colwise,
+    Custom,
+    Experts,
+    Features,
+    Held,
+    Input,
+    Layout,
+    MlaKv,
+    Output,
+    Parameters,
+    Partial,
+    Parts,
+    Replicate,
+    Replicated,
+    Rowwise,
+    Sequence,
+    Shard,
+    Style,
+)
+from planc.plan.call_arguments import Arguments
+from planc.plan.evaluate import evaluate
+from planc.plan.scope import Failed, Scope
+from planc.syntax import ast
+
+STYLES = (
+    "colwise",
+    "rowwise",
+    "sequence",
+    "input",
+    "output",
+    "replicate",
+    "mla_kv",
+    "parameters",
+    "experts",
+    "features",
+    "attributes",
+)
+
+
+def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> Style | None:
+    """A style as the IR has it, or None after a finding.
+
+    Args:
+        call: its name is one of STYLES.
+        kind: of the modules: on an `embedding` a bare rowwise is replicate -> replicate, and the
+            weight of a `conv1d` is transposed.
+    """
+    match call.name:
+        case "colwise" | "rowwise":
+            return _weighted(call, scope, kind)
+        case "sequence":
+            arguments = Arguments(call, scope, ("dim", "local"))
+            dim = arguments.integer("dim", 1)
+            local = arguments.truth("local", False)
+            return Sequence(dim=dim, local=local) if arguments.done() else None
+        case "input":
+            return _input(call, scope)
+        case "output":
+            return _output(call, scope)
+        case "replicate":
+            arguments = Arguments(call, scope, ("gradient",))
+            summed = arguments.word("gradient", {"sum": True}, False)
+            return Replicated(summed=summed) if arguments.done() else None
+        case "mla_kv":
+            return _mla_kv(call, scope)
+        case "features":
+            return Features() if Arguments(call, scope).done() else None
+        case "attributes":
+            return _attributes(call, scope)
+        case _:
+            return _bare(call, scope)
+
+
+def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | None:
+    arguments = Arguments(call, scope, ("local", "parts", "interleaved"))
+    local = arguments.truth("local", True)
+    parts, interleaved = _parts(arguments)
+    default = Colwise() if call.name == "colwise" else Rowwise()
+    source = default.input
+    target = default.output
+    if isinstance(default, Rowwise) and kind == "embedding":
+        source = Replicate()
+    if arguments.positional:
+        told = f"write `{call.name}(-> replicate)`, or `{call.name}(shard(1) -> replicate)`"
+        arrow = _arrow(arguments, 0, source, told)
+        if arrow is None:
+            return None
+        source, target = arrow.source, arrow.target
+    if not arguments.done(positional=1):
+        return None
+    return type(default)(
+        input=source,
+        output=target,
+        local=local,
+        parts=parts,
+        interleaved=interleaved,
+        transposed=kind == "conv1d",
+    )
+
+
+def _arrow(arguments: Arguments, at: int, source: Layout, told: str) -> Change | None:
+    """A positional arrow, whose left side may be left out."""
+    arrow = arguments.positional[at].value
+    if not isinstance(arrow, ast.Arrow):
+        name = arguments.call.name
+        arguments.wrong(arrow, f"`{name}` takes an arrow between two layouts", told)
+        return None
+    one = _layout(arrow.source, arguments) if arrow.source else source
+    two = _layout(arrow.target, arguments)
+    return None if one is None or two is None else Change(one, two)
+
+
+def _parts(arguments: Arguments) -> tuple[Parts, bool]:
+    """`parts = 2` or `parts = [a, b]`, and `interleaved = true`."""
+    interleaved = arguments.truth("interleaved", False)
+    expression = arguments.take("parts")
+    if expression is None:
+        if interleaved:
+            arguments.wrong(
+                arguments.call,
+                "`interleaved` says nothing without `parts`",
+                "write how many projections alternate: `parts = 2, interleaved = true`",
+            )
+        return 1, False
+    value = evaluate(expression, arguments.scope)
+    sizes = value if isinstance(value, tuple) else (value,)
+    good = [s for s in sizes if isinstance(s, int) and not isinstance(s, bool) and s > 0]
+    if any(isinstance(s, Failed) for s in sizes):
+        arguments.ok = False
+        return 1, False
+    if len(good) < len(sizes) or not good or (interleaved and isinstance(value, tuple)):
+        what = "the number of the parts" if interleaved else "a number of equal parts, or a list"
+        told = "write `parts = 2`, or the size of each: `parts = [4096, 1024, 1024]`"
+        arguments.wrong(expression, f"`parts` is {what} of positive integers", told)
+        return 1, False
+    return (tuple(good) if isinstance(value, tuple) else good[0]), interleaved
+
+
+def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
+    match expression:
+        case ast.Name(path="replicate"):
+            return Replicate()
+        case ast.Name(path="partial"):
+            return Partial()
+        case ast.Call(name="shard") if len(expression.arguments) == 1:
+            dim = evaluate(expression.arguments[0].value, arguments.scope)
+            if isinstance(dim, int) and not isinstance(dim, bool):
+                return Shard(dim)
+    arguments.wrong(
+        expression,
+        f"`{expression.origin.text}` is no layout",
+        "a layout is `replicate`, `shard(1)` or `partial`",
+    )
+    return None
+
+
+def _change(expression: ast.Expr, arguments: Arguments) -> Change | None:
+    if not isinstance(expression, ast.Arrow) or expression.source is None:
+        told = "write what arrives and what is wanted: `shard(1) -> replicate`"
+        arguments.wrong(expression, f"`{expression.origin.text}` is no change of layout", told)
+        return None
+    source = _layout(expression.source, arguments)
+    target = _layout(expression.target, arguments)
+    return Change(source, target) if source is not None and target is not None else None
+
+
+def _positional(arguments: Arguments) -> tuple[Change | None, ...]:
+    result: list[Change | None] = []
+    for argument in arguments.positional:
+        null = isinstance(argument.value, ast.Literal) and argument.value.value is None
+        result.append(None if null else _change(argument.value, arguments))
+    return tuple(result)
+
+
+def _input(call: ast.Call, scope: Scope) -> Input | None:
+    arguments = Arguments(call, scope)
+    local = arguments.truth("local", False)
+    positional = _positional(arguments)
+    named = [(str(a.name), _change(a.value, arguments)) for a in arguments.rest()]
+    changes = tuple((name, change) for name, change in named if change is not None)
+    if not any(positional) and not changes and arguments.ok:
+        arguments.wrong(call, "`input` changes nothing", "write `input(shard(1) -> replicate)`")
+    if not arguments.ok:
+        return None
+    return Input(positional=positional, named=changes, local=local)
+
+
+def _output(call: ast.Call, scope: Scope) -> Output | None:
+    arguments = Arguments(call, scope, ("local",))
+    local = arguments.truth("local", True)
+    positional = _positional(arguments)
+    if not any(positional) and arguments.ok:
+        arguments.wrong(call, "`output` changes nothing", "write `output(shard(1) -> replicate)`")
+    if not arguments.done(positional=len(arguments.positional)):
+        return None
+    return Output(positional=positional, local=local)
+
+
+def custom(call: ast.Call, path: str, scope: Scope) -> Custom | None:
+    """A style of the plan's own, with whatever arguments it has."""
+    arguments = Arguments(call, scope)
+    given = [(str(a.name), evaluate(a.value, scope)) for a in arguments.rest()]
+    for name, value in given:
+        arguments.ok = arguments.ok and not isinstance(value, Failed)
+        if isinstance(value, ast.Selector):
+            arguments.wrong(call, f"`{name}` is a path of modules, and not a value")
+    if not arguments.done():
+        return None
+    return Custom(name=call.name, path=path, arguments=tuple(given))  # type: ignore[arg-type]
+
+
+def _mla_kv(call: ast.Call, scope: Scope) -> MlaKv | None:
+    arguments = Arguments(call, scope, ("rope",))
+    rope = arguments.integer("rope", 0)
+    if rope < 1 and arguments.ok:
+        told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
+        arguments.wrong(call, "`mla_kv` needs the number of rotary features", told)
+    return MlaKv(rope=rope) if arguments.done() else None
+
+
+def _attributes(call: ast.Call, scope: Scope) -> Attributes | None:
+    """`attributes(heads = split)`."""
+    names = tuple(dict.fromkeys(str(a.name) for a in call.arguments if a.name is not None))
+    arguments = Arguments(call, scope, names)
+    for name in names:
+        arguments.word(name, {"split": True}, True)
+    if not names and arguments.ok:
+        told = "name what counts heads: `attributes(heads = split)`"
+        arguments.wrong(call, "`attributes` names no attribute", told)
+    return Attributes(names=names) if arguments.done() else None
+
+
+# Bare parameters ---------------------------------------------------------------------------------
+
+
+def _bare(call: ast.Call, scope: Scope) -> Parameters | Experts | None:
+    """`parameters(sinks = shard(0))`, `experts(up = shard(1, parts = 2), down = shard(2))`."""
+    arguments = Arguments(call, scope)
+    flow = Change(Replicate(), Replicate())
+    experts = call.name == "experts"
+    local = arguments.truth("local", True) if experts else True
+    if arguments.positional and experts:
+        told = "write `experts(down_proj = shard(2), -> shard(1))`"
+        arrow = _arrow(arguments, 0, flow.source, told)
+        if arrow is None:
+            return None
+        flow = arrow
+    named = [(str(a.name), _held(a.value, arguments)) for a in arguments.rest()]
+    held = tuple((name, one) for name, one in named if one is not None)
+    if not named and arguments.ok:
+        told = f"name its parameters: `{call.name}(weight = shard(0))`"
+        arguments.wrong(call, f"`{call.name}` names no parameter", told)
+    if not arguments.done(positional=int(experts)):
+        return None
+    if experts:
+        return Experts(held=held, input=flow.source, output=flow.target, local=local)
+    return Parameters(held=held)
+
+
+def _held(expression: ast.Expr, arguments: Arguments) -> Held | None:
+    """`shard(1)`, `shard(1, parts = 2, interleaved = true)`, `replicate`, `partial`."""
+    if not isinstance(expression, ast.Call) or expression.name != "shard":
+        layout = _layout(expression, arguments)
+        return None if layout is None else Held(layout=layout)
+    inner = Arguments(expression, arguments.scope, ("parts", "interleaved"))
+    parts, interleaved = _parts(inner)
+    dim = evaluate(inner.positional[0].value, inner.scope) if inner.positional else None
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        inner.wrong(expression, "`shard` names the dim that it splits", "write `shard(1)`")
+        arguments.ok = False
+        return None
+    good = inner.done(positional=1)
+    arguments.ok = arguments.ok and good
+    return Held(layout=Shard(dim), parts=parts, interleaved=interleaved) if good else None

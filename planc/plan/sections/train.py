@@ -1,0 +1,34 @@
+"""The train sections -> which parameters take gradients."""
+
+from __future__ import annotations
+
+from planc.plan.call_arguments import Arguments, unknown
+from planc.plan.ir import Training
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import Claims, flatten
+from planc.plan.sections.tensor import modules_of, no_axes, rule_of
+
+_STATES = {"frozen": False, "trainable": True}
+
+
+def train(program: Program) -> tuple[Training, ...]:
+    """What is frozen and what is not, outer modules before those inside them.
+
+    A word on a module holds for all below it that has none of its own, so two conflict only where
+    they name the same module.
+    """
+    claims: Claims[bool] = Claims(program.sink)
+    for section in program.named("train"):
+        no_axes(section, program)
+        for placed in flatten(section, program.scope):
+            rule = rule_of(placed, "train", program)
+            if rule is None:
+                continue
+            if rule.action.name not in _STATES:
+                unknown(rule.action, tuple(_STATES), "state", program.scope)
+            elif Arguments(rule.action, program.scope).done():
+                found = modules_of(rule, placed, program.scope)
+                trainable = _STATES[rule.action.name]
+                claims.add(found, "training", trainable, rule.origin, override=rule.override)
+    said = (Training(modules=c.modules, trainable=c.value, origin=c.origin) for c in claims.claims)
+    return tuple(sorted(said, key=lambda t: len(t.modules.path)))

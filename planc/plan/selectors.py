@@ -1,0 +1,282 @@
+"""Selectors -> module sets, on the compressed module table, so the cost does not grow with depth.
+
+A selector is a path of steps. Each step maps a set of modules to the sets one level (or, for `**`,
+any number of levels) below; where a step finds nothing, what stood there instead is the help.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from planc.diagnostic import meant, one_of
+from planc.model.facts import Modules
+from planc.model.indices import Indices
+from planc.plan.scope import Failed, Scope
+from planc.syntax import ast
+
+_MAX_ALTERNATIVES = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A child by name; `*` inside stands for any run of letters."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """`*`: every child, the entries of a list too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deep:
+    """`**`: the module itself and everything below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """`[0:4]`, `[-1]`, `[::2]`, `[0:3,5]`: entries of a list."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`<Class>` and `has ...`: of what matched, the modules that are or contain this."""
+
+    cls: str | None
+    has: ast.Selector | None
+
+
+Step = Named | Level | Deep | Picked | Kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Miss:
+    """Where a pattern came to nothing: what it stood at, and the step that found nothing."""
+
+    at: tuple[Modules, ...]
+    step: Step
+    depth: int
+
+
+def select(
+    selector: ast.Selector, bases: Iterable[Modules], scope: Scope, *, optional: bool = False
+) -> tuple[Modules, ...]:
+    """The modules that a selector names, relative to the bases.
+
+    Args:
+        selector: as written; each alternative of its braces must match something.
+        bases: the root, or what the blocks around it selected.
+        scope: for `$let`, and the sink: PL101 for what matches nothing, PL112 for a bad index.
+        optional: whether matching nothing is fine.
+
+    Returns:
+        Disjoint sets, alike modules in one set; empty after a finding.
+    """
+    bases = tuple(bases)
+    found: list[Modules] = []
+    for steps in _alternatives(selector, scope):
+        matched: list[Modules] = []
+        misses: list[_Miss] = []
+        for base in bases:
+            result = _walk(base, steps, scope)
+            if isinstance(result, _Miss):
+                misses.append(result)
+            else:
+                matched.extend(result)
+        if not matched and not optional:
+            if misses:
+                _report(selector, max(misses, key=lambda m: m.depth), scope)
+            return ()
+        found.extend(matched)
+    return _merged(found)
+
+
+def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Step, ...]]:
+    """The patterns that braces stand for, each as steps."""
+    prefix: tuple[Step, ...] = ()
+    prefixes: list[tuple[Step, ...]] = [prefix]
+    path = selector.path
+    if path.startswith("$"):
+        match = re.match(r"\$(\w+)\.?", path)
+        if match is None:
+            scope.sink.error("PL100", "`$` needs the name of a let", selector.origin)
+            return
+        value = scope.value(ast.Name(origin=selector.origin, path=match[1]))
+        if isinstance(value, Failed):
+            return
+        if not isinstance(value, ast.Selector):
+            scope.sink.error(
+                "PL109",
+                f"`${match[1]}` is not a path of modules",
+                selector.origin,
+                help=f"write `let {match[1]} = model.layers.*`, or the like",
+            )
+            return
+        prefixes = list(_alternatives(value, scope))
+        path = path[match.end() :]
+    texts = list(itertools.islice(_braces(path), _MAX_ALTERNATIVES + 1))
+    if len(texts) * len(prefixes) > _MAX_ALTERNATIVES:
+        told = f"the braces of `{selector.path}` give more than {_MAX_ALTERNATIVES:,} alternatives"
+        scope.sink.error("PL112", told, selector.origin)
+        return
+    for part in re.findall(r"\[([^\]]*)\]", path):
+        if not re.fullmatch(r"-?\d+|-?\d*(:-?\d*){1,2}", part) and not all(
+            re.fullmatch(r"\d+(:\d+){0,2}", p) for p in part.split(",")
+        ):
+            told = "pick entries as Python does: `[0:4]`, `[-1]`, `[::2]`, or a list `[0:3,5]`"
+            scope.sink.error("PL112", f"`[{part}]` picks nothing", selector.origin, help=told)
+            return
+    kept = (Kept(selector.cls, selector.has),) if selector.cls or selector.has else ()
+    for before, text in itertools.product(prefixes, texts):
+        yield (*before, *_steps(text), *kept)
+
+
+def _braces(text: str) -> Iterator[str]:
+    match = re.search(r"\{([^{}]*)\}", text)
+    if match is None:
+        yield text
+        return
+    for option in match[1].split(","):
+        for rest in _braces(text[match.end() :]):
+            yield text[: match.start()] + option + rest
+
+
+def _steps(text: str) -> Iterator[Step]:
+    for piece in re.findall(r"[^.\[\]]+|\[[^\]]*\]", text):
+        if piece.startswith("["):
+            yield Picked(piece)
+        elif piece == "**":
+            yield Deep()
+        elif piece == "*":
+            yield Level()
+        elif piece.isdecimal():
+            yield Picked(f"[{piece}]")
+        else:
+            yield Named(piece)
+
+
+def _walk(base: Modules, steps: tuple[Step, ...], scope: Scope) -> tuple[Modules, ...] | _Miss:
+    current: tuple[Modules, ...] = (base,)
+    for depth, step in enumerate(steps):
+        following = tuple(dict.fromkeys(m for at in current for m in _advance(at, step, scope)))
+        if not following:
+            return _Miss(current, step, depth)
+        current = following
+    return current
+
+
+def _advance(at: Modules, step: Step, scope: Scope) -> Iterator[Modules]:
+    match step:
+        case Deep():
+            yield from at.below()
+        case Level():
+            for child in at.module.children:
+                yield Modules((*at.path, child.segment), child.module)
+        case Named(pattern):
+            for child in at.module.children:
+                if child.indices is None and fnmatchcase(child.name, pattern):
+                    yield Modules((*at.path, child.name), child.module)
+        case Picked(text):
+            wanted = _indices(text, _length(at))
+            for child in at.module.children:
+                if child.indices is not None and wanted & child.indices:
+                    yield Modules((*at.path, child.indices & wanted), child.module)
+        case Kept(cls, has):
+            if cls is not None and at.module.cls != cls:
+                return
+            if has is None or _contains(at, has, scope):
+                yield at
+
+
+def _contains(at: Modules, has: ast.Selector, scope: Scope) -> bool:
+    return any(
+        not isinstance(_walk(at, steps, scope), _Miss) for steps in _alternatives(has, scope)
+    )
+
+
+def _length(at: Modules) -> int:
+    """The number of entries of a list."""
+    return 1 + max((c.indices.last for c in at.module.children if c.indices), default=-1)
+
+
+def _indices(text: str, length: int) -> Indices:
+    """What `[...]` picks of a list, with Python's meaning of slices and negative indices."""
+    result = Indices(0)
+    for part in text[1:-1].split(","):
+        numbers = [int(n) if n.strip() not in ("", "-") else None for n in part.split(":")]
+        if len(numbers) == 1:
+            index = numbers[0]
+            if index is not None and -length <= index < length:
+                result |= Indices.of([index % length])
+        elif len(numbers) <= 3 and numbers[-1] != 0 and all(abs(n or 0) < 2**31 for n in numbers):
+            result |= Indices.of(range(length)[slice(*numbers)])
+    return result
+
+
+def _merged(found: Iterable[Modules]) -> tuple[Modules, ...]:
+    """Sets of alike modules put together: where the paths differ in one set of indices only."""
+    result: list[Modules] = []
+    for modules in found:
+        current = modules
+        for i, other in enumerate(result):
+            union = _union(other, current)
+            if union is not None:
+                result[i] = union
+                break
+        else:
+            result.append(current)
+    return tuple(result)
+
+
+def _union(one: Modules, two: Modules) -> Modules | None:
+    return one.union(two) if one.module == two.module else None
+
+
+def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
+    written = selector.path + (f"<{selector.cls}>" if selector.cls else "")
+    at = miss.at[0]
+    where = f"`{at}`" if at.path else "the model"
+    names = list(dict.fromkeys(c.name for m in miss.at for c in m.module.children if c.name))
+    facts = [f"{where} is a {at.module.cls}"]
+    told: str | None = None
+    match miss.step:
+        case Named(pattern):
+            reason = f"{where} has no `{pattern}`"
+            told = _instead(pattern, at, names, scope)
+        case Picked(text):
+            length = _length(at)
+            reason = f"{where} has {length} entries" if length else f"{where} is not a list"
+            reason += f", none of them in `{text}`" if length else ""
+        case Kept(cls, has):
+            found = one_of(dict.fromkeys(m.module.cls for m in miss.at), last="and")
+            reason = f"what is there is {found}" if cls else f"none of it has `{_path(has)}`"
+        case _:
+            reason = f"{where} has no modules inside"
+    scope.sink.error(
+        "PL101", f"`{written}` matches nothing: {reason}", selector.origin, facts=facts, help=told
+    )
+
+
+def _path(selector: ast.Selector | None) -> str:
+    return selector.path if selector else ""
+
+
+def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
+    """What the user may have meant by a name that is not there."""
+    if close := meant(pattern, names):
+        return close
+    if _length(at):
+        return f"`{at}` is a list: write `{at}.*.{pattern}`, or pick entries with `[0:4]`"
+    elsewhere = [m for m in scope.facts.model.below() if m.path and m.path[-1] == pattern]
+    if elsewhere:
+        return f"there is `{elsewhere[0]}`"
+    if names:
+        return f"it has {one_of((f'`{n}`' for n in names[:12]), last='and')}"
+    return None

@@ -1,0 +1,161 @@
+"""What layout flow found -> findings at the lines of the plan, with the model's source line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+from planc.diagnostic import Label, Sink
+from planc.model.facts import below
+from planc.plan.ir import Plan
+from planc.proof.responsible_rules import rules
+from planc.trial.outcome import Outcome, Part
+
+_SEEN = "seen on a shrunken model, with all ranks of the axis simulated (2)"
+_MOST = 8
+"""Findings of one kind: a plan that is wrong everywhere is not told so a hundred times."""
+
+
+def refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
+    """Where the model computes something else: PL501, PL502, PL503 and PL507.
+
+    Of outputs only the first that differs is told, for what comes after differs with it.
+    """
+    groups = _alike(outcome)
+    first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
+    sizes = [g for g in groups if g[0].kind == "size"][:1]
+    gradients = [g for g in groups if g[0].kind in ("gradient", "partial", "missing")]
+    for group in (*sizes, *(first or gradients[:_MOST])):
+        _TOLD.get(group[0].kind, _gradient)(group, small, sink)
+
+
+def unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
+    """What is not as the plan says: arrivals (PL505) and redistributions (PL506)."""
+    wrong = outcome.verdict == "refuted"
+    for kind in ("boundary", "unstated"):
+        for group in [g for g in _alike(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
+            part, subject = group[0], generic(group[0].subject)
+            labels = list(rules(part.subject, small))
+            facts = [*_source(part), _SEEN]
+            if kind == "boundary":
+                report = sink.error if wrong else sink.warning
+                message = f"what arrives at `{subject}` is not what the plan says: {part.detail}"
+                stated, _, arrives = part.detail.removesuffix(" arrives").partition(" is stated, ")
+                told = f"state it as it arrives: `{arrives} -> ...` instead of `{stated} -> ...`"
+                report("PL505", message, *labels, facts=facts, help=told)
+            elif not wrong:
+                message = f"no rule says that `{subject or 'the model'}` changes {part.detail}"
+                labels = _with_before(labels, part, small)
+                told = "state it with a style, `input(...)` or `output(...)`, or leave it as it is"
+                sink.warning("PL506", message, *labels, facts=facts, help=told)
+
+
+def _alike(outcome: Outcome) -> list[list[Part]]:
+    """The parts, those of like modules together."""
+    groups: dict[tuple[str, str, str], list[Part]] = {}
+    for part in outcome.parts:
+        detail = part.detail if part.kind in ("boundary", "unstated") else ""
+        groups.setdefault((part.kind, generic(part.subject), detail), []).append(part)
+    return list(groups.values())
+
+
+def generic(name: str) -> str:
+    """A torch name with every entry of a list as `*`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _source(part: Part) -> list[str]:
+    return [f"the model's own code: {part.line}"] if part.line else []
+
+
+def _with_before(labels: list[Label], part: Part, small: Plan) -> list[Label]:
+    """The labels, and the rules of the module that ended last."""
+    marked = {label.span for label in labels}
+    before = [label.span for label in rules(part.before, small) if label.span not in marked]
+    return [*labels, *(Label(span=span, text="ended just before") for span in before)]
+
+
+def _crash(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], generic(group[0].subject)
+    labels = _with_before(list(rules(part.subject, small)), part, small)
+    message = f"the model dies at `{subject}` under this plan"
+    facts = [part.detail, *_source(part), _SEEN]
+    sink.error("PL503", message, *labels, facts=facts)
+
+
+def _output(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], generic(group[0].subject)
+    facts = [f"the first output that differs, by {part.error:.1e}"]
+    facts += [part.detail] if part.detail else []
+    message = f"`{subject or 'the model'}` computes something else under this plan"
+    facts += [*_source(part), _SEEN]
+    labels = _with_before(list(rules(part.subject, small)), part, small)
+    sink.error("PL501", message, *labels, facts=facts)
+
+
+def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], generic(group[0].subject)
+    module = part.subject.rpartition(".")[0]
+    worst = max(p.error for p in group)
+    help = None
+    if part.kind == "partial":
+        message = f"the gradient of `{subject}` is a part of a sum, and nothing adds it up"
+        told = f"each rank's differs by up to {worst:.1e}"
+        last = module.rpartition(".")[2]
+        help = f"give it a style that sums: `{last} : sequence(dim = ..., local = true)`"
+    else:
+        message = f"the gradient of `{subject}` is wrong under this plan"
+        told = f"relative error {worst:.1e}"
+    facts = [told, *_source(part), _SEEN]
+    sink.error("PL502", message, *rules(module, small), facts=facts, help=help)
+
+
+def _size(group: list[Part], small: Plan, sink: Sink) -> None:
+    part, subject = group[0], generic(group[0].subject)
+    message = f"`{subject}` gets {part.detail}: read off a local part of the sequence"
+    sink.error(
+        "PL507",
+        message,
+        *rules(part.subject, small),
+        facts=[*_source(part), _SEEN],
+        help="hand the split activations on as a DTensor, which knows the whole size: "
+        "`local = false`",
+    )
+
+
+def uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
+    """PL508: units whose module is never called, while what is inside it is.
+
+    FSDP gathers a unit's parameters when its module is called. Says whether there are any.
+
+    Args:
+        ran: the modules that were called, by name, or with stars for numbers.
+        plan: whose units are judged.
+        sink: receives the findings.
+    """
+    found = False
+    for unit in plan.fsdp.units if plan.fsdp else ():
+        for modules in unit.members:
+            every = ((n, generic(n)) for n in modules.names() if n)
+            name, star = next((n for n in every if ran.isdisjoint(n)), ("", ""))
+            inside = next((n for n in sorted(ran) if below(n, name) or below(n, star)), None)
+            if not name or inside is None:
+                continue
+            found = True
+            sink.error(
+                "PL508",
+                f"`{star}` is an FSDP unit and is never called as a module",
+                unit.origin,
+                facts=[
+                    f"the model's own code calls `{generic(inside)}` inside it",
+                    "seen in a run of the model, made small where it has a configuration",
+                ],
+                help="make what is called the unit, or leave its parameters to the root",
+            )
+    return found
+
+
+_TOLD: dict[str, Callable[[list[Part], Plan, Sink], None]] = {
+    "crash": _crash,
+    "output": _output,
+    "size": _size,
+}

@@ -1,0 +1,337 @@
+"""Layout flow, as `planc check` asks for it: shrink, lower, simulate, remember, report.
+
+The plan is compiled once more, for a small model of the same family on its tensor axes alone, and
+what `planc.trial.simulate` finds there is reported at the lines of the plan. What was found is kept
+by the digest of the small lowered plan, its configuration and the library versions, so a warm
+check imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from planc.compiler import Compiled, compile_plan
+from planc.diagnostic import Severity, Sink
+from planc.model import cache
+from planc.model.config import buildable
+from planc.model.facts import Facts, below
+from planc.model.layer_kinds import sorts
+from planc.model.load import of_values
+from planc.model.small.shrink import shrink
+from planc.ops.document import digest
+from planc.ops.registry import (
+    Checkpoint,
+    Compile,
+    FullyShard,
+    Lowered,
+    MegatronShard,
+    Parallelize,
+)
+from planc.plan.ir import Plan
+from planc.proof import small_mesh
+from planc.proof.called_modules import called
+from planc.proof.flow_findings import refuted, uncalled, unstated
+from planc.proof.layer_verdicts import Kind, kinds
+from planc.trial.outcome import Outcome, outcome_of
+
+PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
+"""Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
+
+_FORMAT = 5
+UNSEEN = "Megatron-FSDP runs on CUDA alone, where planc proves nothing"
+_RANKS = 2
+"""Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The verdict on one kind of section.
+
+    Args:
+        name: such as `tensor on tp`.
+        verdict: `proved`, `refuted` or `unknown`.
+        by: `simulation`, or `structure` where rules decide it that need no run.
+        reason: why it is unknown.
+    """
+
+    name: str
+    verdict: str
+    by: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What layout flow says of a plan.
+
+    Args:
+        outcome: of the simulation.
+        kinds: of layer, each with its verdict.
+        sections: of the plan, each with its verdict.
+        gathered: whether every FSDP unit is a module that is called, and so gathered in time.
+        released: whether the model's code runs parts again in the backward pass that an FSDP unit
+            other than the root may have let go; the root has all of its own until backward ends.
+    """
+
+    outcome: Outcome
+    kinds: tuple[Kind, ...] = ()
+    sections: tuple[Section, ...] = ()
+    gathered: bool = True
+    released: bool = False
+
+    def _judged(self, section: Section) -> Section:
+        """A section as it comes out; units that are never called refute theirs."""
+        if self.gathered or not section.name.startswith(_DATA):
+            return section
+        return replace(section, verdict="refuted", by="simulation")
+
+    @property
+    def unsettled(self) -> tuple[Kind, ...]:
+        return tuple(k for k in self.kinds if k.verdict == "unknown")
+
+    @property
+    def verdict(self) -> str:
+        """`proved`, `refuted`, `unknown`, or `nothing` where no axis is tensor parallel."""
+        if not self.gathered:
+            return "refuted"
+        right = self.outcome.verdict == "proved"
+        open_ends = self.unsettled or self.released
+        return "unknown" if right and open_ends else self.outcome.verdict
+
+    @property
+    def reason(self) -> str:
+        """Why it is unknown."""
+        apart = "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
+        if not apart and self.released:
+            apart = (
+                f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
+                "when FSDP may have let its parameters go"
+            )
+        return self.outcome.reason or (apart if self.verdict == "unknown" else "")
+
+    @property
+    def text(self) -> str:
+        """What the summary of a check says."""
+        count = len([k for k in self.kinds if k.modules != "root"])
+        many = f"{count} kinds of layer, " if count > 1 else ""
+        match self.verdict:
+            case "proved":
+                return f"layout flow (proved, {many}largest error {self.outcome.worst:.0e})"
+            case "nothing":
+                return "layout flow (no tensor parallelism)"
+            case other:
+                parts = [(w, [k for k in self.kinds if k.verdict == w]) for w in _WORDS]
+                told = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
+                return f"layout flow ({other}{f'; of its parts {told}' if told else ''})"
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it; the modules of the small model stay out."""
+        found = self.outcome
+        measured = self.verdict in ("proved", "refuted") and bool(found.modules)
+        errors = {k: getattr(found, k) if measured else None for k in _ERRORS}
+        return {
+            "verdict": self.verdict,
+            "reason": self.reason or None,
+            "errors": errors,
+            "sections": [
+                {**asdict(s), "reason": s.reason or None} for s in map(self._judged, self.sections)
+            ],
+            "layers": [{**asdict(k), "reason": k.reason or None} for k in self.kinds],
+        }
+
+
+_DATA = ("fsdp on", "replicate on")
+_WORDS = ("proved", "refuted", "unknown")
+_ERRORS = ("logits", "loss", "gradient")
+
+
+def flow(
+    compiled: Compiled,
+    plan: str,
+    settings: Iterable[str],
+    sink: Sink,
+    *,
+    strict: bool = False,
+    allow_code: bool = False,
+) -> Verdict:
+    """The verdict of layout flow on a compiled plan.
+
+    Args:
+        compiled: without errors.
+        plan: as the user named it; it is read again.
+        settings: as the user gave them.
+        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown), and loses what was
+            presumed where the plan is proved.
+        strict: whether unknown is an error.
+        allow_code: whether styles of the plan's own may be imported.
+    """
+    facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
+    if facts is None or ir is None or lowered is None:
+        return Verdict(outcome=Outcome(verdict="nothing"))
+    axes = {op.axis for op in lowered.ops if isinstance(op, Parallelize)}
+    if not axes:
+        return _unsplit(facts, ir, lowered, sink, strict)
+    small: Outcome | tuple[dict[str, Any], Compiled]
+    if lowered.code and not allow_code:
+        told = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
+        small = Outcome(verdict="unknown", reason=told)
+    else:
+        small = _small(facts, ir, plan, list(settings), axes)
+    outcome = small if isinstance(small, Outcome) else judge(*small)
+    layers = () if isinstance(small, Outcome) else kinds(facts, small[1], outcome)
+    sections = tuple(_sections(lowered, ir, outcome))
+    released = bool(outcome.again) and _released(lowered, outcome.again)
+    verdict = Verdict(outcome=outcome, kinds=layers, sections=sections, released=released)
+    if verdict.verdict == "proved":
+        sink.diagnostics[:] = [d for d in sink if d.code not in PRESUMED]
+    if verdict.verdict == "unknown":
+        _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
+    if not isinstance(small, Outcome) and small[1].plan is not None:
+        if outcome.verdict == "refuted":
+            refuted(outcome, small[1].plan, sink)
+        unstated(outcome, small[1].plan, sink)
+        ran = {name for name, error in outcome.modules if error is not None}
+        if outcome.verdict == "proved" and uncalled(ran, small[1].plan, sink):
+            verdict = replace(verdict, gathered=False)
+    return verdict
+
+
+def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:
+    """Of a plan that splits no tensor: whether its FSDP units are modules that are called."""
+    if megatron(lowered):
+        unseen = Outcome(verdict="unknown", reason=UNSEEN)
+        verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen)))
+        _unknown(verdict, sink, strict, "train a few steps beside the same with torch's FSDP")
+        return verdict
+    nothing = Outcome(verdict="nothing")
+    sections = tuple(_sections(lowered, ir, nothing))
+    if ir.fsdp is None or all(unit.root for unit in ir.fsdp.units):
+        return Verdict(outcome=nothing, sections=sections)
+    ran, reason = called(facts)
+    if ran is None:
+        sections = tuple(
+            replace(s, verdict="unknown", reason=f"whether its units are called: {reason}")
+            if s.name.startswith(_DATA)
+            else s
+            for s in sections
+        )
+    gathered = ran is None or not uncalled(ran, ir, sink)
+    return Verdict(outcome=nothing, sections=sections, gathered=gathered)
+
+
+def _released(lowered: Lowered, name: str) -> bool:
+    """Whether a module is in an FSDP unit other than the root, or in one of Megatron's."""
+    if megatron(lowered):
+        return True
+    units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
+    return any(below(name, unit) for at in units for unit in at.names() if unit)
+
+
+def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
+    sink.report(
+        Severity.ERROR if strict else Severity.WARNING,
+        "PL504",
+        f"layout flow cannot say whether this plan is right: {verdict.reason}",
+        help=help,
+    )
+
+
+def megatron(lowered: Lowered) -> bool:
+    """Whether Megatron-FSDP shards the model."""
+    return any(isinstance(op, MegatronShard) for op in lowered.ops)
+
+
+def _small(
+    facts: Facts, ir: Plan, plan: str, settings: list[str], axes: set[str]
+) -> Outcome | tuple[dict[str, Any], Compiled]:
+    """The plan compiled for a small model, or why that can't be."""
+    if facts.code:
+        return _own(facts, ir, plan, settings, axes)
+    if not buildable(facts.config):
+        return Outcome(verdict="unknown", reason="the model has no configuration to shrink")
+    quiet = Sink()
+    try:
+        values = shrink(
+            facts.config, ranks=dict.fromkeys((*axes, "tp"), _RANKS), blocks=sorts(facts)
+        )
+    except Exception as error:
+        return Outcome(verdict="unknown", reason=f"the model cannot be shrunk: {error}")
+    values = json.loads(json.dumps(values, default=str))
+    values["architectures"] = [facts.name]
+    known = of_values(values, "the small model", quiet)
+    if known is None:
+        return Outcome(verdict="unknown", reason=_first(quiet, "the model cannot be shrunk"))
+    sizes = {a.name: _RANKS if a.name in axes else 1 for a in ir.mesh.axes}
+    own = small_mesh.settings(settings, sizes)
+    compiled = compile_plan(known, plan, quiet, world_size=_RANKS ** len(axes), settings=own)
+    if compiled.lowered is None:
+        return Outcome(verdict="unknown", reason=_first(quiet, "the plan does not fit it"))
+    return values, compiled
+
+
+def _own(
+    facts: Facts, ir: Plan, plan: str, settings: list[str], axes: set[str]
+) -> Outcome | tuple[dict[str, Any], Compiled]:
+    """The plan for a model of the user's own, which is run as it is."""
+    quiet = Sink()
+    sizes = {a.name: _RANKS if a.name in axes else 1 for a in ir.mesh.axes}
+    own = small_mesh.settings(settings, sizes)
+    compiled = compile_plan(facts, plan, quiet, world_size=_RANKS ** len(axes), settings=own)
+    if compiled.lowered is None:
+        return Outcome(verdict="unknown", reason=_first(quiet, "the plan does not fit it"))
+    return {}, compiled
+
+
+def _first(sink: Sink, otherwise: str) -> str:
+    errors = [d.message for d in sink if d.severity is Severity.ERROR]
+    return f"{otherwise}: {errors[0]}" if errors else otherwise
+
+
+def judge(values: dict[str, Any], compiled: Compiled) -> Outcome:
+    """What a small lowered plan does, from the cache or by simulation."""
+    assert compiled.lowered is not None and compiled.facts is not None
+    code = compiled.facts.code
+    config = json.dumps(values, sort_keys=True)
+    key = cache.named(f"flow {_FORMAT}", digest(compiled.lowered), config, *cache.also(values))
+    own = bool(code or compiled.lowered.code)  # which may change, and the plan does not
+    kept = None if own else outcome_of(cache.recall(key))
+    if kept is not None:
+        return kept
+    from planc.model.small.user_model import maker_of
+    from planc.trial.simulate import simulate
+
+    try:
+        maker = maker_of(values, code)
+    except Exception as error:
+        return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
+    outcome = simulate(lambda: maker.build(0), maker.sample(), compiled.lowered)
+    outcome = replace(outcome, unfed=maker.choice.missing)
+    if outcome.verdict != "unknown" and not own:  # what is unknown now may be known elsewhere
+        cache.keep(key, outcome.document())
+    return outcome
+
+
+def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[Section]:
+    """What each kind of section comes to; those of an axis of one rank lower to nothing."""
+    run = outcome.verdict if outcome.verdict != "nothing" else "proved"
+    by = "simulation" if outcome.verdict != "nothing" else "structure"
+    axes = dict.fromkeys(op.axis for op in lowered.ops if isinstance(op, Parallelize))
+    for axis in axes:
+        yield Section(name=f"tensor on {axis}", verdict=run, by=by, reason=outcome.reason)
+    if any(isinstance(op, Checkpoint) for op in lowered.ops):
+        reason = outcome.reason
+        if run == "refuted":
+            run, reason = "unknown", "its tensor parallelism is wrong, so this can't be compared"
+        yield Section(name="checkpoint", verdict=run, by=by, reason=reason)
+    if any(isinstance(op, Compile) for op in lowered.ops):
+        yield Section(name="compile", verdict="proved", by="structure")
+    if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
+        kind = "fsdp" if ir.fsdp.shard else "replicate"
+        on = " * ".join(ir.fsdp.shard or ir.fsdp.replicate)
+        yield Section(name=f"{kind} on {on}", verdict="proved", by="structure")
+    if ir.fsdp is not None and megatron(lowered):
+        on = " * ".join(ir.fsdp.shard)
+        yield Section(name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN)

@@ -1,0 +1,90 @@
+"""What a proof found -> findings at the lines of the plan that govern it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from planc.diagnostic import Sink
+from planc.ops.registry import Lowered
+from planc.plan.ir import Plan
+from planc.proof.responsible_rules import rules, units
+from planc.trial.certificate import number
+from planc.trial.launcher import LIMITS, Comparison, Trouble
+
+_WORDS = {
+    "logits": "the logits",
+    "loss": "the loss",
+    "gradients": "a gradient",
+    "parameters": "a parameter after two steps",
+}
+
+
+def unknown(sink: Sink, reason: str, help: str | None = None) -> None:
+    """PL523."""
+    sink.error("PL523", f"this plan can't be proved: {reason}", help=help)
+
+
+def parted(
+    found: Comparison, plan: Plan, lowered: Lowered, sink: Sink
+) -> tuple[str, tuple[str, ...]]:
+    """PL520; gives its message, and the places that govern what went wrong."""
+    beyond = [k for k, limit in LIMITS.items() if not found.errors[k] <= limit]
+    first = found.first
+    told = f"{_WORDS[beyond[0]]} is off by {number(found.errors[beyond[0]])}"
+    name = ""
+    if first is not None:
+        name = first["name"] if first["what"] == "output" else first["name"].rpartition(".")[0]
+        what = "the output of" if first["what"] == "output" else "the gradient of"
+        told = f"{what} {first['name']} is the first to differ, by {number(first['error'])}"
+    message = f"the plan trains another model: {told}"
+    labels = [*rules(name, plan), *units(name, plan)]
+    facts = [
+        f"{kind} {number(found.errors[kind])}  (limit {number(LIMITS[kind])})" for kind in LIMITS
+    ]
+    if found.errors["gradients"] > LIMITS["gradients"]:
+        facts.append(f"worst gradient: {found.worst['gradients']}")
+    if not any(r.modules.has(name) for r in plan.tensor) and _tensor(lowered):
+        facts.append(f"no tensor rule names {name or 'the model'}")
+    sink.error("PL520", message, *labels, facts=facts)
+    return message, tuple(dict.fromkeys(label.span.place for label in labels))
+
+
+def troubled(trouble: Trouble, plan: Plan, lowered: Lowered, sink: Sink) -> tuple[str, str]:
+    """PL521, PL522 or PL523; gives the verdict and the reason.
+
+    What Python raises while the plan is applied or the parallel model runs is the plan's doing, for
+    the same model ran alone before: it is refuted. A rank that a signal ended says nothing of it.
+    """
+    if trouble.kind == "single":
+        reason = f"the small model does not train in one process: {trouble.message}"
+        unknown(sink, reason, "planc proves models that give a loss for `labels`")
+        return "unknown", reason
+    detail = list(_frames(trouble.detail)) if trouble.raised else trouble.detail.splitlines()[-4:]
+    if trouble.kind == "time":
+        sink.error(
+            "PL522",
+            trouble.message,
+            facts=detail,
+            help="ranks that wait for each other do so for ever; --timeout gives them longer",
+        )
+        return "unknown", trouble.message
+    who = f"rank {trouble.rank}" if trouble.rank >= 0 else "a rank"
+    doing = {"apply": " while the plan was applied", "parallel": " in the parallel model"}
+    message = f"{who} failed{doing.get(trouble.phase, '')}: {trouble.message}"
+    sink.error("PL521", message, facts=detail)
+    refuted = trouble.raised and trouble.phase in ("apply", "parallel", "compare")
+    return ("refuted" if refuted else "unknown"), message
+
+
+def _frames(traceback: str) -> Iterator[str]:
+    """The line of the model that was running, and the last of all, without the way between."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n *(\S[^\n]*)?', traceback)
+    outside = [f for f in found if "/torch/" not in f[0] and "/planc/" not in f[0]]
+    for path, line, function, code in dict.fromkeys((*outside[-1:], *found[-1:])):
+        yield f"{Path(path).name}:{line}, in {function}: {code}".rstrip(": ")
+
+
+def _tensor(lowered: Lowered) -> bool:
+    return any(type(op).__name__ == "Parallelize" for op in lowered.ops)

@@ -1,0 +1,1 @@
+"""`planc why`: which lines of a plan decided a module, its shards, its shapes."""

@@ -1,0 +1,397 @@
+"""`planc why`: what decided one module or one parameter, and on which lines of the plan.
+
+Gathered from the lowered plan, which is what `apply` runs, so it can't say anything else; the IR
+adds what lowering leaves out because it has no effect, and the words of each line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from math import prod
+
+from planc.diagnostic import Sink
+from planc.emit import phrases
+from planc.lowering.memory import kept_shape
+from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
+from planc.ops.registry import (
+    Adapt,
+    AnyOp,
+    Checkpoint,
+    Compile,
+    Divide,
+    Freeze,
+    FullyShard,
+    Load,
+    Lowered,
+    MegatronShard,
+    Parallelize,
+    Prefetch,
+    Quantize,
+    Spread,
+    Tie,
+    units_of,
+)
+from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
+from planc.plan.apply_adapters import FOUR_BIT
+from planc.plan.ir import Meaning, Plan
+from planc.provenance.answer import Answer, Held, Reason
+from planc.provenance.applied import as_applied
+from planc.provenance.module_lookup import found
+
+_LONGEST = 100
+
+
+def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink) -> Answer | None:
+    """What decided a module or a parameter, or None after PL130.
+
+    Args:
+        name: a module or a parameter as torch calls it, with or without the names of wrappers;
+            `root` or nothing is the model itself.
+        facts: the model.
+        lowered: the plan for it.
+        plan: the plan's meaning, None for one that was read back from JSON.
+        sink: receives PL130 for a name that is not there.
+    """
+    kept, facts = as_applied(facts, lowered)
+    named = found(name, facts, sink)
+    return None if named is None else _Question(facts, lowered, plan, kept, named).answer()
+
+
+class _Question:
+    """One module, or one of its parameters, and everything that may decide it."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        lowered: Lowered,
+        plan: Plan | None,
+        kept: Plan,
+        named: tuple[Modules, Parameter | None],
+    ) -> None:
+        self.facts, self.lowered, self.plan = facts, lowered, plan
+        self.kept = kept
+        self.at, self.parameter = at, parameter = named
+        self.styles = [op for op in lowered.ops if isinstance(op, Parallelize)]
+        self.texts = _texts(plan) if plan else {}
+        self.name = next(at.names())
+        self.full = _joined(self.name, parameter.name) if parameter else self.name
+        self.owner = {id(u): op for op in lowered.ops for u in units_of(op)}
+        self.units = [u for op in lowered.ops for u in units_of(op)]
+        self.shard = self._unit()
+        around = (m for m in (self.shard.ignored if self.shard else ()) if at.inside(m))
+        self.ignored = max(around, key=lambda m: len(m.path), default=None)
+        self.training = tuple(self._training())
+
+    def answer(self) -> Answer:
+        module = self.at.module
+        held = [self.parameter] if self.parameter else module.parameters
+        found = {
+            "tensor": tuple(self._tensor(op) for op in self.styles if self._is(op)),
+            "checkpoint": tuple(self._wraps(Checkpoint)),
+            "compile": tuple(self._wraps(Compile)),
+            "unit": tuple(self._units()),
+        }
+        return Answer(
+            name=self.full or "root",
+            parameter=self.parameter.name if self.parameter else None,
+            cls=module.cls,
+            kind=module.kind,
+            like=_alike(self.facts, self.at),
+            held=tuple(self._held(p) for p in held),
+            count=self.parameter.numel if self.parameter else module.count,
+            load=tuple(self._loaded()),
+            adapter=tuple(self._adapted()),
+            around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
+            inside=() if self.parameter else tuple(self._inside()),
+            unit_bytes=(self.shard.nbytes, self.shard.gathered)
+            if self.shard and not self.ignored and self.shard in self.lowered.ops
+            else None,
+            training=self.training,
+            ties=tuple(self._ties()),
+            missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
+            **found,
+        )
+
+    def _is(self, op: Parallelize) -> bool:
+        return phrases.layer(op.modules).has(self.name)
+
+    def _around(self, op: Parallelize) -> bool:
+        return not self._is(op) and self.at.inside(op.modules) is not None
+
+    def _reason(self, what: str, target: str, op: AnyOp, place: str | None = None) -> Reason:
+        place = op.place if place is None else place
+        return Reason(
+            what=what,
+            target=target or "root",
+            place=place,
+            text=self.texts.get(place, ""),
+            op=next(i for i, o in enumerate(self.lowered.ops) if o is self.owner.get(id(op), op)),
+        )
+
+    def _tensor(self, op: Parallelize) -> Reason:
+        layouts = phrases.flow(op.style)
+        style = f"{style_name(op.style)} {layouts}".strip()
+        target = self._part(len(op.modules.path))
+        said = f"{style}, on {phrases.axes([op.axis], self.lowered)}"
+        if isinstance(op.style, Custom):
+            said += "; code of the plan's own, so shapes and bytes are those without it"
+        return self._reason(said, target, op)
+
+    def _part(self, length: int) -> str:
+        """The name of the module around this one whose path is that long."""
+        return next(Modules(self.at.path[:length], self.at.module).names())
+
+    def _inside(self) -> Iterator[Reason]:
+        for op in self.styles:
+            both = op.modules.inside(self.at)
+            if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
+                said = f"{style_name(op.style)} {phrases.flow(op.style)}".strip()
+                shapes = phrases.shapes(op.shapes)
+                yield self._reason(f"{said}  {shapes}".strip(), _after(both, self.at), op)
+
+    def _loaded(self) -> Iterator[Reason]:
+        for op in self.lowered.ops if self.at.module.parameters else ():
+            if isinstance(op, Load):
+                yield self._reason(phrases.arrival(op), "root", op)
+
+    def _adapted(self) -> Iterator[Reason]:
+        for op in (o for o in self.lowered.ops if isinstance(o, Adapt)):
+            for members in op.members:
+                if self.at.inside(members) is not None:
+                    target = self._part(len(members.path))
+                    yield self._reason(f"lora, {phrases.lora(op)}", target, op)
+        for four in (o for o in self.lowered.ops if isinstance(o, Quantize)):
+            for members in map(phrases.layer, four.members):
+                if self.at.overlap(members) is not None:
+                    said = f"in 4 bits, {phrases.four_bit(four)}"
+                    yield self._reason(said, self._part(len(members.path)), four)
+
+    def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
+        for op in self.lowered.ops:
+            if isinstance(op, kind):
+                if self.at.inside(op.modules) is not None:
+                    target = self._part(len(op.modules.path))
+                    yield self._reason(_wrapped(op), target, op)
+                elif self.parameter is None and (both := op.modules.inside(self.at)) is not None:
+                    yield self._reason(_wrapped(op), str(both), op)
+
+    def _unit(self) -> FullyShard | None:
+        """The innermost unit around the module."""
+        around = [(len(m.path), u) for u in self.units for m in u.members if self.at.inside(m)]
+        return max(around, key=lambda pair: pair[0])[1] if around else None
+
+    def _units(self) -> Iterator[Reason]:
+        """The unit, what holds for it, and the units inside."""
+        op = self.shard
+        if op and self.ignored:
+            place = self._line_of_ignored(self.ignored)
+            target = self._part(len(self.ignored.path))
+            yield self._reason("ignored: whole on every rank", target, op, place)
+        elif op:
+            yield self._sharded(op)
+            yield from self._lies(op)
+            yield from self._settings(op)
+        for other in self.units if self.parameter is None else ():
+            if other is not op:
+                both = next(filter(None, (m.inside(self.at) for m in other.members)), None)
+                if both is not None:
+                    target = phrases.unit(other) if other.group else str(both)
+                    said = f"a unit inside it, {phrases.reshard(other.reshard)}"
+                    yield self._reason(said, target, other)
+
+    def _sharded(self, op: FullyShard) -> Reason:
+        member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
+        target = phrases.unit(op) if op.group else self._part(len(member.path))
+        parts = [phrases.spread(op, self.lowered), phrases.along(op), phrases.reshard(op.reshard)]
+        if isinstance(call := self.owner[id(op)], MegatronShard):
+            parts = [f"Megatron-FSDP, {phrases.megatron(call, self.lowered)}", *parts[2:]]
+        return self._reason(", ".join(filter(None, parts)) + phrases.offload(op), target, op)
+
+    def _spread(self, op: FullyShard) -> Spread | None:
+        """What says that the module lies otherwise than the rest of its unit."""
+        depth = max(len(m.path) for m in op.members if self.at.inside(m))
+        around = [s for s in op.spreads if self.at.inside(s.modules)]
+        around = [s for s in around if len(s.modules.path) > depth]
+        return max(around, key=lambda s: len(s.modules.path), default=None)
+
+    def _lies(self, op: FullyShard) -> Iterator[Reason]:
+        spread = self._spread(op)
+        if spread is not None:
+            own = self.plan.fsdp.spreads if self.plan and self.plan.fsdp else ()
+            places = (s.origin.place for s in own if s.modules == spread.modules)
+            said = (phrases.spread(spread, self.lowered), phrases.along(spread))
+            target = self._part(len(spread.modules.path))
+            said_of = f"lies {', '.join(filter(None, said))}"
+            yield self._reason(said_of, target, op, next(places, ""))
+
+    def _settings(self, op: FullyShard) -> Iterator[Reason]:
+        if isinstance(self.owner[id(op)], MegatronShard):
+            return
+        target = self._sharded(op).target
+        yield self._reason(phrases.precision(op), target, op, self._line_of_precision(op))
+        for other in self.lowered.ops:
+            if isinstance(other, Divide) and other is self._divide(op):
+                yield self._reason(f"gradients are divided by {other.factor}", target, other)
+            elif isinstance(other, Prefetch) and any(self.at.inside(m) for m in other.units):
+                yield self._reason(f"gathers {phrases.ahead(other)}", target, other)
+
+    def _divide(self, op: FullyShard) -> Divide | None:
+        """The last that speaks of a unit, which is the one that holds."""
+        own = [o for o in self.lowered.ops if isinstance(o, Divide)]
+        own = [o for o in own if not o.units or o.units == op.members]
+        return own[-1] if own else None
+
+    def _line_of_precision(self, op: FullyShard) -> str:
+        section = self.plan.fsdp if self.plan else None
+        for unit in section.units if section else ():
+            precision = unit.precision or (section.precision if section else None)
+            if precision and unit.origin.place == op.place:
+                return precision.origin.place
+        return ""
+
+    def _line_of_ignored(self, ignored: Modules) -> str:
+        section = self.plan.fsdp if self.plan else None
+        lines = [
+            i.origin.place for i in (section.ignored if section else ()) if i.modules == ignored
+        ]
+        return lines[0] if lines else ""
+
+    def _freezing(self) -> list[Freeze]:
+        ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
+        return [op for op in ops if self.at.inside(op.modules) is not None]
+
+    def _training(self) -> Iterator[Reason]:
+        """What freezes the module or lets it train; the last word around it holds."""
+        for op in self._freezing()[-1:]:
+            said = "trains" if op.trainable else "frozen"
+            yield self._reason(said, self._part(len(op.modules.path)), op)
+
+    def _ties(self) -> Iterator[Reason]:
+        names = {_joined(self.name, p.name) for p in self.at.module.parameters}
+        for op in self.lowered.ops:
+            if isinstance(op, Tie) and {op.parameter, op.source} & (
+                {self.full} if self.parameter else names
+            ):
+                yield self._reason("tied again after tensor parallelism", op.parameter, op)
+
+    def _missing(self, section: str) -> str:
+        """Why nothing decides, in words."""
+        match section:
+            case "tensor":
+                return self._untouched()
+            case "checkpoint":
+                return "no rule: its activations are kept for backward"
+            case "compile":
+                return "no rule: it runs as written"
+        if self.units:
+            return "no unit is around it: whole on every rank, and its gradient is not averaged"
+        return "no section: whole on every rank"
+
+    def _untouched(self) -> str:
+        """A rule over an axis of one rank has no effect, and is not in the lowered plan."""
+        rules = self.plan.tensor if self.plan else ()
+        for rule in rules:
+            if rule.modules.has(self.name) and self.lowered.axis_size(rule.axis) == 1:
+                place = rule.origin.place
+                style = style_name(rule.style)
+                return f"{style} has no effect: {rule.axis} has one rank ({place})"
+        axes = dict.fromkeys([op.axis for op in self.styles])
+        if not self.at.module.parameters:
+            return "no rule"
+        if not axes:
+            return "no rule, and no style on any module"
+        return f"no rule: whole on every rank of {phrases.axes(axes, self.lowered)}"
+
+    def _held(self, parameter: Parameter) -> Held:
+        full = _joined(self.name, parameter.name)
+        local, kind = parameter.shape, self.at.module.kind
+        spread: tuple[tuple[int, int], ...] = ()
+        for op in self.styles:
+            for shape in op.shapes if self._is(op) else ():
+                if shape.name == parameter.name:
+                    split = weight_split(op.style, kind, shape.name, len(shape.local))
+                    ranks = self.lowered.axis_size(op.axis)
+                    if self.at.module.cls == FOUR_BIT and shape.name == "weight":
+                        local = (-(-parameter.shape[0] // ranks), 1)  # of a column of bytes
+                        continue
+                    local = shape.local
+                    spread = _spread(split, shape.shape, ranks) if split else ()
+        unit = None if self.ignored else self.shard
+        lying = (self._spread(unit) or unit) if unit else None
+        shard = kept_shape(local, lying, self.lowered)
+        dtype = self.kept.dtype(parameter)
+        computed = (unit.param if unit else None) or dtype
+        trains = [op.trainable for op in self._freezing()]
+        group = next((g for g in self.facts.ties if full in g), ())
+        return Held(
+            name=parameter.name,
+            shape=parameter.shape,
+            dtype=dtype,
+            trainable=trains[-1] if trains else parameter.trainable,
+            local=local,
+            spread=spread,
+            shard=shard,
+            at_rest=prod(shard) * DTYPE_BYTES.get(dtype, 4),
+            gathered=prod(local) * DTYPE_BYTES.get(computed, 4),
+            computed=computed,
+            ties=tuple(n for n in group if n != full),
+        )
+
+
+def _texts(plan: Plan) -> dict[str, str]:
+    """The words of each line that decides something, by its place."""
+    rules: list[Meaning] = [*plan.tensor, *plan.checkpoint, *plan.compile, *plan.train]
+    rules += plan.adapters.rules if plan.adapters else ()
+    rules += [plan.load] if plan.load else []
+    if plan.fsdp:
+        settings = (plan.fsdp.precision, plan.fsdp.prefetch, plan.fsdp.divide)
+        rules += [
+            *plan.fsdp.units,
+            *plan.fsdp.spreads,
+            *plan.fsdp.ignored,
+            *(s for s in settings if s is not None),
+        ]
+        rules += [u.precision for u in plan.fsdp.units if u.precision is not None]
+    found = {r.origin.place: " ".join(r.origin.text.split()) for r in reversed(rules)}
+    return {
+        place: f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text
+        for place, text in found.items()
+    }
+
+
+def _wrapped(op: Checkpoint | Compile) -> str:
+    if isinstance(op, Checkpoint):
+        how = phrases.recomputing(op)
+        kept = "" if how == "full" else f"{how}: "
+        return f"{kept}activations are computed again in backward"
+    return "compiled as one graph, or fails" if op.fullgraph else "compiled"
+
+
+def _alike(facts: Facts, at: Modules) -> Modules:
+    """The set of like modules in the module table that one module is in."""
+    return next(m for m in facts.model.below() if m.overlap(at) is not None)
+
+
+def _after(inner: Modules, outer: Modules) -> str:
+    """The path of modules inside another."""
+    return str(inner).removeprefix(str(outer)).removeprefix(".") if outer.path else str(inner)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
+    """(ranks, size) along the split dim, each part of it as `torch.chunk` cuts it; () when even."""
+    parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
+    chunks = [-(-size // ranks) for size in parts]
+    held = [
+        sum(
+            min(chunk, max(0, size - rank * chunk))
+            for size, chunk in zip(parts, chunks, strict=True)
+        )
+        for rank in range(ranks)
+    ]
+    runs = [(len(list(group)), size) for size, group in groupby(held)]
+    return tuple(runs) if len(runs) > 1 else ()

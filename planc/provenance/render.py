@@ -1,0 +1,151 @@
+"""What `planc why` found, as lines of text and as a JSON document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from planc.emit import phrases
+from planc.ops.document import dumps
+from planc.ops.registry import Lowered
+from planc.provenance.answer import Answer, Held, Reason
+
+FORMAT_VERSION = 1
+Segment = tuple[str, str]
+"""A piece of text and the name of its style for a terminal; `""` is plain."""
+
+_HEAD = 12
+SECTIONS = (
+    "load",
+    "adapter",
+    "tensor",
+    "around",
+    "inside",
+    "ties",
+    "training",
+    "checkpoint",
+    "compile",
+    "unit",
+)
+
+
+def lines(answer: Answer) -> Iterator[list[Segment]]:
+    """The answer as a person reads it: what is decided, and under it the line that does."""
+    yield from _title(answer)
+    yield []
+    for reason in answer.load:
+        yield from _reason("load", reason.what, reason)
+    for reason in answer.adapter:
+        yield from _reason("adapter", f"{reason.target}: {reason.what}", reason)
+    yield from _reasons("tensor", answer.tensor, answer)
+    for reason in answer.around:
+        yield from _reason("", f"in {reason.target}: {reason.what}", reason)
+    for reason in _together(answer.inside):
+        yield from _reason("", f"{reason.target}: {reason.what}", reason)
+    for reason in answer.ties:
+        yield from _reason("tie", f"{reason.target}: {reason.what}", reason)
+    for reason in answer.training:
+        yield from _reason("train", f"{reason.target}: {reason.what}", reason)
+    yield from _reasons("checkpoint", answer.checkpoint, answer)
+    yield from _reasons("compile", answer.compile, answer)
+    yield from _reasons("unit", answer.unit, answer)
+    for i, held in enumerate(answer.held):
+        yield _head("" if i else "per rank", _held(held, named=answer.parameter is None))
+    if answer.unit_bytes is not None:
+        rest, gathered = (phrases.size(b) for b in answer.unit_bytes)
+        said = f"{rest} at rest, {gathered} gathered" if any(answer.unit_bytes) else "nothing"
+        yield _head("" if answer.held else "per rank", f"its unit: {said}")
+
+
+def _title(answer: Answer) -> Iterator[list[Segment]]:
+    what = f"a parameter of {answer.cls}" if answer.parameter else answer.cls
+    kind = f" ({answer.kind})" if answer.kind != "other" else ""
+    yield [(answer.name, "bold"), (f"  {what}{kind}", "")]
+    if len(answer.like) > 1:
+        yield _head("like it", f"{len(answer.like)} modules: {answer.like}")
+    for held in answer.held:
+        yield _head(held.name, _shapes(held))
+        if held.ties:
+            yield _head("", f"the same tensor as {' and '.join(held.ties)}")
+    if answer.parameter is None and answer.count > sum(_numel(h.shape) for h in answer.held):
+        yield _head("inside", f"{answer.count:,} parameters with those of the modules in it")
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _shapes(held: Held) -> str:
+    text = f"{list(held.shape)}"
+    if held.local != held.shape:
+        text += f" -> {list(held.local)}"
+    text += f" {held.dtype}{'' if held.trainable else ', frozen'}"
+    if held.spread:
+        parts = ", ".join(f"{n} x {size}" for n, size in held.spread)
+        text += f"; not even over the ranks: {parts}"
+    return text
+
+
+def _held(held: Held, *, named: bool) -> str:
+    name = f"{held.name}: " if named else ""
+    return (
+        f"{name}{phrases.size(held.at_rest)} at rest, "
+        f"{list(held.shard)} {phrases.dtype(held.dtype)}; "
+        f"{phrases.size(held.gathered)} gathered, {list(held.local)} {phrases.dtype(held.computed)}"
+    )
+
+
+def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterator[list[Segment]]:
+    title = "fsdp" if section == "unit" else section
+    if section in answer.missing:
+        inside = ", but on what is inside" if section == "tensor" and answer.inside else ""
+        yield _head(title, f"{answer.missing[section]}{inside}")
+    for i, reason in enumerate(reasons):
+        own = reason.target in (answer.name, answer.name.rpartition(".")[0])
+        own = own and (section == "tensor" or reason.target == answer.name)
+        what = reason.what if own else f"{reason.target}: {reason.what}"
+        yield from _reason("" if i else title, what, reason)
+
+
+def _reason(title: str, what: str, reason: Reason) -> Iterator[list[Segment]]:
+    yield _head(title, what)
+    if reason.place:
+        text = f"  {reason.text}" if reason.text else ""
+        yield [(" " * (_HEAD + 2), ""), (reason.place, "secondary"), (text, "")]
+
+
+def _head(title: str, text: str) -> list[Segment]:
+    return [(f"{title:<{_HEAD}}", "bold"), (text, "")]
+
+
+def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
+    """Reasons that say the same on one line of the plan, as one with braces."""
+    alike: dict[tuple[str, ...], list[Reason]] = {}
+    for reason in reasons:
+        key = (reason.what, reason.place, phrases.parent(reason.target))
+        alike.setdefault(key, []).append(reason)
+    for (what, place, _), group in alike.items():
+        for target in phrases.together(r.target for r in group):
+            yield replace(group[0], what=what, target=target, place=place)
+
+
+def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
+    """The answer as `grammars/why.schema.json` has it.
+
+    Args:
+        answer: what was found.
+        lowered: the plan that it was found in; each reason carries its operation.
+    """
+    ops = json.loads(dumps(lowered))["ops"]
+    fields = asdict(answer)
+    fields["like"], fields["alike"] = str(answer.like), len(answer.like)
+    fields["class"], fields["parameters"] = fields.pop("cls"), fields.pop("held")
+    for section in SECTIONS:
+        for reason in fields[section]:
+            reason["op"] = ops[reason["op"]]
+    return {"format_version": FORMAT_VERSION, **fields}

@@ -1,0 +1,63 @@
+"""Findings as a JSON document; its schema is `grammars/diagnostics.schema.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from planc.diagnostic import Diagnostic, Label
+from planc.report.sorting import arranged, counts
+
+FORMAT = 1
+"""Raised when a field goes or changes its meaning; a new field leaves it as it is."""
+
+
+def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
+    """The findings as plain data, in the order of the other formats."""
+    found = arranged(diagnostics)
+    return {
+        "format_version": FORMAT,
+        "diagnostics": [_finding(diagnostic) for diagnostic in found],
+        "counts": counts(found),
+    }
+
+
+def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:
+    """The document as text in ASCII, so that no terminal and no codec can trip over it.
+
+    Args:
+        diagnostics: the findings.
+        also: fields to put beside them.
+    """
+    return json.dumps({**document(diagnostics), **(also or {})}, indent=2) + "\n"
+
+
+def _finding(diagnostic: Diagnostic) -> dict[str, Any]:
+    return {
+        "code": diagnostic.code,
+        "severity": diagnostic.severity.value,
+        "message": diagnostic.message,
+        "labels": [_label(label) for label in diagnostic.labels],
+        "facts": list(diagnostic.facts),
+        "help": diagnostic.help,
+    }
+
+
+def _label(label: Label) -> dict[str, Any]:
+    span = label.span
+    source = span.source
+    if not source.name:
+        return {"file": None, "argument": None, "start": None, "end": None, "text": label.text}
+    return {
+        "file": None if source.argument else source.name,
+        "argument": source.name if source.argument else None,
+        "start": _position(label, span.start),
+        "end": _position(label, span.end),
+        "text": label.text,
+    }
+
+
+def _position(label: Label, offset: int) -> dict[str, int]:
+    line, column = label.span.source.position(offset)
+    return {"line": line, "column": column, "offset": offset}

@@ -1,0 +1,190 @@
+"""What a training loop asks of a run: accumulation, inference, clipping, the full weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from planc.runtime.quantization import packed
+from planc.runtime.sharded_tensors import groups, local, orders, plain, reshard, split, units, whole
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside add to the gradients and send nothing over the data axes.
+
+    The first backward after it reduces the sum, once. Gradients are whole meanwhile, so this
+    trades memory for traffic.
+    """
+    own = units(model)
+    for unit in own:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in own:
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def unshard(model: nn.Module) -> Iterator[None]:
+    """Gathers the parameters of every unit once, for any number of forward passes inside.
+
+    Every rank must enter and leave it. Backward passes have no place in it.
+    """
+    own = units(model)
+    own = [unit for unit in own if all(_sharded(group) for group in groups(unit))]
+    before = [(g, g.post_forward_mesh_info) for unit in own for g in groups(unit)]
+    automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, own)]
+    try:
+        for unit in own:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+    finally:
+        for group, mesh in before:
+            group.post_forward_mesh_info = mesh
+        for state, value in automatic:
+            state._auto_reshard_after_forward = value
+        reshard(model)
+
+
+def _sharded(group: Any) -> bool:
+    """Whether there is something to gather: what is replicated is whole already."""
+    return hasattr(group.mesh_info, "shard_mesh_size")
+
+
+def _state(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()
+
+
+# Clipping ----------------------------------------------------------------------------------------
+
+_Axes = tuple[tuple[DeviceMesh, int], ...]
+
+
+def clip_grad_norm(
+    model: nn.Module,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales all gradients so that the norm of the whole model's gradient is at most `max_norm`.
+
+    Parameters may lie on different meshes, or on none: those of one layout are added up on each
+    rank, then over the mesh dimensions that split them, and never over those that copy them.
+
+    Args:
+        model: after its backward pass, the same on every rank.
+        max_norm: the largest norm allowed; infinity only measures.
+        norm_type: 2 for the Euclidean norm, infinity for the largest absolute value.
+        error_if_nonfinite: whether a norm that is not finite is an error.
+
+    Returns:
+        The norm before scaling, a scalar of float32, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    with torch.no_grad():
+        norm = _norm(model, norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}")
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in (p.grad for p in model.parameters()):
+            if gradient is not None:
+                part = local(gradient)
+                part.mul_(scale.to(part.device, part.dtype))
+    return norm
+
+
+def _norm(model: nn.Module, norm_type: float) -> Tensor:
+    parts_of: dict[_Axes, list[Tensor]] = {}
+    device: Any = "cpu"
+    for parameter in model.parameters():  # not only those with gradients: ranks must agree
+        axes, part = _share(parameter)
+        device = _device(parameter)
+        parts = parts_of.setdefault(axes, [])
+        if part is not None and part.numel():
+            parts.append(part)
+    total = torch.zeros((), device=device)
+    for axes, parts in parts_of.items():
+        total = _add(total, _reduced(parts, axes, norm_type, device), norm_type)
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+def _share(parameter: Tensor) -> tuple[_Axes, Tensor | None]:
+    """The mesh dimensions that split a parameter, and this rank's part of its gradient."""
+    gradient = parameter.grad
+    if not isinstance(parameter, DTensor):
+        return (), None if gradient is None else whole(gradient)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    axes = tuple((mesh, i) for i, p in enumerate(placements) if split(p) and mesh.size(i) > 1)
+    if isinstance(gradient, DTensor) and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)  # a norm's is a part of a sum
+    return axes, None if gradient is None else local(gradient)
+
+
+def _device(parameter: Tensor) -> Any:
+    """Where a norm can be reduced: an offloaded parameter's mesh has no backend for the CPU."""
+    if isinstance(parameter, DTensor):
+        kind = parameter.device_mesh.device_type
+        return parameter.device if parameter.device.type == kind else torch.device(kind)
+    return parameter.device
+
+
+def _reduced(parts: list[Tensor], axes: _Axes, norm_type: float, device: Any) -> Tensor:
+    """The sum of powers (or the maximum) over the parts of all ranks that differ."""
+    total = torch.zeros((), device=device)
+    norms = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else ()
+    for norm in norms:
+        power = norm if math.isinf(norm_type) else norm**norm_type
+        total = _add(total, power.to(device), norm_type)
+    kind = distributed.ReduceOp.MAX if math.isinf(norm_type) else distributed.ReduceOp.SUM
+    for mesh, axis in axes:
+        distributed.all_reduce(total, op=kind, group=mesh.get_group(axis))
+    return total
+
+
+def _add(one: Tensor, other: Tensor, norm_type: float) -> Tensor:
+    return torch.maximum(one, other) if math.isinf(norm_type) else one + other
+
+
+# Full weights ------------------------------------------------------------------------------------
+
+
+def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Tensor]:
+    """The whole state dict, on the CPU, one tensor gathered at a time; every rank must call it.
+
+    Args:
+        model: sharded or not.
+        every_rank: whether all ranks get it; otherwise rank 0 alone, and the others an empty one.
+
+    Returns:
+        Names as the model had them before anything was wrapped, tied ones under each name; of
+        weights in 4 bits none, whose bytes mean nothing without their scales.
+    """
+    reshard(model)
+    keep = every_rank or distributed.get_rank() == 0
+    out: dict[str, Tensor] = {}
+    done: dict[int, Tensor] = {}
+    own, four = orders(model), packed(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor) or plain(name) in four:
+            continue
+        if id(tensor) not in done:
+            full = whole(tensor, own.get(plain(name)))
+            # a copy: what is not split is the model's own and changes with the next step
+            done[id(tensor)] = full.to("cpu", copy=True) if keep else full.new_empty(0)
+        if keep:
+            out[plain(name)] = done[id(tensor)]
+    return out

@@ -1,0 +1,245 @@
+"""What must hold before a model is touched: on this rank, and on all of them together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from torch import distributed, nn
+
+from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
+from planc.model.facts import Modules
+from planc.model.module_table import already_parallel
+from planc.ops.base import Op
+from planc.ops.registry import (
+    Adapt,
+    Configure,
+    FullyShard,
+    Load,
+    Lowered,
+    MegatronShard,
+    Parallelize,
+    Prefetch,
+    Quantize,
+    Tie,
+)
+
+_MOST = 8  # findings about a wrong model; the first few say it all
+
+
+def problem(code: str, message: str, *, help: str | None = None) -> Diagnostic:
+    """A finding of the runtime: it has no span, an operation's place is part of its message."""
+    return Diagnostic(code=code, severity=Severity.ERROR, message=message, help=help)
+
+
+def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
+    """The error of one finding."""
+    return PlanError([problem(code, message, help=help)])
+
+
+def fresh(model: nn.Module) -> None:
+    """The model is as its maker built it.
+
+    Raises:
+        PlanError: PL493, it is parallel already.
+    """
+    found = already_parallel(model)
+    if found:
+        raise stop(
+            "PL493",
+            f"this model is parallel already: {found}",
+            help="apply a plan once, to a model as it was built",
+        )
+
+
+def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Module]:
+    """Every module of a model that all ranks can go on with, by name.
+
+    What one rank finds stops all of them, so that none waits for another in vain.
+
+    Args:
+        model: not touched.
+        lowered: what is to be done to it.
+        digest: of `lowered`, on this rank.
+
+    Raises:
+        PlanError: PL490, another number of ranks; PL491, the digests differ; PL493, the model is
+            parallel already; PL494, it is not the model that was lowered for. On every rank.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    own = list(_world(lowered)) or list(_fits(model, lowered, modules))[:_MOST]
+    _together(digest, own)
+    return modules
+
+
+def members_of(op: Op) -> tuple[Modules, ...]:
+    """The module sets that an operation works on."""
+    if isinstance(op, FullyShard):
+        return (*op.members, *op.ignored)
+    if isinstance(op, Prefetch):
+        return op.units
+    if isinstance(op, Adapt | MegatronShard | Quantize):
+        return op.members
+    modules: Modules | None = getattr(op, "modules", None)
+    return (modules,) if modules is not None else ()
+
+
+def called(op: Op) -> str:
+    """An operation in a message: its torch call, and the line of the plan."""
+    name = type(op).__name__.lower()
+    if isinstance(op, FullyShard):
+        name = "fully_shard" if op.shard else "replicate"
+    if isinstance(op, MegatronShard):
+        name = "megatron_fsdp.fully_shard_model"
+    return f"{name} ({op.place})" if op.place else name
+
+
+# This rank ---------------------------------------------------------------------------------------
+
+
+def _world(lowered: Lowered) -> Iterator[Diagnostic]:
+    size = distributed.get_world_size()
+    if size == lowered.world_size:
+        return
+    axes = " * ".join(f"{a.name} {a.size}" for a in lowered.axes)
+    alone = size == 1 and "WORLD_SIZE" not in os.environ
+    yield problem(
+        "PL490",
+        f"the plan is lowered for {lowered.world_size:,} ranks ({axes}), this run has {size:,}",
+        help="start it with torchrun, as many ranks as the plan is for"
+        if alone
+        else "lower it for this world size, or start as many ranks",
+    )
+
+
+def _fits(
+    model: nn.Module, lowered: Lowered, modules: dict[str, nn.Module]
+) -> Iterator[Diagnostic]:
+    try:
+        fresh(model)
+    except PlanError as error:
+        yield from error.diagnostics
+        return
+    if type(model).__name__ != lowered.model:
+        name = type(model).__name__
+        yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
+        return
+    if any(isinstance(op, Load) and op.meta for op in lowered.ops):
+        full = next((n for n, p in model.named_parameters() if not p.is_meta), None)
+        if full is not None:
+            yield problem(
+                "PL474",
+                f"the plan starts on the meta device, and {full} has memory already",
+                help='build the model inside `with torch.device("meta"):`',
+            )
+            return
+    modules = {**modules, **dict(_inside_adapters(lowered, modules))}
+    for op in lowered.ops:
+        # a set holds like modules: what is wrong with one of them is wrong with the next
+        text = next(_misfits(op, model, modules), None)
+        if text:
+            yield problem(
+                "PL494",
+                f"{called(op)}: {text}",
+                help="lower the plan for this model's configuration",
+            )
+
+
+def _inside_adapters(
+    lowered: Lowered, modules: dict[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The names that adapters will make, with what can be said of them before."""
+    for op in lowered.ops:
+        for name in op.names() if isinstance(op, Adapt) else ():
+            if name in modules:
+                yield f"{name}.base_layer", modules[name]
+                for half in ("lora_A", "lora_B"):
+                    yield f"{name}.{half}.default", nn.Module()
+
+
+def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """What an operation names and the model lacks."""
+    for name in (n for members in members_of(op) for n in members.names()):
+        if name not in modules:
+            yield f"the model has no module {name!r}"
+        elif isinstance(op, Parallelize) and type(modules[name]) is not nn.Module:
+            yield from _shapes(op, name, modules[name])
+    if isinstance(op, MegatronShard):
+        yield from _classes(op, modules)
+    if isinstance(op, Configure):
+        try:
+            attrgetter(f"config.{op.name}")(model)
+        except AttributeError:
+            yield f"the model has no config.{op.name}"
+    if isinstance(op, Tie):
+        for path in (op.parameter, op.source):
+            owner, _, last = path.rpartition(".")
+            if owner not in modules or modules[owner]._parameters.get(last) is None:
+                yield f"the model has no parameter {path!r}"
+
+
+def _classes(op: MegatronShard, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """Units by their classes, and subclasses of these, are to be the plan's and no others."""
+    own = tuple({type(m) for m in modules.values() if type(m).__name__ in op.classes})
+    wanted = {name for members in op.members for name in members.names()}
+    for name, module in modules.items():
+        if isinstance(module, own) and name not in wanted:
+            yield f"{name} is a {type(module).__name__}, and would be a unit of its own"
+
+
+def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
+    for shape in op.shapes:
+        parameter = module._parameters.get(shape.name)
+        actual = None if parameter is None else tuple(parameter.shape)
+        if actual != shape.shape:
+            shown = list(actual) if actual is not None else "missing"
+            yield f"{name}.{shape.name} is {shown}, the plan was lowered for {list(shape.shape)}"
+
+
+# All ranks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    """What one rank says of itself."""
+
+    digest: str
+    code: str
+    message: str
+
+
+def _together(digest: str, own: list[Diagnostic]) -> None:
+    """All ranks are about to do the same, or none does anything."""
+    first = own[0] if own else None
+    mine = _Voice(digest, first.code if first else "", first.message if first else "")
+    everyone: list[Any] = [mine]
+    if distributed.get_world_size() > 1 and distributed.get_backend() != "fake":
+        everyone = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, mine)
+    if len({v.digest for v in everyone}) > 1:
+        told = one_of(_digests([v.digest for v in everyone]), last="and")
+        raise stop(
+            "PL491",
+            f"the ranks disagree on the lowered plan: {told}",
+            help="every rank must read the same plan, settings and model configuration",
+        )
+    if own:
+        raise PlanError(own)
+    for rank, voice in enumerate(everyone):
+        if voice.code:
+            raise stop(voice.code, f"rank {rank} cannot apply the plan: {voice.message}")
+
+
+def _digests(digests: list[str]) -> Iterator[str]:
+    """Each digest, long enough to tell it from the others, and the ranks that have it."""
+    different = set(digests)
+    length = next(
+        (n for n in range(12, 64) if len({d[:n] for d in different}) == len(different)), 64
+    )
+    for digest in dict.fromkeys(digests):
+        ranks = [i for i, d in enumerate(digests) if d == digest]
+        names = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+        yield f"{digest[:length]} on rank{'s' if len(ranks) > 1 else ''} {names}"

@@ -1,0 +1,234 @@
+"""The handle of a run: what a training script needs to know of its plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from planc.ops.registry import Load, Lowered
+from planc.runtime import gradients, megatron_fsdp
+from planc.runtime.meshes import Meshes
+from planc.runtime.weights import peft_files, resuming, saving
+from planc.runtime.weights.loading import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A model that a plan was applied to.
+
+    Args:
+        model: the model, changed in place.
+        lowered: the operations that were run.
+        digest: of the lowered plan, the same on every rank.
+        meshes: one-dimensional parts of the mesh by name: `meshes["tp"]`, `meshes["dp"]` for the
+            ranks that read different data, `meshes["loss"]` for those that a loss is averaged over,
+            `meshes["dp_shard_cp"]` for axes flattened to one, `meshes["dp_cp"]` and
+            `meshes["ep_shard"]` for other derived axes. A
+            part of several axes that no operation used makes process groups when it is first
+            asked for, so every rank must ask for it.
+    """
+
+    model: nn.Module
+    lowered: Lowered
+    digest: str
+    meshes: Meshes = field(repr=False)
+    text: Callable[[], str] = field(repr=False)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The whole device mesh, axes outermost first."""
+        return self.meshes.root
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """One dimension of the mesh: an axis, or several flattened to one, outermost first.
+
+        Several axes make a process group, so every rank must ask for them.
+
+        Raises:
+            KeyError: the mesh has no such axis.
+        """
+        return self.meshes.part(*axes)
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None:
+        """The ranks that read different data, as one dimension; None without any."""
+        return self.meshes.part(*self.lowered.data) if self.lowered.data else None
+
+    @property
+    def loss_mesh(self) -> DeviceMesh | None:
+        """The ranks over which gradients are averaged, and so a loss: those that read different
+        data, and those that share a sample's sequence. None without any.
+
+        It makes a process group when it is first asked for, so every rank must ask.
+        """
+        return self.meshes.part(*self.lowered.averaged) if self.lowered.averaged else None
+
+    @property
+    def data_size(self) -> int:
+        """The number of different batches a step reads: `num_replicas` of a sampler."""
+        return self.lowered.axis_size(*self.lowered.data)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank reads: `rank` of a sampler."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None  # the mesh holds every rank
+        rank = 0
+        for axis, position in zip(self.lowered.axes, coordinate, strict=True):
+            if axis.name in self.lowered.data:
+                rank = rank * axis.size + position
+        return rank
+
+    def describe(self) -> str:
+        """The lowered plan, as `planc lower` prints it."""
+        return self.text()
+
+    # training: planc/runtime/gradients.py
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Readies an optimizer of the model's parameters for the plan, and gives it back.
+
+        torch's FSDP asks for nothing, and it comes back as it was. Megatron-FSDP has weights of its
+        own for the optimizer, which each step hands on to the model: an optimizer that does not
+        come through here stops at its first step.
+        """
+        return (
+            megatron_fsdp.optimizer(optimizer) if megatron_fsdp.called(self.lowered) else optimizer
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside accumulate and send no gradients; the next one after sends all.
+
+        Megatron-FSDP keeps sharded gradients in shards, so each pass sends its own all the same.
+        """
+        if megatron_fsdp.called(self.lowered):
+            return megatron_fsdp.no_sync(self.model)
+        return gradients.no_sync(self.model)
+
+    def unshard(self) -> AbstractContextManager[None]:
+        """Keeps all parameters gathered, for inference: forward passes inside gather nothing.
+
+        Raises:
+            PlanError: PL499, Megatron-FSDP shards the model.
+        """
+        megatron_fsdp.refuse(self.lowered, "run.unshard", "it gathers in each pass: leave it out")
+        return gradients.unshard(self.model)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over every mesh: gives the whole model's norm."""
+        return gradients.clip_grad_norm(
+            self.model, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
+        """The whole weights by their first names, on rank 0 or on all; every rank calls it.
+
+        Weights in 4 bits are left out.
+        """
+        return gradients.full_state_dict(self.model, every_rank=every_rank)
+
+    # weights: planc/runtime/weights/loading.py, saving.py
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights: Weights | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> int | None:
+        """Fills the model from a folder of safetensors, or from a checkpoint with its optimizer.
+
+        A model on meta gets its memory here. Every rank calls it, after `apply`.
+
+        Args:
+            path: a folder of safetensors, or what `save` or torch.distributed.checkpoint wrote.
+            weights: of safetensors, `slices` if each rank reads its own from the files; `rank0` if
+                rank 0 alone reads, and sends. By default what the plan's load section says, else
+                `slices`.
+            optimizer: of the model's parameters; a checkpoint's state goes into it.
+
+        Returns:
+            The step that `save` was given, None without one.
+
+        Raises:
+            PlanError: PL475, the plan says otherwise; PL496, every missing, unexpected or wrongly
+                shaped name at once, before anything is loaded; PL497, files that are missing or
+                broken.
+        """
+        step = resuming.load(
+            self.model,
+            Path(path),
+            weights=weights,
+            planned=next((o.weights for o in self.lowered.ops if isinstance(o, Load)), None),
+            optimizer=optimizer,
+            device=self.mesh.device_type,
+        )
+        if megatron_fsdp.called(self.lowered):
+            megatron_fsdp.installed(self.model)
+        return step
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        optimizer: Optimizer | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Writes a checkpoint that any plan can resume from; the last one stays whole until then.
+
+        Raises:
+            PlanError: PL497, the folder holds something else, or it could not be written.
+        """
+        saving.save(self.model, Path(path), optimizer=optimizer, step=step)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        shard_size: int = 5 * 10**9,
+        adapters: peft_files.Tuned | None = None,
+    ) -> None:
+        """Writes the whole weights as safetensors that transformers' `from_pretrained` reads.
+
+        Args:
+            path: a folder; weights that it holds are not replaced.
+            shard_size: bytes of one file, at most.
+            adapters: of a plan that has some, `merged` into the weights, or `left_out`.
+
+        Raises:
+            PlanError: PL189, adapters, and not a word about them; PL686, weights in 4 bits; PL497,
+                the folder holds weights already, or it could not be written.
+        """
+        saving.export(
+            self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
+        )
+
+    # adapters: planc/runtime/weights/peft_files.py
+
+    def save_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Writes what is trained alone, as peft's `PeftModel.from_pretrained` reads it: adapters,
+        and modules that a plan lets train beside them.
+
+        Raises:
+            PlanError: PL189, the plan has none; PL497, it could not be written; PL688, a layer
+                trains beside its own adapter.
+        """
+        peft_files.save(self.model, self.lowered, Path(path))
+
+    def load_adapters(self, path: str | os.PathLike[str]) -> None:
+        """Fills the adapters from a folder that `save_adapters` or peft wrote.
+
+        Raises:
+            PlanError: PL189, the plan has none, or the model is on meta; PL496, names, shapes or
+                scales that don't fit, before anything is loaded; PL497, files.
+        """
+        peft_files.load(self.model, self.lowered, Path(path))

@@ -1,0 +1,264 @@
+"""Adapters as files: peft's own format, to and from shards; and what they add to their layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+
+from planc.diagnostic import Diagnostic
+from planc.ops.registry import Adapt, Lowered
+from planc.runtime.lora import NAME, adapts, layers
+from planc.runtime.preconditions import problem
+from planc.runtime.quantization import packed
+from planc.runtime.sharded_tensors import (
+    adapter,
+    aliases,
+    held,
+    local,
+    orders,
+    reshard,
+    runs,
+    whole,
+)
+from planc.runtime.weights.loading import together
+from planc.runtime.weights.safetensors_index import Entry, headers, reading
+from planc.runtime.weights.stored_tensors import fill, one
+
+Tuned = Literal["merged", "left_out"]
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_OTHER = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out")
+"""Fields of peft's configuration that a plan can't say; where they say something, it is another
+adapter."""
+
+
+def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`. Every rank calls it.
+
+    What trains beside adapters goes along, as peft's `modules_to_save`.
+
+    Raises:
+        PlanError: PL189, PL497; PL688, a layer trains beside its own adapter. On every rank.
+    """
+    together([*_tunes(lowered, "to save"), *_both(model)])
+    reshard(model)
+    tensors, order = held(model), orders(model)
+    full: dict[str, Tensor] = {}
+    for name in _trained(model):
+        value = whole(tensors[name], order.get(name))
+        if distributed.get_rank() == 0:
+            full[_peft_name(name)] = value.to("cpu", copy=True).contiguous()
+    failed: list[Diagnostic] = []
+    if distributed.get_rank() == 0:
+        try:
+            _write(model, lowered, folder, full)
+        except OSError as error:
+            failed.append(problem("PL497", f"{folder} could not be written: {error}"))
+    together(failed)
+
+
+def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
+    """Fills the adapters; each rank reads its own slices. Every rank calls it.
+
+    Raises:
+        PlanError: PL189, PL496, PL497. On every rank.
+    """
+    findings = _tunes(lowered, "to load")
+    reshard(model)
+    tensors, order = held(model), orders(model)
+    wanted = {_peft_name(name): name for name in _trained(model)}
+    if any(tensors[name].is_meta for name in wanted.values()):
+        told = "the model is on meta: it gets its memory with its weights"
+        findings.append(problem("PL189", told, help="call `run.load` before"))
+    entries = _read(model, lowered, folder, findings) if not findings else {}
+    if not findings:
+        findings += _unlike(wanted, tensors, entries, folder)
+    together(findings)
+    try:
+        with reading(folder / WEIGHTS) as opened, torch.no_grad():
+            for stored, name in wanted.items():
+                place, (piece,) = tensors[name], one(entries[stored]).pieces
+                fill(local(place), opened, piece, runs(place, order.get(name)))
+    except Exception as error:
+        findings.append(problem("PL497", f"reading {folder} failed midway: {error}"))
+    together(findings)
+
+
+def _tunes(lowered: Lowered, what: str) -> list[Diagnostic]:
+    if adapts(lowered):
+        return []
+    told = f"the plan {lowered.plan} has no adapters {what}"
+    return [problem("PL189", told, help="`run.save` and `run.load` are for the whole model")]
+
+
+def _trained(model: nn.Module) -> list[str]:
+    """What adapters' files hold: adapters, and all of the modules that train beside them."""
+    tensors, modules = held(model), set(_beside(model))
+    return [n for n in tensors if adapter(n) or n.rpartition(".")[0] in modules]
+
+
+def _beside(model: nn.Module) -> list[str]:
+    """The modules with parameters of their own that train, and are no adapters."""
+    own = (n for n, t in held(model).items() if t.requires_grad and not adapter(n))
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
+
+
+def _both(model: nn.Module) -> list[Diagnostic]:
+    found = [name for name in _beside(model) if name in layers(model)]
+    if not found:
+        return []
+    told = f"{found[0]} trains, and has an adapter, too: peft's files have no place for its weight"
+    return [problem("PL688", told, help="write `none` for its adapter, or let it stay frozen")]
+
+
+def _peft_name(name: str) -> str:
+    """The name in a file of peft's, which leaves out the adapter's own."""
+    kept = name.removesuffix(f".{NAME}") if name.endswith(f".{NAME}") else name
+    return f"{_PREFIX}{kept.replace(f'.{NAME}.weight', '.weight')}"
+
+
+# The configuration -------------------------------------------------------------------------------
+
+
+def _write(model: nn.Module, lowered: Lowered, folder: Path, full: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{WEIGHTS}.partial"
+    save_file(full, partial, metadata={"format": "pt"})
+    _config(model, lowered).save_pretrained(str(folder))
+    partial.rename(folder / WEIGHTS)
+
+
+def _config(model: nn.Module, lowered: Lowered) -> Any:
+    """One `LoraConfig` for all operations: the most frequent rank, and patterns for the others."""
+    from peft import LoraConfig
+
+    ops = adapts(lowered)
+    counted: Counter[tuple[int, float]] = Counter()
+    for op in ops:
+        counted[op.rank, op.alpha] += sum(len(m) for m in op.members)
+    (rank, alpha), _ = counted.most_common(1)[0]
+    causal = type(model).__name__.endswith("ForCausalLM")
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type, unused-ignore]
+        lora_dropout=max(op.dropout for op in ops),
+        target_modules=_targets(model, ops),
+        rank_pattern={op.pattern: op.rank for op in ops if op.rank != rank},
+        alpha_pattern={op.pattern: op.alpha for op in ops if op.alpha != alpha},
+        task_type="CAUSAL_LM" if causal else None,
+        base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", "")
+        or None,
+        modules_to_save=_beside(model) or None,
+        inference_mode=True,
+    )
+
+
+def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
+    """The last names of the layers, where those mean no other; else an expression."""
+    adapted = {name for op in ops for name in op.names()}
+    last = {name.rpartition(".")[2] for name in adapted}
+    every = {n.removesuffix(".weight") for n in held(model) if not adapter(n)}
+    alike = {name for name in every if name.rpartition(".")[2] in last}
+    return sorted(last) if alike == adapted else "|".join(f"({op.pattern})" for op in ops)
+
+
+def _read(
+    model: nn.Module, lowered: Lowered, folder: Path, findings: list[Diagnostic]
+) -> dict[str, Entry]:
+    """What the file of weights holds, once its configuration says the same as the plan."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        entries = {entry.name: entry for entry in headers(folder / WEIGHTS)}
+    except Exception as error:
+        findings.append(problem("PL497", f"{folder} holds no adapters of peft's: {error}"))
+        return {}
+    said = [name for name in _OTHER if config.get(name)]
+    if config.get("peft_type") != "LORA" or said:
+        told = ", ".join([f"peft_type = {config.get('peft_type')}", *said])
+        findings.append(problem("PL496", f"{folder} holds other adapters than a plan's: {told}"))
+    for op in adapts(lowered):
+        for name in op.names():
+            scale = [_of(config, field, name) for field in ("alpha", "rank")]
+            if scale[0] * op.rank != op.alpha * scale[1]:
+                told = f"alpha {scale[0]:g} over rank {scale[1]:g}"
+                own = f"{op.alpha:g} over {op.rank}"
+                text = f"{folder}: the adapter of {name} has {told}, the plan's {own}"
+                findings.append(problem("PL496", text))
+                break
+    return entries
+
+
+def _of(config: dict[str, Any], field: str, name: str) -> float:
+    """A layer's own number: patterns come before what holds for all, as peft has it."""
+    patterns = config.get(f"{field}_pattern") or {}
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return float(value)
+    return float(config.get({"alpha": "lora_alpha", "rank": "r"}[field]) or 0)
+
+
+def _unlike(
+    wanted: dict[str, str], tensors: dict[str, Tensor], entries: dict[str, Entry], folder: Path
+) -> Iterator[Diagnostic]:
+    missing = [name for name in wanted if name not in entries]
+    extra = [name for name in entries if name not in wanted]
+    for what, names in (("lacks", missing), ("holds what the plan does not:", extra)):
+        if names:
+            rest = f", and {len(names) - 3} more" if len(names) > 3 else ""
+            text = f"{folder} {what} {', '.join(names[:3])}{rest}"
+            yield problem("PL496", text, help="nothing was loaded")
+    for name in (n for n in wanted if n in entries):
+        own, found = tuple(tensors[wanted[name]].shape), entries[name].shape
+        if own != found:
+            yield problem("PL496", f"{folder}: {name} is {list(found)}, the plan's {list(own)}")
+
+
+# Merging -----------------------------------------------------------------------------------------
+
+
+def unmerged(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
+    """PL189 over an export that does not say what becomes of adapters, or that can't merge them;
+    PL686 over weights in 4 bits."""
+    if four := next(iter(packed(model)), None):
+        told = f"{four} is in 4 bits, which no export gives back what it was"
+        how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
+        return [problem("PL686", told, help=how_to)]
+    own = layers(model)
+    if not own or how == "left_out":
+        return []
+    if how != "merged":
+        told = "the model has adapters, which `from_pretrained` does not read from an export"
+        how_to = 'say `adapters="merged"` or `"left_out"`; `run.save_adapters` writes them alone'
+        return [problem("PL189", told, help=how_to)]
+    tied = [g for g in aliases(model) if len(g) > 1]
+    parted = [n for group in tied for n in group if n.rpartition(".")[0] in own]
+    if not parted:
+        return []
+    told = f"{parted[0]} is tied to another weight, which does not have its adapter"
+    return [problem("PL189", told, help='say `adapters="left_out"`, and `run.save_adapters`')]
+
+
+def change(layer: Any) -> Tensor:
+    """What an adapter adds to its layer's weight. A collective where it is split.
+
+    The arithmetic is peft's own (`get_delta_weight`), in the adapter's dtype.
+    """
+    embedding = bool(layer.lora_embedding_A)
+    if embedding:
+        a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]
+        halves = whole(a), whole(b)
+    else:
+        modules = layer.lora_A[NAME], layer.lora_B[NAME]
+        one, two = (whole(m.weight, getattr(m, "_rank_order", {}).get("weight")) for m in modules)
+        halves = one, two
+    product = halves[1] @ halves[0]
+    turned = embedding or getattr(layer, "fan_in_fan_out", False)
+    return (product.T if turned else product) * layer.scaling[NAME]

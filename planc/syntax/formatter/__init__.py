@@ -1,0 +1,1 @@
+"""`planc fmt`: the canonical layout of a plan."""

@@ -1,0 +1,91 @@
+"""`planc fmt`: plans on the disk, and their canonical layout."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from planc import atomic_write
+from planc.diagnostic import Sink
+from planc.source import Source
+from planc.syntax.formatter.layout import formatted
+from planc.syntax.plan_files import Place, text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A plan as it is and as it should be laid out.
+
+    Args:
+        name: what the user calls it.
+        path: the file, or None for standard input.
+        before: its text.
+        after: its text in the canonical layout, or None where it does not parse.
+    """
+
+    name: str
+    path: Path | None
+    before: str
+    after: str | None
+
+    @property
+    def changes(self) -> bool:
+        return self.after is not None and self.after != self.before
+
+    def diff(self) -> str:
+        """What would change, as a unified diff; empty where nothing would."""
+        if self.after is None:
+            return ""
+        lines = difflib.unified_diff(
+            self.before.splitlines(), self.after.splitlines(), self.name, self.name, lineterm=""
+        )
+        return "".join(f"{line}\n" for line in lines)
+
+    def write(self, sink: Sink) -> bool:
+        """Writes the new layout into the file; whether that went well.
+
+        Args:
+            sink: receives PL020 where it can't be written; the file is as it was then.
+        """
+        assert self.path is not None and self.after is not None
+        try:
+            atomic_write.write(self.path, self.after)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            sink.error("PL020", f"cannot write {self.name}: {reason}")
+            return False
+        return True
+
+
+def layouts(names: Iterable[str], sink: Sink) -> Iterator[Layout]:
+    """The layout of each plan, in order.
+
+    Args:
+        names: files, folders (for the `.plan` files at any depth in them, but
+            in no hidden folder), `-` for standard input.
+        sink: receives PL006 for what can't be read, and the findings of the parser.
+    """
+    for name in names:
+        folder = Path(name)
+        if name != "-" and folder.is_dir():
+            files = _inside(folder)
+            if not files:
+                sink.error("PL006", f"{name} holds no .plan file")
+        else:
+            files = [name]
+        for file in files:
+            place = Place(name="<stdin>" if file == "-" else file, path=None)
+            if file != "-":
+                place = Place(name=file, path=Path(file))
+            content = text(place, None, sink)
+            if content is not None:
+                after = formatted(Source(place.name, content), sink)
+                yield Layout(name=place.name, path=place.path, before=content, after=after)
+
+
+def _inside(folder: Path) -> list[str]:
+    found = (p for p in folder.rglob("*.plan") if p.is_file())
+    shown = (p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
+    return sorted(str(p) for p in shown)

@@ -1,0 +1,233 @@
+"""The canonical layout of a plan, a function of its tokens and comments alone.
+
+- A statement, and each brace that ends a block, has a line of its own; four spaces for each block.
+- In consecutive lines of one kind the `:` of rules, and the `=` of axes, options and lets, stand
+  below each other; a head of more than 50 characters is left out of that.
+- Comments behind consecutive lines stand below each other, four spaces behind the longest.
+- A statement goes on over several lines only where it would pass column 100, or where a comment
+  stands inside its brackets: then the widest brackets are broken first, an item a line.
+- At most one blank line in a row, none at the edges of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from planc.diagnostic import Sink
+from planc.source import Source
+from planc.syntax.formatter.tokens import Group, Line, Part, Piece, Reader, commented, pieces
+from planc.syntax.parse import parse
+
+WIDTH = 100
+_INDENT = 4
+_WIDEST = 50
+_BEFORE_COMMENT = 4
+_MANY = 50
+_MODIFIERS = ("OPTIONAL", "OVERRIDE")
+
+
+def formatted(source: Source, sink: Sink) -> str | None:
+    """The text of a plan in its canonical layout, or None where it does not parse.
+
+    Args:
+        source: the text of a `.plan` file, with any line ends; those of its first line are kept.
+        sink: receives the parser's findings.
+
+    Raises:
+        RuntimeError: the layout would change the plan, which is a bug of this module.
+    """
+    errors = sink.errors
+    before = parse(source, sink)
+    if sink.errors > errors:
+        return None
+    text = source.text.removeprefix("\ufeff")
+    result = laid_out(text)
+    check = Sink()
+    after = parse(Source(source.name, result), check)
+    if check.failed or after != before or _comments(result) != _comments(text):
+        raise RuntimeError(f"the canonical layout of {source.name} would change what it says")
+    first = text.find("\n")
+    return result.replace("\n", "\r\n") if text[max(first - 1, 0) : first] == "\r" else result
+
+
+def _comments(text: str) -> list[str]:
+    """The comments of a text, in no order: one inside an expression moves above it."""
+    return sorted(p.text for p in pieces(text + "\n") if p.kind == "#")
+
+
+def laid_out(text: str) -> str:
+    """A text that parses, in its canonical layout.
+
+    Raises:
+        UnexpectedInput: the text is not in the grammar.
+    """
+    rows: list[_Row] = []
+    lines = Reader(pieces(text + "\n")).read()
+    pads = _pads(lines)
+    for at, line in enumerate(lines):
+        blank = line.blank and at > 0 and not lines[at - 1].opens and not line.closes
+        made = _rendered(line.parts, line.indent, pad=pads.get(at))
+        made = made or [_Row(indent=line.indent, text="")]
+        made[-1] = replace(made[-1], comment=line.comment)
+        made[0] = replace(made[0], blank=blank)
+        rows += made
+    return "".join(_printed(rows))
+
+
+# Columns ---------------------------------------------------------------------------------------
+
+
+def _pads(lines: Sequence[Line]) -> dict[int, tuple[int, int]]:
+    """For lines whose `:` or `=` is moved: which part that is, and by how many spaces."""
+    runs: list[list[tuple[int, int, int]]] = []
+    last: tuple[object, ...] | None = None
+    for at, line in enumerate(lines):
+        if not line.parts and not line.blank and last is not None:
+            continue  # a comment between two rules does not part them
+        found = None if line.opens or line.closes else _separator(line)
+        if found is None:
+            last = None
+            continue
+        kind, position = found
+        if line.blank or last != kind:
+            runs.append([])
+        last = kind
+        if not commented(line.parts[:position]):
+            width = len(_flat(line.parts[:position]))
+            if width <= _WIDEST:
+                runs[-1].append((at, position, width))
+    return {
+        at: (position, max(w for _, _, w in run) - width)
+        for run in runs
+        for at, position, width in run
+    }
+
+
+def _separator(line: Line) -> tuple[tuple[object, ...], int] | None:
+    """The kind of a line that has a head, and which part is between the head and the rest."""
+    kinds = [p.kind if isinstance(p, Piece) else "" for p in line.parts]
+    if "COLON" in kinds:
+        return ("COLON",), kinds.index("COLON")
+    if "EQUAL" not in kinds:
+        return None
+    position = kinds.index("EQUAL")
+    own = (k for k in kinds[: position - 1] if k not in _MODIFIERS)
+    return ("EQUAL", *own), position
+
+
+# Brackets --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A line of the result; without a text it is a comment on its own."""
+
+    indent: int
+    text: str
+    comment: str | None = None
+    blank: bool = False
+
+
+def _rendered(
+    parts: Sequence[Part], indent: int, *, pad: tuple[int, int] | None = None, end: str = ""
+) -> list[_Row]:
+    """The rows of a statement or an item: one where it fits, else with brackets broken."""
+    if not parts:
+        return []
+    groups = [p for p in parts if isinstance(p, Group)]
+    broken = [g for g in groups if g.commented]
+    while True:
+        rows = _rows(parts, indent, pad, broken)
+        rows[-1] = replace(rows[-1], text=rows[-1].text + end)
+        whole = [g for g in groups if g.items and not _among(g, broken)]
+        if not whole or all(_INDENT * r.indent + len(r.text) <= WIDTH for r in rows):
+            return rows
+        widest = max(whole, key=lambda g: len(_flat([g])))
+        broken += [widest] if len(groups) <= _MANY else whole
+
+
+def _rows(
+    parts: Sequence[Part],
+    indent: int,
+    pad: tuple[int, int] | None,
+    broken: Sequence[Group],
+) -> list[_Row]:
+    rows: list[_Row] = []
+    text = ""
+    for at, part in enumerate(parts):
+        if at > 0:
+            text += _space(parts[at - 1], part)
+        if pad is not None and pad[0] == at:
+            text += " " * pad[1]
+        if isinstance(part, Piece):
+            text += part.text
+        elif not _among(part, broken):
+            text += _flat([part])
+        else:
+            rows.append(_Row(indent=indent, text=text + part.open.text))
+            rows += _inside(part, indent + 1)
+            text = part.close.text
+    return [*rows, _Row(indent=indent, text=text)]
+
+
+def _among(group: Group, groups: Sequence[Group]) -> bool:
+    return any(group is g for g in groups)
+
+
+def _inside(group: Group, indent: int) -> list[_Row]:
+    rows: list[_Row] = []
+    for item in group.items:
+        rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
+        made = _rendered(item.parts, indent, end="," if group.listed else "")
+        made[-1] = replace(made[-1], comment=item.trailing)
+        rows += made
+    return [*rows, *(_Row(indent=indent, text="", comment=c) for c in group.tail)]
+
+
+# Text ------------------------------------------------------------------------------------------
+
+
+def _flat(parts: Sequence[Part]) -> str:
+    """The parts in one line, brackets and all."""
+    text = ""
+    for before, part in zip([None, *parts], parts, strict=False):
+        text += _space(before, part) if before is not None else ""
+        if isinstance(part, Piece):
+            text += part.text
+        else:
+            comma = ", " if part.listed else " "
+            text += part.open.text + comma.join(_flat(i.parts) for i in part.items)
+            text += part.close.text
+    return text
+
+
+def _space(before: Part, part: Part) -> str:
+    """What stands between two parts of one line."""
+    if isinstance(part, Group):
+        tight = part.call
+    else:
+        tight = part.kind in ("COMMA", "CLASS") or part.kind == "RBRACE"
+    return "" if tight or (isinstance(before, Piece) and before.unary) else " "
+
+
+def _printed(rows: Sequence[_Row]) -> Iterable[str]:
+    """The rows as text, with the comments behind consecutive ones below each other."""
+    columns: list[int] = [0] * len(rows)
+    start = 0
+    for at in range(1, len(rows) + 1):
+        if at < len(rows) and _together(rows[at - 1], rows[at]):
+            continue
+        width = max(len(r.text) for r in rows[start:at])
+        columns[start:at] = [width + _BEFORE_COMMENT] * (at - start)
+        start = at
+    for row, column in zip(rows, columns, strict=True):
+        text = row.text
+        if row.comment is not None:
+            text = f"{text:<{column}}{row.comment}" if text else row.comment
+        yield ("\n" if row.blank else "") + " " * (_INDENT * row.indent) + text + "\n"
+
+
+def _together(first: _Row, second: _Row) -> bool:
+    behind = all(r.text and r.comment is not None for r in (first, second))
+    return behind and first.indent == second.indent and not second.blank

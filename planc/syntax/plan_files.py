@@ -1,0 +1,239 @@
+"""PLAN, as a user names it -> the files that it is made of, bases first.
+
+Reading runs no code of a plan. What a plan extends is read with it: relative to its own folder, at
+its own git revision, else from the plans that ship with planc.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+from weakref import WeakKeyDictionary
+
+from planc.diagnostic import Sink, meant, one_of
+from planc.resources import PLANS
+from planc.source import Source, Span
+from planc.syntax import ast
+from planc.syntax.parse import MAX_CHARACTERS, parse
+
+_MAX_FILES = 64
+_HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a plan's text is.
+
+    Args:
+        name: what the user calls it, for messages.
+        path: the file, or None for standard input.
+        revision: the git revision that it is read at, or None for the file as it stands.
+    """
+
+    name: str
+    path: Path | None
+    revision: str | None = None
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Reads one plan and what it extends, each file once, in an order in which bases come first."""
+
+    sink: Sink
+    files: list[ast.File] = field(default_factory=list)
+    done: set[tuple[str, str | None]] = field(default_factory=set)
+    open: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def add(self, place: Place, origin: Span | None) -> None:
+        key = (str(place.path.resolve()) if place.path else "-", place.revision)
+        if key in self.open:
+            where = [origin] if origin else []
+            self.sink.error(
+                "PL008",
+                f"{place.name} extends itself",
+                *where,
+                help="take one `extend` of the circle out",
+            )
+            return
+        if key in self.done:
+            return
+        if len(self.done) + len(self.open) >= _MAX_FILES:
+            self.sink.error("PL008", f"more than {_MAX_FILES} files extend each other")
+            return
+        content = text(place, origin, self.sink)
+        if content is None:
+            return
+        self.open.append(key)
+        file = parse(Source(place.name, content), self.sink)
+        for statement in file.statements:
+            if isinstance(statement, ast.Extend):
+                base = _base(place, statement.path)
+                self.add(base, statement.origin)
+        self.open.pop()
+        self.done.add(key)
+        self.files.append(file)
+
+
+def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
+    """The files of a plan, what is extended before what extends it.
+
+    Args:
+        plan: a path, `-` for standard input, the name of a shipped plan or of a family that one
+            is for, or `REV:path` in git.
+        sink: receives PL006 (can't be read), PL008 (extends itself) and the parser's findings.
+    """
+    chain = _Chain(sink)
+    place = locate(plan)
+    if place is None:
+        names = shipped()
+        told = meant(plan, names, f"planc ships {one_of(names, last='and')}")
+        sink.error("PL006", f"there is no plan {plan!r}: no such file, and none ships", help=told)
+        return ()
+    chain.add(place, None)
+    return tuple(chain.files)
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the plans that ship with planc."""
+    return tuple(sorted(p.stem for p in PLANS.glob("*.plan")))
+
+
+def families(path: Path) -> tuple[str, ...]:
+    """The families that the header of a shipped plan names."""
+    header = _HEADER.search(path.read_text(encoding="utf-8"))
+    return tuple(re.findall(r"[^\s,]+", header[1])) if header else ()
+
+
+def _of_family(name: str) -> Path | None:
+    """The shipped plan for a family that no file is called after, such as llama's for mistral.
+
+    One whose own name is among its families comes first: others are for a part of a family, such
+    as its classifiers.
+    """
+    those = [p for p in sorted(PLANS.glob("*.plan")) if name in families(p)]
+    return next((p for p in those if p.stem in families(p)), those[0] if those else None)
+
+
+def locate(plan: str) -> Place | None:
+    """Where a plan is, or None where nothing of that name is."""
+    if plan == "-":
+        return Place(name="<stdin>", path=None)
+    path = Path(plan)
+    known = PLANS / f"{plan}.plan"
+    bare = "/" not in plan and "\\" not in plan and not plan.endswith(".plan")
+    try:
+        if path.is_file() or (path.exists() and not (bare and known.is_file())):
+            return Place(name=plan, path=path)
+        if bare and known.is_file():
+            return Place(name=f"plans/{plan}.plan", path=known)
+        if bare and (base := _of_family(plan)):
+            return Place(name=f"plans/{base.name}", path=base)
+    except (OSError, ValueError):  # a name too long, or with a NUL in it
+        return None
+    revision, colon, inside = plan.rpartition(":")
+    if colon and revision and inside:
+        return Place(name=plan, path=Path(inside), revision=revision)
+    return None
+
+
+def _base(place: Place, name: str) -> Place:
+    """What `extend "name"` in a plan means."""
+    folder = place.path.parent if place.path else Path()
+    path = folder / name
+    known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
+    ships = "/" not in name and known.is_file()
+    if place.revision is not None:
+        if not ships or _is_at_revision(place.revision, path):
+            return Place(name=f"{place.revision}:{path}", path=path, revision=place.revision)
+        return Place(name=f"plans/{known.name}", path=known)
+    if ships and not path.exists():
+        return Place(name=f"plans/{known.name}", path=known)
+    prefix = place.name.removesuffix(place.path.name) if place.path else ""
+    return Place(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
+
+
+def text(place: Place, origin: Span | None, sink: Sink) -> str | None:
+    """The text of a place, or None after PL006.
+
+    Args:
+        place: a file, standard input, or a file in git.
+        origin: the `extend` that names it, if one does.
+        sink: receives PL006.
+    """
+    where = [origin] if origin else []
+    try:
+        data = _bytes(place)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        sink.error("PL006", f"cannot read {place.name}: {reason.lower()}", *where)
+        return None
+    except ValueError as error:
+        sink.error("PL006", f"cannot read {place.name}: {error}", *where)
+        return None
+    return data.decode("utf-8-sig", errors="replace")
+
+
+def _bytes(place: Place) -> bytes:
+    """The first bytes of a plan, one more than the parser takes, so that a giant stays cheap.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it is not a file, or git does not have it.
+    """
+    limit = 4 * MAX_CHARACTERS + 4
+    if place.path is None:
+        return _standard_input(limit)
+    if place.revision is not None:
+        return _at_revision(place.revision, place.path)[:limit]
+    if place.path.is_dir():
+        raise ValueError("it is a folder")
+    if place.path.exists() and not place.path.is_file():
+        raise ValueError("it is not a regular file")
+    with place.path.open("rb") as stream:
+        return stream.read(limit)
+
+
+_READ: WeakKeyDictionary[BinaryIO, bytes] = WeakKeyDictionary()
+
+
+def _standard_input(limit: int) -> bytes:
+    """What came in, which can be read once: a proof compiles the plan again for a small model."""
+    stream = sys.stdin.buffer
+    if stream not in _READ:
+        _READ[stream] = stream.read(limit)
+    return _READ[stream]
+
+
+def _is_at_revision(revision: str, path: Path) -> bool:
+    """Whether git has a file at a revision that another file was read at."""
+    try:
+        _at_revision(revision, path)
+        return True
+    except ValueError:
+        return False
+
+
+def _at_revision(revision: str, path: Path) -> bytes:
+    """A file as git has it at a revision; a relative path is relative to the current folder."""
+    if revision.startswith("-"):
+        raise ValueError(f"{revision!r} is not a git revision")
+    inside = path.as_posix() if path.is_absolute() else f"./{path.as_posix()}"
+    try:
+        done = subprocess.run(
+            ["git", "show", f"{revision}:{inside}"],
+            capture_output=True,
+            check=False,
+            timeout=30,
+        )
+    except FileNotFoundError:
+        raise ValueError("there is no such file, and git is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise ValueError("git does not answer") from None
+    if done.returncode != 0:
+        lines = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
+        raise ValueError(lines[0].removeprefix("fatal: ") if lines else "git does not have it")
+    return done.stdout

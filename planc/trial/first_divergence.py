@@ -1,0 +1,129 @@
+"""Where two models part: the first module, in execution order, whose output differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
+
+from planc.ops import styles as ir
+from planc.ops.registry import Lowered, Parallelize
+from planc.runtime.run import Run
+from planc.trial.numerics import plain, relative, whole
+from planc.trial.trace import first
+
+Outputs = dict[str, torch.Tensor]
+Take = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
+    """The first output of each module, by name, in the order in which they end.
+
+    Args:
+        model: run forward once, without gradients being looked at.
+        take: what to keep of an output, or None.
+        inputs: of the forward.
+    """
+    found: Outputs = {}
+    with _watched(model, found, take):
+        model(**inputs)
+    return found
+
+
+def parted(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | None:
+    """The first module whose output differs by more than the limit, and by how much.
+
+    An output that is a piece of the right one in a layout that no rule states is left out: it
+    can't be compared.
+    """
+    for name, value in mine.items():
+        expected = right.get(name)
+        if expected is None or expected.shape != value.shape:
+            continue
+        error = relative(value, expected)
+        if error > limit:
+            return name or "the model", error
+    return None
+
+
+def taker(run: Run, lowered: Lowered) -> Take:
+    """Makes outputs of a parallel model whole.
+
+    A DTensor knows its layout, and for a module with a style the plan states the layout of what it
+    hands on as a local tensor. That is a collective, which all ranks join: they run the same code.
+    """
+    stated = dict(_stated(lowered))
+
+    def take(name: str, value: torch.Tensor) -> torch.Tensor | None:
+        if isinstance(value, DTensor):
+            return whole(value)
+        if name not in stated:
+            return value.detach().clone()
+        axis, layout = stated[name]
+        mesh = run.submesh(axis)
+        match layout:
+            case ir.Shard():
+                from torch.distributed.tensor import Shard
+
+                placed = DTensor.from_local(value.detach(), mesh, [Shard(layout.dim)])
+                return placed.full_tensor()
+            case ir.Partial():
+                return None
+        return value.detach().clone()
+
+    return take
+
+
+def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
+    """The layouts of local outputs, as the styles of a plan have them."""
+    for op in lowered.ops:
+        if isinstance(op, Parallelize) and lowered.axis_size(op.axis) > 1:
+            layout: ir.Layout | None = None
+            match op.style:
+                case ir.Colwise() if op.style.parts != 1 and not op.style.interleaved:
+                    continue  # each rank has a slice of each part, which no layout says
+                case ir.Colwise() | ir.Rowwise():
+                    layout = op.style.output
+                case ir.Sequence():
+                    layout = ir.Shard(op.style.dim)
+                case ir.Output():
+                    change = op.style.positional[0]
+                    layout = change.target if change else None
+            if layout is not None:
+                for name in op.modules.names():
+                    yield name, (op.axis, layout)
+
+
+@contextmanager
+def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
+    """Fills `found` with what `take` keeps of each module's output, while the model runs."""
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            value = first(output)
+            if value is not None and name not in found:
+                kept = take(name, value)
+                if kept is not None:
+                    found[name] = kept
+
+        return keep
+
+    handles = [
+        module.register_forward_hook(hook(_name(name)))
+        for name, module in model.named_modules()
+        if not isinstance(module, CheckpointWrapper)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _name(name: str) -> str:
+    return plain(f"{name}.").removesuffix(".")

@@ -1,0 +1,91 @@
+"""Where the processes of a proof come from: `python -m planc.trial.fork_server`.
+
+Importing torch and transformers takes seconds, so one process imports them, while the command that
+started it still compiles; then it reads its job, one line of JSON, and forks one process a rank.
+It starts no thread before that, which makes forking safe. Standard input stays open as long as the
+command lives: when it closes, every process ends, whatever ended the command.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from planc.trial.job_message import Job
+
+GRACE = 3.0
+"""Seconds that the other ranks get, once one is dead, to say what they know."""
+
+
+def main() -> int:
+    """Returns 0 when every rank ended well."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    gc.disable()
+    from planc.trial import worker
+
+    text = sys.stdin.buffer.readline()
+    if not text:
+        return 2
+    job = Job.loads(text.decode())
+    worker.prepare(job)
+    gc.freeze()
+    children = {_fork(job, number): number for number in range(job.ranks)}
+    end_with_the_command()
+    return _wait(children, Path(job.folder))
+
+
+def _fork(job: Job, number: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        end_with_the_command()
+        from planc.trial import worker
+
+        code = worker.main(job, number)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no clean-up: another rank may be dead, and torch would wait for it
+
+
+def end_with_the_command() -> None:
+    """Ends this process when standard input closes."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _wait(children: dict[int, int], folder: Path) -> int:
+    """Waits for all; after the first that fails, not for long. Notes those that a signal ended."""
+    failed, end = False, float("inf")
+    ended: set[int] = set()
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
+        if child:
+            number, code = children.pop(child), os.waitstatus_to_exitcode(status)
+            if code < 0 and child not in ended:
+                (folder / f"{number}.signal").write_text(f"{-code} {time.monotonic()}")
+            if code and not failed:
+                failed, end = True, time.monotonic() + GRACE
+        elif time.monotonic() > end:
+            for late in children.keys() - ended:
+                os.kill(late, signal.SIGKILL)
+                ended.add(late)
+        else:
+            time.sleep(0.01)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

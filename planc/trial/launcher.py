@@ -1,0 +1,259 @@
+"""Runs a proof on processes of this machine; the command's side of it, without torch.
+
+The processes are a session of their own, started by `fork_server`. However a proof ends,
+by a verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planc.diagnostic import one_of
+from planc.ops.document import digest, dumps
+from planc.ops.registry import Adapt, Compile, FullyShard, Load, Lowered, Quantize
+from planc.trial.job_message import Job
+
+LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "parameters": 1e-3}
+"""The largest relative errors in float32 that count as the same; parameters are those after two
+steps of AdamW."""
+SEEDS = (0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Why there is no comparison.
+
+    Args:
+        kind: `rank` (it raised or died), `time` (the limit passed), `single` (one process alone
+            can't train the small model).
+        message: one line.
+        rank: the one that failed first, -1 where that is not known.
+        phase: what it was doing: build, single, apply, parallel, compare, locate.
+        detail: its traceback, or the last lines that it wrote.
+        raised: whether Python raised, rather than a signal or the time limit ending it.
+    """
+
+    kind: str
+    message: str
+    rank: int = -1
+    phase: str = ""
+    detail: str = ""
+    raised: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What the ranks found.
+
+    Args:
+        errors: the largest error of each kind over ranks and seeds.
+        worst: whose gradient, and whose parameter, has the largest error.
+        first: where the models part: `what` (output or gradient), `name`, `error`; None when
+            they are the same.
+        seconds: from start to end.
+        device: on which the processes ran, `cpu` or `cuda`.
+    """
+
+    errors: dict[str, float]
+    worst: dict[str, str]
+    first: dict[str, Any] | None
+    seconds: float
+    device: str = "cpu"
+
+    @property
+    def same(self) -> bool:
+        return all(self.errors[kind] <= limit for kind, limit in LIMITS.items())
+
+
+class Nursery:
+    """Processes that import torch while the command still compiles; made by `nursery()`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "planc.trial.fork_server"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+                start_new_session=True,
+            )
+
+    def compare(
+        self, config: dict[str, Any], lowered: Lowered, *, timeout: float, code: str = ""
+    ) -> Comparison | Trouble:
+        """Trains the small model with and without the plan, and compares.
+
+        Args:
+            config: of the small model.
+            lowered: the plan for it, from `single_precision`.
+            timeout: seconds that all of it may take.
+            code: the factory of a model of the user's own, which is run as it is.
+        """
+        began = time.monotonic()
+        job = Job(
+            config=config,
+            lowered=dumps(lowered),
+            digest=digest(lowered),
+            ranks=lowered.world_size,
+            seeds=SEEDS,
+            limits=LIMITS,
+            folder=str(self.folder),
+            seconds=timeout,
+            code=code,
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it died already: its exit says so
+            self._process.stdin.write(f"{job.dumps()}\n".encode())
+            self._process.stdin.flush()
+        late = False
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        found = list(_reports(self.folder, job.ranks))
+        if late or self._process.returncode != 0 or len(found) < job.ranks:
+            return self._trouble(found, timeout if late else None, job.ranks)
+        return _comparison(found, time.monotonic() - began)
+
+    def close(self) -> None:
+        """Ends every process, those included that a rank may have started."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # alone enough, were they slow to hear the signal
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _trouble(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> Trouble:
+        failed = sorted((f for f in found if "error" in f), key=lambda f: float(f["time"]))
+        single = [f for f in failed if f["single"] or f["phase"] in ("build", "single")]
+        ended = sorted(_signals(self.folder))
+        if single:
+            return _told("single", single[0])
+        # beside a rank that died, what another raises only says that its partner is gone
+        if failed and not ended:
+            return _told("rank", failed[0])
+        if ended:
+            _, rank, number = ended[0]
+            name = signal.Signals(number).name
+            return Trouble(
+                kind="rank", message=f"ended by {name}", rank=rank, detail=_tail(self.log)
+            )
+        if late is not None:
+            silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
+            who = "any rank" if len(silent) == ranks else f"rank {one_of(map(str, silent))}"
+            told = f"no answer from {who} in {late:g} s"
+            return Trouble(kind="time", message=told, detail=_tail(self.log))
+        lines = _tail(self.log).splitlines()
+        return Trouble(
+            kind="rank",
+            message=f"the processes did not start: {lines[-1] if lines else 'no word'}",
+            detail="\n".join(lines),
+        )
+
+
+@contextmanager
+def nursery() -> Iterator[Nursery]:
+    """Processes for one proof, ended with the block however it ends."""
+    with tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True) as name:
+        made = Nursery(Path(name))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def told_apart(lowered: Lowered) -> Lowered:
+    """The same operations with adapters that a proof can see: of random values, without dropout.
+
+    lora_B begins at 0, where the gradients of lora_A are 0 whatever the plan does. Weights stay in
+    all their bits: the parts of a small one are no whole blocks, which a check asks of a real one.
+    """
+    ops = tuple(
+        replace(op, dropout=0.0, dtype=None, init="random") if isinstance(op, Adapt) else op
+        for op in lowered.ops
+        if not isinstance(op, Quantize)
+    )
+    return replace(lowered, ops=ops)
+
+
+def single_precision(lowered: Lowered) -> Lowered:
+    """The same operations with every precision float32, so that only rounding can differ.
+
+    Compiling is left out: it changes no number that it may change, and takes minutes.
+    """
+    lowered = told_apart(lowered)
+    ops = tuple(
+        replace(
+            op,
+            param=op.param and "float32",
+            reduce=op.reduce and "float32",
+            output=op.output and "float32",
+        )
+        if isinstance(op, FullyShard)
+        else op
+        for op in lowered.ops
+        if not isinstance(op, Compile | Load)
+    )
+    return replace(lowered, ops=ops)
+
+
+def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:
+    for rank in range(ranks):
+        with contextlib.suppress(OSError, ValueError):
+            yield json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+
+
+def _signals(folder: Path) -> Iterator[tuple[float, int, int]]:
+    """When a signal ended a rank, which, and the signal."""
+    for path in folder.glob("*.signal"):
+        number, when = path.read_text().split()
+        yield float(when), int(path.stem), int(number)
+
+
+def _told(kind: str, report: dict[str, Any]) -> Trouble:
+    first = next((line for line in report["error"].splitlines() if line.strip()), report["error"])
+    return Trouble(
+        kind=kind,
+        message=first.strip(),
+        rank=report["rank"],
+        phase=report["phase"],
+        detail=report["traceback"],
+        raised=True,
+    )
+
+
+def _comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
+    every = [seed for report in found for seed in report["seeds"]]
+    errors = {kind: max(float(s[kind]) for s in every) for kind in LIMITS}
+    worst = {
+        kind: str(max(every, key=lambda s: float(s[kind]))[f"{kind}_at"])
+        for kind in ("gradients", "parameters")
+    }
+    firsts = [f["first"] for f in found if f.get("first")]
+    first = min(firsts, key=lambda f: int(f["order"])) if firsts else None
+    return Comparison(
+        errors=errors, worst=worst, first=first, seconds=seconds, device=found[0]["device"]
+    )
+
+
+def _tail(log: Path, lines: int = 12) -> str:
+    with contextlib.suppress(OSError):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+    return ""

@@ -1,0 +1,140 @@
+"""One process of a proof, from its fork to what it leaves in the folder."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from planc import atomic_write
+from planc.diagnostic import Sink
+from planc.model.small.user_model import Makes, maker_of
+from planc.ops.document import loads
+from planc.ops.registry import Lowered
+from planc.runtime.executor import apply_lowered
+from planc.runtime.lora import alone
+from planc.trial.first_divergence import outputs_of, parted, taker
+from planc.trial.job_message import Job
+from planc.trial.numerics import SingleError, batch, device_for, moved, own_part, prove
+
+_MAKERS: dict[str, Makes] = {}
+
+
+def prepare(job: Job) -> None:
+    """What all ranks have in common, done once before they part."""
+    torch.set_num_threads(1)
+    try:
+        maker = _MAKERS[job.digest] = maker_of(job.config, job.code)
+        _ = maker.choice  # found out once for all
+    except Exception:  # each rank tries again, and says so
+        _MAKERS.clear()
+
+
+def main(job: Job, number: int) -> int:
+    """Returns 0 when there is a comparison, whatever it says; leaves `<number>.json`."""
+    found: dict[str, Any] = {"rank": number, "phase": "start"}
+    try:
+        found["device"] = device = device_for(job.ranks)
+        if device == "cuda":
+            torch.cuda.set_device(number)
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        distributed.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            rank=number,
+            world_size=job.ranks,
+            store=distributed.FileStore(str(Path(job.folder) / "store"), job.ranks),
+            timeout=datetime.timedelta(seconds=job.seconds),
+        )
+        _compare(job, found)
+    except BaseException as error:
+        found["single"] = isinstance(error, SingleError)
+        found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
+        found["traceback"] = traceback.format_exc()
+    found["time"] = time.monotonic()
+    atomic_write.write(Path(job.folder) / f"{number}.json", json.dumps(_finite(found)))
+    return int("error" in found)
+
+
+def _compare(job: Job, found: dict[str, Any]) -> None:
+    def report(phase: str) -> None:
+        found["phase"] = phase
+
+    report("build")
+    maker = _MAKERS.get(job.digest) or maker_of(job.config, job.code)
+    sink = Sink()
+    lowered = loads(job.lowered, "the lowered plan", sink)
+    if lowered is None:
+        raise ValueError("; ".join(d.message for d in sink))
+    found["seeds"] = []
+    for seed in job.seeds:
+        errors = prove(maker, lowered, job.digest, seed, report, device=found["device"])
+        found["seeds"].append({"seed": seed, **_worst(errors)})
+        everyone: list[Any] = [None] * job.ranks
+        distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], job.limits))
+        if any(everyone):
+            report("locate")
+            wrong = {n: e for n, e in errors["gradients"].items() if e > job.limits["gradients"]}
+            found["first"] = _locate(maker, lowered, job, seed, wrong, device=found["device"])
+            return
+
+
+def _worst(errors: dict[str, Any]) -> dict[str, Any]:
+    """The largest error of each kind, and whose it is."""
+    out: dict[str, Any] = {"logits": errors["logits"], "loss": errors["loss"]}
+    for kind in ("gradients", "parameters"):
+        name = max(errors[kind], key=errors[kind].__getitem__)
+        out[kind], out[f"{kind}_at"] = errors[kind][name], name
+    return out
+
+
+def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
+    return any(not errors[kind] <= limit for kind, limit in limits.items())
+
+
+def _locate(
+    maker: Makes,
+    lowered: Lowered,
+    job: Job,
+    seed: int,
+    wrong: dict[str, float],
+    *,
+    device: str,
+) -> dict[str, Any] | None:
+    """Where the models part, as this rank sees it.
+
+    The first module whose output differs; where all outputs are right, the wrong gradient that
+    backward comes to first, which is that of the module that forward came to last.
+    """
+    whole_batch = moved(batch(maker, lowered, seed, 0), device)
+    model = maker.build(seed).to(device)
+    run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
+    inputs = {**own_part(run, whole_batch), "use_cache": False}
+    single = alone(maker.build(seed).to(device), lowered)
+    right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
+    mine = outputs_of(model, taker(run, lowered), **inputs)
+    order = {name: i for i, name in enumerate(right)}
+    found = parted(right, mine, job.limits["logits"])
+    if found is not None:
+        name, error = found
+        return {"what": "output", "name": name, "error": error, "order": order.get(name, 0)}
+    if not wrong:
+        return None
+    name = max(wrong, key=lambda n: order.get(n.rpartition(".")[0], -1))
+    last = len(order) - order.get(name.rpartition(".")[0], -1)
+    return {"what": "gradient", "name": name, "error": wrong[name], "order": len(order) + last}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return 1e9 if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,116 @@
+"""What test_apply runs on every rank."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numerics
+import torch
+from torch import distributed
+
+import planc
+from planc.ops.document import dumps
+from planc.ops.registry import Parallelize
+from planc.runtime import apply_lowered
+
+
+def apply(overrides, model=None):
+    return planc.apply(
+        model or numerics.build("llama"), "llama", overrides=overrides, device_type="cpu"
+    )
+
+
+def handle(overrides):
+    run = apply(overrides)
+    return {
+        "data": (run.data_rank, run.data_size),
+        "mesh": dict(zip(run.mesh.mesh_dim_names, run.mesh.shape, strict=True)),
+        "data_mesh": run.data_mesh.size(),
+        "text": run.describe(),
+        "digest": run.digest,
+    }
+
+
+def logged(overrides):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("planc")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    apply(overrides)
+    logger.removeHandler(handler)
+    return lines
+
+
+def named(folder, overrides):
+    """A shipped name, a path, a lowered plan, and a lowered JSON file."""
+    from planc.resources import PLANS
+
+    lowered = planc.lower(numerics.build("llama"), "llama", world_size=4, overrides=overrides)
+    file = Path(folder) / f"{distributed.get_rank()}.json"
+    file.write_text(dumps(lowered))
+    digests = []
+    for plan in ("llama", str(PLANS / "llama.plan"), lowered, str(file)):
+        own = overrides if isinstance(plan, str) and not plan.endswith(".json") else ()
+        run = planc.apply(numerics.build("llama"), plan, overrides=own, device_type="cpu")
+        digests.append(run.digest)
+    return digests
+
+
+def untouched(model):
+    """Whether a model is as transformers built it."""
+    plain = all(type(p) is torch.nn.Parameter for p in model.parameters())
+    return plain and model.config.use_cache
+
+
+def disagree():
+    model = numerics.build("llama")
+    try:
+        apply([f"tp={1 + distributed.get_rank() % 2}"], model)
+    except planc.PlanError as error:
+        return str(error), untouched(model)
+    raise AssertionError("the ranks agreed")
+
+
+def another_model():
+    wide = distributed.get_rank() == 2
+    model = numerics.build("llama", intermediate_size=128 if wide else 96)
+    lowered = planc.lower(numerics.build("llama"), "llama", world_size=4, overrides=["tp=2"])
+    try:
+        planc.apply(model, lowered, device_type="cpu")
+    except planc.PlanError as error:
+        assert untouched(model)
+        return str(error)
+    raise AssertionError("a rank with another model went on")
+
+
+def twice(overrides):
+    model = numerics.build("llama")
+    apply(overrides, model)
+    apply(overrides, model)
+
+
+def wrong_world():
+    lowered = planc.lower(numerics.build("llama"), "llama", world_size=8)
+    planc.apply(numerics.build("llama"), lowered, device_type="cpu")
+
+
+def refused():
+    """A style that torch refuses, put into a lowered plan behind the back of the checks."""
+    model = numerics.build("llama")
+    lowered = planc.lower(model, "llama", world_size=4, overrides=["tp=2"])
+    styled = [op for op in lowered.ops if isinstance(op, Parallelize)]
+    norm = next(op.modules for op in styled if str(op.modules) == "model.norm")
+    bad = replace(styled[0], modules=norm, shapes=(), place="mine.plan:8")
+    apply_lowered(model, replace(lowered, ops=(bad,)), digest="same", device_type="cpu")
+
+
+def wrong_plan():
+    text = "plan w for llama\nmesh {\n dp_shard = auto\n}\nfsdp on dp_shard {\n lm_hed : unit\n"
+    path = Path(f"/tmp/planc-wrong-{distributed.get_rank()}.plan")
+    path.write_text(text + " root : units\n}\n")
+    try:
+        planc.apply(numerics.build("llama"), str(path), device_type="cpu")
+    finally:
+        path.unlink()

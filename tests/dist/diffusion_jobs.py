@@ -1,0 +1,96 @@
+"""What one rank does with a small model of diffusers, as a user's own script would."""
+
+import torch
+from numerics import by_script, error, plain
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+import planc
+from planc.runtime.sharded_tensors import ordered, orders
+
+ROWS = 4
+
+
+def small(name):
+    """The small configuration of a shipped model."""
+    from planc.diagnostic import Sink
+    from planc.model.load import load
+    from planc.model.small.shrink import shrink
+
+    return shrink(load(name, Sink()).config, ranks=2)
+
+
+def made(name, seed=0):
+    """The class of diffusers itself, with weights of which none is just 0 or 1."""
+    import diffusers
+
+    values = small(name)
+    torch.manual_seed(seed)
+    model = getattr(diffusers, values.pop("_class_name")).from_config(values)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model
+
+
+def inputs(name, rank, size):
+    """The rows of one rank; places of the picture are the same for all rows."""
+    from planc.model.small.diffusers_model import Denoiser
+
+    given = Denoiser(small(name)).sample()
+    places = {n: given.pop(n)[0] for n in ("img_ids", "txt_ids") if n in given}
+    return {n: v.chunk(size)[rank] for n, v in given.items()} | places
+
+
+def gave(model, given):
+    """The output and the loss of a forward pass."""
+    target = given["target"]
+    output = model(**{n: v for n, v in given.items() if n != "target"}).sample
+    return output, (output.float() - target).square().mean()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(name, plan, overrides, script=False):
+    """Errors of the output, of the loss and of each gradient, beside one process."""
+    right, model = made(name), made(name)
+    lowered = planc.lower(model, plan, world_size=4, overrides=overrides)
+    if script:
+        rank, size = by_script(model, lowered)
+    else:
+        run = planc.apply(model, lowered, device_type="cpu")
+        rank, size = run.data_rank, run.data_size
+    wanted, wanted_loss = gave(right, inputs(name, 0, 1))
+    wanted_loss.backward()
+    output, loss = gave(model, inputs(name, rank, size))
+    loss.backward()
+    mean = loss.detach().clone()
+    distributed.all_reduce(mean)
+    own, reference = orders(model), dict(right.named_parameters())
+    errors = {
+        "output": error(output, wanted.chunk(size)[rank]),
+        "loss": error(mean / distributed.get_world_size(), wanted_loss),
+    }
+    for full, parameter in model.named_parameters():
+        short = plain(full)
+        gradient = ordered(whole(parameter.grad), own.get(short))
+        errors[short] = error(gradient, reference[short].grad)
+    assert errors.keys() - {"output", "loss"} == reference.keys()
+    return errors
+
+
+def mixed(name, plan, overrides):
+    """The losses of ten steps in bfloat16 on one batch."""
+    model = made(name)
+    run = planc.apply(model, plan, overrides=overrides, device_type="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    given, losses = inputs(name, run.data_rank, run.data_size), []
+    for _ in range(10):
+        _, loss = gave(model, given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

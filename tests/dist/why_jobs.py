@@ -1,0 +1,27 @@
+"""What test_whyshards runs on every rank."""
+
+import numerics
+from torch import distributed
+
+import planc
+from planc.api import _facts
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.provenance.query import why
+
+
+def shapes(family, plan, overrides):
+    """(name, what `why` says that a rank keeps, what it keeps, trainable twice), of each."""
+    model = numerics.build(family)
+    sink = Sink()
+    compiled = compile_plan(
+        _facts(model), plan, sink, world_size=distributed.get_world_size(), settings=overrides
+    )
+    planc.apply(model, plan, overrides=overrides, device_type="cpu")
+    found = []
+    for name, parameter in model.named_parameters():
+        answer = why(name, compiled.facts, compiled.lowered, compiled.plan, sink)
+        [held] = answer.held
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        found.append((name, held.shard, tuple(local.shape), held.at_rest, local.nbytes))
+    return found

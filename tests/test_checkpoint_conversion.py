@@ -1,0 +1,151 @@
+"""Checkpoints whose names and shapes are not the model's: what each tensor is put together from."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from planc.diagnostic import Diagnostic
+from planc.model.checkpoint_conversion import Recipe, recipes
+from planc.runtime.sharded_tensors import held
+from planc.runtime.weights.loading import _stored
+from planc.runtime.weights.safetensors_index import Entry, listing, reading
+from planc.runtime.weights.stored_tensors import Stored, fill, made, one
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 12,
+    "num_local_experts": 12,
+    "n_routed_experts": 12,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+
+def build(family, meta=False):
+    config = transformers.AutoConfig.for_model(family, **SMALL)
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "granitemoe"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "jamba", "phimoe", "minimax", "gpt_oss", "llama"])
+def test_what_transformers_writes_is_read_slice_by_slice(family, tmp_path):
+    """In three ways: whole, by two halves of dim 0 and by two halves of the last dim."""
+    right = build(family)
+    right.save_pretrained(tmp_path, max_shard_size="200KB")
+    findings: list[Diagnostic] = []
+    entries = listing(tmp_path, findings)
+    model = build(family, meta=True)
+    stored = _stored(model, entries, findings)
+    assert findings == [] and stored.keys() >= {n for n, _ in model.named_parameters()}
+    several = any(len(s.pieces) > 1 for s in stored.values())
+    assert several == (family not in ("gpt_oss", "llama", "granitemoe"))
+    for name, parameter in right.named_parameters():
+        for dim, start, stop in ((0, 0, None), (0, 1, None), (-1, 0, -1)):
+            part = [slice(None)] * parameter.ndim
+            part[dim] = slice(start, stop)
+            want = parameter[tuple(part)]
+            ranges = tuple(
+                ((s.indices(n)[0], s.indices(n)[1]),)
+                for s, n in zip(part, parameter.shape, strict=True)
+            )
+            got = torch.full_like(want, float("nan"))
+            for piece in stored[name].pieces:
+                with reading(piece.entry.file) as opened:
+                    fill(got, opened, piece, ranges)
+            assert torch.equal(got, want), name
+
+
+def test_experts_are_in_the_order_of_their_numbers(tmp_path):
+    build("mixtral").save_pretrained(tmp_path)
+    model = build("mixtral", meta=True)
+    found = recipes(model, listing(tmp_path, []), held(model))
+    recipe = found["model.layers.0.mlp.experts.gate_up_proj"]
+    assert recipe.steps == (("stack", 0, 0), ("join", 1, 0))
+    gates, ups = recipe.parts
+    assert [n.split(".")[-3:-1] for n in gates] == [[str(i), "w1"] for i in range(12)]
+    assert [n.split(".")[-3:-1] for n in ups] == [[str(i), "w3"] for i in range(12)]
+
+
+def changed(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_an_expert_that_is_missing_is_a_wrong_shape(tmp_path):
+    build("mixtral").save_pretrained(tmp_path)
+    expert = "model.layers.1.block_sparse_moe.experts.5"
+    changed(tmp_path, lambda t: [t.pop(f"{expert}.{w}.weight") for w in ("w1", "w2", "w3")])
+    model = build("mixtral", meta=True)
+    stored = _stored(model, listing(tmp_path, []), [])
+    assert stored["model.layers.1.mlp.experts.gate_up_proj"].shape[0] == 11
+    assert stored["model.layers.0.mlp.experts.gate_up_proj"].shape[0] == 12
+
+
+def test_parts_that_do_not_fit_together_are_findings(tmp_path):
+    build("mixtral").save_pretrained(tmp_path)
+    expert = "model.layers.1.block_sparse_moe.experts.5"
+
+    def change(tensors):
+        tensors.pop(f"{expert}.w1.weight")
+        tensors[f"{expert}.w2.weight"] = tensors[f"{expert}.w2.weight"][:1].clone()
+
+    changed(tmp_path, change)
+    findings: list[Diagnostic] = []
+    _stored(build("mixtral", meta=True), listing(tmp_path, []), findings)
+    assert [d.code for d in findings] == ["PL496", "PL496"]
+    told = sorted(d.message for d in findings)
+    assert "experts.down_proj cannot be put together: its parts are of several shapes" in told[0]
+    assert "gate_up_proj cannot be put together: its parts are of shapes that cannot be" in told[1]
+
+
+def entry(name, *shape, tmp_path=None):
+    return Entry(file=tmp_path, name=name, shape=shape, dtype="F32")
+
+
+def test_a_conversion_that_planc_does_not_know(tmp_path):
+    entries = {"a": entry("a", 4, 2, tmp_path=tmp_path)}
+    steps = (("Interleave", 0, 0),)
+    assert "`Interleave`" in made(Recipe(parts=(("a",),), steps=steps), entries)
+    assert "several times" in made(Recipe(parts=(("a", "a"),)), entries)
+
+
+def test_a_swap_of_dims(tmp_path):
+    values = torch.arange(24.0).reshape(2, 3, 4)
+    save_file({"a": values}, tmp_path / "x.safetensors")
+    entries = listing(tmp_path, [])
+    stored = made(Recipe(parts=(("a",),), steps=(("swap", 1, 2),)), entries)
+    assert isinstance(stored, Stored) and stored.shape == (2, 4, 3)
+    got = torch.zeros(2, 2, 3)
+    with reading(stored.pieces[0].entry.file) as opened:
+        fill(got, opened, stored.pieces[0], (((0, 2),), ((1, 2), (3, 4)), ((0, 3),)))
+    assert torch.equal(got, values.transpose(1, 2)[:, [1, 3]])
+
+
+def test_a_model_of_ones_own_keeps_its_names(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    assert recipes(model, ["x"], ["weight"]) == {"x": Recipe(parts=(("x",),))}
+    assert one(entry("x", tmp_path=tmp_path)).shape == ()
