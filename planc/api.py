@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
 from planc.ops.document import digest
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ from planc.lowering import lower, lowered_file
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 from planc.plan import elaborate
 from planc.plan.ir import Plan
 from planc.syntax.plan_files import read

@@ -6,27 +6,18 @@ from hypothesis import strategies as st
 
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import Save
-from planc.ops.base import Draw
-from planc.ops.registry import (
-    Adapt,
-    Checkpoint,
-    Compile,
-    Configure,
-    Divide,
-    Freeze,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    MeshAxis,
-    Parallelize,
-    Prefetch,
-    Quantize,
-    Shape,
-    Spread,
-    Tie,
-)
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.rng import Draw
 from planc.ops.styles import (
     Attributes,
     Change,
@@ -46,6 +37,7 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
+from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 
 NOTHING = Module(cls="", kind="other")
 TO_SEQUENCE = Rowwise(output=Shard(1), local=False)

@@ -18,7 +18,10 @@ from planc.lowering import lower
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.load import load
 from planc.ops.document import digest, dumps, loads
-from planc.ops.registry import Adapt, Freeze, FullyShard, Parallelize, Quantize
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import FullyShard
+from planc.ops.lora import Adapt
+from planc.ops.quantization import Quantize
 from planc.ops.styles import (
     Colwise,
     Input,
@@ -29,6 +32,7 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
+from planc.ops.tensor_parallel import Parallelize
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted, of_layer
 from planc.provenance.query import why

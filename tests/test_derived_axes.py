@@ -11,7 +11,7 @@ from planc.diffing.render import render as diff_text
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
 from planc.ops.document import digest, dumps, loads
-from planc.ops.registry import Divide, FullyShard
+from planc.ops.fsdp import Divide, FullyShard
 from planc.plan import elaborate
 from planc.plan.mesh_axes import axes_of, known
 from planc.source import Source

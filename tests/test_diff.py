@@ -12,9 +12,13 @@ from lowered import any_op, llama, modules, moved, plans, rule, unit, with_ops
 from planc.diagnostic import Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import document, render
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import Save
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
 from planc.ops.document import digest, dumps, loads
-from planc.ops.registry import Checkpoint, Compile, Configure, Load, MeshAxis, Shape, Tie
+from planc.ops.load import Load
+from planc.ops.lowered import MeshAxis
 from planc.ops.styles import (
     Change,
     Colwise,
@@ -25,6 +29,7 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
+from planc.ops.tensor_parallel import Shape, Tie
 from planc.resources import GRAMMARS
 
 SCHEMA = json.loads((GRAMMARS / "diff.schema.json").read_text())

@@ -11,7 +11,7 @@ from planc.lowering import lower
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 from planc.ops.document import digest, dumps, loads
-from planc.ops.registry import FullyShard, Prefetch
+from planc.ops.fsdp import FullyShard, Prefetch
 from planc.plan import elaborate
 from planc.source import Source
 from planc.syntax import parse

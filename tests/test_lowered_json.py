@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lowered import llama, modules, moved, plans, rule, with_ops
 
 from planc.diagnostic import Sink
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps, loads
-from planc.ops.registry import Checkpoint
 from planc.ops.styles import Change, Colwise, Input, Replicate, Shard
 from planc.resources import GRAMMARS
 

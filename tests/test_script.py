@@ -15,8 +15,8 @@ from torch import distributed, nn
 import planc
 from planc.emit.python.printer import WIDTH
 from planc.emit.python.script import render
+from planc.ops.compile import Compile
 from planc.ops.document import digest
-from planc.ops.registry import Compile
 
 EVERYTHING = """plan everything for llama
 mesh {
@@ -185,7 +185,9 @@ def test_the_helpers_are_the_runtimes(everything):
     from pathlib import Path
 
     source = written(planc.lower("llama-3.2-1b", str(everything), world_size=16))
-    text = (Path(planc.__file__).parent / "runtime" / "standalone" / "activation_checkpoint.py").read_text()
+    text = (
+        Path(planc.__file__).parent / "runtime" / "standalone" / "activation_checkpoint.py"
+    ).read_text()
     named = [node for node in ast.parse(text).body if hasattr(node, "name")]
     assert len(named) > 8
     assert all(ast.get_source_segment(text, node) in source for node in named)

@@ -8,17 +8,12 @@ from lowered import llama, modules, plans, rule, unit, with_ops
 
 from planc.emit import phrases
 from planc.emit.text import render
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import Save
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
 from planc.ops.document import digest
-from planc.ops.registry import (
-    Checkpoint,
-    Compile,
-    Configure,
-    Lowered,
-    MeshAxis,
-    Shape,
-    Tie,
-)
+from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import (
     Change,
     Colwise,
@@ -29,6 +24,7 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
+from planc.ops.tensor_parallel import Shape, Tie
 
 
 def text(*ops, **changes):

@@ -15,7 +15,9 @@ from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.emit import phrases as words
-from planc.ops.registry import Checkpoint, FullyShard, Parallelize
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.fsdp import FullyShard
+from planc.ops.tensor_parallel import Parallelize
 from planc.plan.apply_adapters import adapted
 from planc.provenance import render
 from planc.provenance.query import why

@@ -14,8 +14,9 @@ from planc.diffing.entries import KINDS, Entry, Value, differences, entries, gro
 from planc.diffing.matching import Pairs, grown
 from planc.emit import phrases
 from planc.model.facts import Modules
-from planc.ops.registry import Lowered, MeshAxis, Parallelize
+from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import style_text
+from planc.ops.tensor_parallel import Parallelize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,18 +8,14 @@ from dataclasses import replace
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import styles as ir
-from planc.ops.registry import (
-    Adapt,
-    Checkpoint,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    Prefetch,
-    Quantize,
-    Shape,
-    Spread,
-)
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.fsdp import FullyShard, Prefetch, Spread
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.tensor_parallel import Shape
 
 _BRACES = 40  # columns of a name with braces, before it is two
 

@@ -11,25 +11,19 @@ from dataclasses import replace
 from itertools import takewhile
 
 from planc.emit import phrases
-from planc.ops.base import Draw
-from planc.ops.registry import (
-    FORMAT_VERSION,
-    Adapt,
-    Checkpoint,
-    Compile,
-    Configure,
-    Divide,
-    Freeze,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    Parallelize,
-    Prefetch,
-    Quantize,
-    Tie,
-)
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import Divide, FullyShard, Prefetch
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import FORMAT_VERSION, Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.rng import Draw
 from planc.ops.styles import style_name
+from planc.ops.tensor_parallel import Parallelize, Tie
 
 _WIDTH = 100
 

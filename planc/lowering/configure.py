@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from planc.model.facts import Facts, Modules
-from planc.ops.registry import Configure, Load
+from planc.ops.configure import Configure
+from planc.ops.load import Load
 from planc.plan.ir import Plan
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from planc.lowering.memory import Holdings
 from planc.model.facts import Facts, Modules
-from planc.ops.registry import Divide, FullyShard, Prefetch, Spread
+from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.plan import ir
 from planc.plan.ir import Fsdp, Plan, Unit
 from planc.plan.unit_lists import lists

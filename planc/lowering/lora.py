@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import prod
 
 from planc.model.facts import Modules
-from planc.ops.registry import Adapt, Quantize
+from planc.ops.lora import Adapt
+from planc.ops.quantization import Quantize
 from planc.ops.styles import Colwise, Rowwise
 from planc.plan.apply_adapters import BASE_LAYER, meetings
 from planc.plan.ir import AdapterRule, Plan

@@ -25,20 +25,15 @@ from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
 from planc.lowering.rng import draws
 from planc.model.facts import Facts, Module, Modules
-from planc.ops.registry import (
-    AnyOp,
-    Checkpoint,
-    Compile,
-    Freeze,
-    FullyShard,
-    Lowered,
-    MegatronShard,
-    MeshAxis,
-    Parallelize,
-    Shape,
-    Tie,
-)
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
+from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import AROUND, BASE_LAYER, adapted, styles
 from planc.plan.ir import CheckpointRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape

@@ -8,7 +8,7 @@ from pathlib import Path
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.ops.document import loads
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 
 
 def read(

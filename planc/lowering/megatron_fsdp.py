@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from planc.lowering.memory import Holding, Holdings
 from planc.model.facts import DTYPE_BYTES, Facts, Modules
-from planc.ops.registry import FullyShard, MegatronShard
+from planc.ops.fsdp import FullyShard
+from planc.ops.megatron_fsdp import MegatronShard
 from planc.plan.ir import Fsdp, Megatron, Plan
 
 _EXPERTS = "experts"

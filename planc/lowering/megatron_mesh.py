@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planc.ops.registry import Lowered, MegatronShard
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
 
 ONE = "tp_of_one"
 """The tensor dimension: `FSDPDistributedIndex` asks for one, if only of one rank."""

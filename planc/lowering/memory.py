@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
-from planc.ops.registry import FullyShard, Lowered
-from planc.ops.registry import Spread as Lying
+from planc.ops.fsdp import FullyShard
+from planc.ops.fsdp import Spread as Lying
+from planc.ops.lowered import Lowered
 from planc.ops.styles import weight_split
 from planc.plan.apply_adapters import AROUND, FOUR_BIT
 from planc.plan.ir import Plan, Precision, Spread, TensorRule, Unit

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planc.model.facts import Facts
 from planc.model.randomness import drawn
-from planc.ops.base import Draw
+from planc.ops.rng import Draw
 from planc.plan.ir import Plan
 
 

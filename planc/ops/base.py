@@ -1,4 +1,4 @@
-"""What every operation has, and the smallest one."""
+"""What every operation has."""
 
 from __future__ import annotations
 
@@ -12,16 +12,3 @@ class Op:
     """
 
     place: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw(Op):
-    """The random state of an axis's first rank on all its ranks, so that they draw alike.
-
-    Args:
-        axis: whose ranks work on the same activations.
-        fields: what draws, as `name = value` of the configuration; for the reader.
-    """
-
-    axis: str
-    fields: tuple[str, ...] = field(default=(), compare=False)

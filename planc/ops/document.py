@@ -11,31 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 from planc.diagnostic import Sink
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import Save
-from planc.ops.base import Draw
-from planc.ops.registry import (
-    FORMAT_VERSION,
-    Adapt,
-    AnyOp,
-    Checkpoint,
-    Compile,
-    Configure,
-    Divide,
-    Freeze,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    MeshAxis,
-    Parallelize,
-    Prefetch,
-    Quantize,
-    Shape,
-    Spread,
-    Tie,
-)
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import FORMAT_VERSION, Lowered, MeshAxis
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.registry import AnyOp
+from planc.ops.rng import Draw
 from planc.ops.schema import findings, modules_of, short
 from planc.ops.style_json import read_style, style_data
+from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 
 
 def dumps(lowered: Lowered) -> str:

@@ -21,15 +21,13 @@ from planc.model.facts import Facts, below
 from planc.model.layer_kinds import sorts
 from planc.model.load import of_values
 from planc.model.small.shrink import shrink
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
 from planc.ops.document import digest
-from planc.ops.registry import (
-    Checkpoint,
-    Compile,
-    FullyShard,
-    Lowered,
-    MegatronShard,
-    Parallelize,
-)
+from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof import small_mesh
 from planc.proof.called_modules import called

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 from planc.plan.ir import Axis
 
 _FIRST = ("tp", "dp_shard", "dp_replicate", "ep", "cp", "pp")

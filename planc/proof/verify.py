@@ -15,8 +15,11 @@ from planc.model.facts import Facts
 from planc.model.layer_kinds import sorts
 from planc.model.load import load, of_values
 from planc.model.small.shrink import shrink
+from planc.ops.compile import Compile
 from planc.ops.document import digest
-from planc.ops.registry import Compile, FullyShard, Lowered, Quantize
+from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered
+from planc.ops.quantization import Quantize
 from planc.plan import elaborate
 from planc.plan.ir import Plan
 from planc.proof.layout_flow import UNSEEN, megatron

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planc.diagnostic import Sink
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rules, units
 from planc.trial.certificate import number

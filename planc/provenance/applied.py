@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from planc.emit import phrases
 from planc.model.facts import Facts, Modules
-from planc.ops.registry import Adapt, Load, Lowered, Quantize
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.quantization import Quantize
 from planc.plan import ir
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import AdapterRule, Adapters, Mesh, Plan, Quant

@@ -14,25 +14,18 @@ from planc.diagnostic import Sink
 from planc.emit import phrases
 from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
-from planc.ops.registry import (
-    Adapt,
-    AnyOp,
-    Checkpoint,
-    Compile,
-    Divide,
-    Freeze,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    Parallelize,
-    Prefetch,
-    Quantize,
-    Spread,
-    Tie,
-    units_of,
-)
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.registry import AnyOp, units_of
 from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
+from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.plan.apply_adapters import FOUR_BIT
 from planc.plan.ir import Meaning, Plan
 from planc.provenance.answer import Answer, Held, Reason

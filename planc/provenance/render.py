@@ -9,7 +9,7 @@ from typing import Any
 
 from planc.emit import phrases
 from planc.ops.document import dumps
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 from planc.provenance.answer import Answer, Held, Reason
 
 FORMAT_VERSION = 1

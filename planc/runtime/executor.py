@@ -19,24 +19,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planc.diagnostic import PlanError
-from planc.ops.base import Draw
-from planc.ops.registry import (
-    Adapt,
-    AnyOp,
-    Checkpoint,
-    Compile,
-    Configure,
-    Divide,
-    Freeze,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    Parallelize,
-    Prefetch,
-    Quantize,
-    Tie,
-)
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import Divide, FullyShard, Prefetch
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.registry import AnyOp
+from planc.ops.rng import Draw
+from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime import megatron_fsdp
 from planc.runtime.fsdp import arrive, divide, keywords, prefetch, recomputing, wrap
 from planc.runtime.lora import inject, require

@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from planc.ops.registry import Checkpoint, Divide, FullyShard, Load, Prefetch
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.fsdp import Divide, FullyShard, Prefetch
+from planc.ops.load import Load
 from planc.plan.unit_lists import entries, of_entry
 from planc.runtime.meshes import Meshes
 from planc.runtime.sharded_tensors import units

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from planc.diagnostic import PlanError
-from planc.ops.registry import Adapt, Freeze, Lowered, Quantize
+from planc.ops.freeze import Freeze
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.quantization import Quantize
 from planc.runtime.preconditions import problem, stop
 from planc.runtime.standalone.lora_init import adapter_layers, begin_adapters
 

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from planc.lowering.megatron_mesh import layout
-from planc.ops.registry import Lowered, MegatronShard
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone import megatron_fsdp

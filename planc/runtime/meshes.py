@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 from planc.plan.mesh_axes import axes_of
 
 

@@ -14,18 +14,14 @@ from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
 from planc.model.facts import Modules
 from planc.model.module_table import already_parallel
 from planc.ops.base import Op
-from planc.ops.registry import (
-    Adapt,
-    Configure,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    Parallelize,
-    Prefetch,
-    Quantize,
-    Tie,
-)
+from planc.ops.configure import Configure
+from planc.ops.fsdp import FullyShard, Prefetch
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.tensor_parallel import Parallelize, Tie
 
 _MOST = 8  # findings about a wrong model; the first few say it all
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planc.ops.registry import Quantize
+from planc.ops.quantization import Quantize
 from planc.runtime.sharded_tensors import Runs, plain
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from planc.ops.registry import Load, Lowered
+from planc.ops.load import Load
+from planc.ops.lowered import Lowered
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.meshes import Meshes
 from planc.runtime.weights import peft_files, resuming, saving

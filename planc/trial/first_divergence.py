@@ -12,7 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 
 from planc.ops import styles as ir
-from planc.ops.registry import Lowered, Parallelize
+from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
 from planc.trial.numerics import plain, relative, whole
 from planc.trial.trace import first

@@ -21,8 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import one_of
+from planc.ops.compile import Compile
 from planc.ops.document import digest, dumps
-from planc.ops.registry import Adapt, Compile, FullyShard, Load, Lowered, Quantize
+from planc.ops.fsdp import FullyShard
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.quantization import Quantize
 from planc.trial.job_message import Job
 
 LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "parameters": 1e-3}

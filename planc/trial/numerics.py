@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from planc.model.small.input_search import Shape, part_of
 from planc.model.small.user_model import Makes
-from planc.ops.registry import Divide, Lowered
+from planc.ops.fsdp import Divide
+from planc.ops.lowered import Lowered
 from planc.runtime.executor import apply_lowered
 from planc.runtime.lora import alone
 from planc.runtime.run import Run

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planc.ops import styles as ir
-from planc.ops.registry import Lowered, Parallelize
+from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize
 from planc.trial.numerics import relative
 from planc.trial.trace import Call
 

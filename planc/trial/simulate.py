@@ -24,7 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.model.facts import below
 from planc.ops import styles as ir
-from planc.ops.registry import Checkpoint, Configure, Freeze, Lowered, Parallelize, Tie
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.configure import Configure
+from planc.ops.freeze import Freeze
+from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.executor import Worker
 from planc.runtime.lora import alone, missing_peft
 from planc.runtime.meshes import Meshes

@@ -17,7 +17,7 @@ from planc import atomic_write
 from planc.diagnostic import Sink
 from planc.model.small.user_model import Makes, maker_of
 from planc.ops.document import loads
-from planc.ops.registry import Lowered
+from planc.ops.lowered import Lowered
 from planc.runtime.executor import apply_lowered
 from planc.runtime.lora import alone
 from planc.trial.first_divergence import outputs_of, parted, taker

@@ -32,7 +32,7 @@ from planc.model.layer_kinds import block_lists, sorts
 from planc.model.load import of_values
 from planc.model.small.shrink import shrink
 from planc.ops.document import dumps
-from planc.ops.registry import Parallelize
+from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
 from planc.resources import PLANS
 

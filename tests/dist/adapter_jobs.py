@@ -10,7 +10,8 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.ops.registry import Load, Parallelize
+from planc.ops.load import Load
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.sharded_tensors import ordered, orders
 
 PLAN = """plan tuned for {family}, qwen2

@@ -10,7 +10,7 @@ from torch import distributed
 
 import planc
 from planc.ops.document import dumps
-from planc.ops.registry import Parallelize
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import apply_lowered
 
 

@@ -23,7 +23,7 @@ from training_jobs import applied, mine
 from unit_jobs import along, place
 
 import planc
-from planc.ops.registry import Divide
+from planc.ops.fsdp import Divide
 
 
 def judge(model, path, hand=None, overrides=(), changes=None):

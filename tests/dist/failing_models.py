@@ -7,7 +7,7 @@ from numerics import build
 from torch import distributed
 
 from planc.diagnostic import PlanError
-from planc.ops.registry import Checkpoint
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.runtime import apply_lowered
 
 AXES = {"dp_shard": 2, "tp": 2}

@@ -3,17 +3,11 @@
 from dataclasses import replace
 
 from planc.model.facts import Module, Modules, parse_path
-from planc.ops.registry import (
-    Checkpoint,
-    Compile,
-    Configure,
-    FullyShard,
-    Lowered,
-    MeshAxis,
-    Parallelize,
-    Tie,
-)
-from planc.ops.registry import Shape as ParameterShape
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
+from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import (
     Change,
     Colwise,
@@ -24,6 +18,8 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
+from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.ops.tensor_parallel import Shape as ParameterShape
 
 BLOCKS = "model.layers[0:2]"
 DIGEST = "0123456789abcdef" * 4

@@ -25,8 +25,8 @@ def lowered(model, plan, overrides):
 
 def attention(plan):
     """What a lowered plan does with attention, or with what a family has in its place."""
-    from planc.ops.registry import Parallelize
     from planc.ops.styles import Colwise, Replicate, Rowwise
+    from planc.ops.tensor_parallel import Parallelize
 
     styles = [op for op in plan.ops if isinstance(op, Parallelize)]
     ops = [op for op in styles if "att" in str(op.modules)]
@@ -42,7 +42,8 @@ def share(model, plan):
     """The part of the blocks' parameters that is split."""
     import numerics
 
-    from planc.ops.registry import Checkpoint, Parallelize
+    from planc.ops.activation_checkpoint import Checkpoint
+    from planc.ops.tensor_parallel import Parallelize
 
     blocks = [op.modules for op in plan.ops if isinstance(op, Checkpoint)]
     names = tuple(f"{name}." for modules in blocks for name in modules.names())

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 import planc
 from planc.model.small.input_search import part_of
 from planc.model.small.transformers_model import Maker, taught
-from planc.ops.base import Draw
-from planc.ops.registry import Parallelize
+from planc.ops.rng import Draw
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.sharded_tensors import ordered, orders
 
 LENGTH, BATCH = 16, 4

@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.ops.registry import Quantize
+from planc.ops.quantization import Quantize
 from planc.runtime.quantization import packed
 from planc.runtime.sharded_tensors import units
 

@@ -13,8 +13,10 @@ from torch import distributed
 
 import planc
 from planc.diagnostic import PlanError
-from planc.ops.registry import Checkpoint, FullyShard, Parallelize, Tie
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.fsdp import FullyShard
 from planc.ops.styles import Colwise, Replicate
+from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime import apply_lowered
 
 AXES = {"dp_shard": 2, "tp": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planc.emit.python.printer import Group, Source, quoted
-from planc.ops.registry import Checkpoint
+from planc.ops.activation_checkpoint import Checkpoint
 
 
 def arguments(op: Checkpoint) -> tuple[Source, ...]:

@@ -9,7 +9,8 @@ from planc.emit.python.module_loops import IN, Lines, entries, loop_over, looped
 from planc.emit.python.printer import Group, lay, quoted, remark
 from planc.model.facts import Modules
 from planc.model.indices import Indices
-from planc.ops.registry import Divide, FullyShard, Lowered, Prefetch, Spread
+from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
+from planc.ops.lowered import Lowered
 from planc.plan.unit_lists import entries as listed
 from planc.plan.unit_lists import entry
 

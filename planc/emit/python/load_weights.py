@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from planc.emit.python.module_loops import IN
 from planc.emit.python.printer import Group, lay, quoted, remark
-from planc.ops.registry import Adapt, Load, Lowered
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
 
 _REFUSED = "Another form than the model's own, such as experts one by one, is an error.\n    "
 _ABOUT = {

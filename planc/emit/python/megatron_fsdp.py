@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from planc.emit.python.module_loops import IN, Lines
 from planc.emit.python.printer import Group, lay, quoted, remark
 from planc.lowering.megatron_mesh import layout
-from planc.ops.registry import Lowered, MegatronShard
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
 
 
 def shard(op: MegatronShard, lowered: Lowered) -> Lines:

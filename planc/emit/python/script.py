@@ -37,24 +37,19 @@ from planc.emit.python.printer import (
 )
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
-from planc.ops.base import Draw
-from planc.ops.registry import (
-    Adapt,
-    AnyOp,
-    Checkpoint,
-    Compile,
-    Configure,
-    Divide,
-    Freeze,
-    FullyShard,
-    Load,
-    Lowered,
-    MegatronShard,
-    Parallelize,
-    Prefetch,
-    Quantize,
-    Tie,
-)
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.configure import Configure
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import Divide, FullyShard, Prefetch
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+from planc.ops.registry import AnyOp
+from planc.ops.rng import Draw
+from planc.ops.tensor_parallel import Parallelize, Tie
 
 
 @dataclass(frozen=True, slots=True)

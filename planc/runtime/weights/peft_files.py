@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 
 from planc.diagnostic import Diagnostic
-from planc.ops.registry import Adapt, Lowered
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
 from planc.runtime.lora import NAME, adapts, layers
 from planc.runtime.preconditions import problem
 from planc.runtime.quantization import packed

@@ -15,7 +15,8 @@ from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
-from planc.ops.registry import Configure, Lowered
+from planc.ops.configure import Configure
+from planc.ops.lowered import Lowered
 from planc.runtime.lora import layers
 from planc.runtime.preconditions import problem
 from planc.runtime.quantization import packed

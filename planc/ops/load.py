@@ -1,0 +1,33 @@
+"""Where weights start and how they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planc.model.facts import Modules
+from planc.ops.base import Op
+from planc.ops.peft_pattern import pattern_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Op):
+    """Where weights begin and how they arrive: what is cast before all else, and `Run.load`.
+
+    Args:
+        meta: the model must be on the meta device.
+        weights: what `Run.load` does with a folder: `slices`, each rank reads its own; `rank0`, it
+            reads and sends; `checkpoint`, of torch.distributed.checkpoint. None: the call says it.
+        dtype: torch's name of the type that parameters are cast to, None for their own.
+        fp32: parameters that are cast to float32 instead; the last part of a path is a
+            parameter's name.
+    """
+
+    meta: bool = False
+    weights: str | None = None
+    dtype: str | None = None
+    fp32: tuple[Modules, ...] = ()
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the names in `fp32`, and no others."""
+        return pattern_of(self.fp32)

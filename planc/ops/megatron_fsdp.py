@@ -1,0 +1,58 @@
+"""`megatron_fsdp.fully_shard_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planc.model.facts import Modules
+from planc.ops.base import Op
+from planc.ops.fsdp import FullyShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronShard(Op):
+    """`megatron_fsdp.fully_shard_model` of the whole model, one call.
+
+    Args:
+        members: the modules that are units, each by itself; the rest is sharded in no unit.
+        classes: theirs, by name: what the call takes.
+        shard: axes over which it shards; several are one dimension of its mesh.
+        replicate: axes of `dp_outer_dim`.
+        strategy, outer: `zero_dp_strategy` and `outer_dp_sharding_strategy`.
+        main_params, main_grads, grad_comm: dtype names of its mixed precision policy.
+        summed: `calculate_per_token_loss`: gradients are added up and not averaged.
+        experts: whether there are parameters that it takes for experts by their names, for which
+            it is given the same mesh again.
+        options: further keywords that are not at their defaults.
+        nbytes: bytes that one rank keeps at rest, the optimizer's weights among them.
+        gathered: bytes of the largest unit while it is gathered.
+    """
+
+    members: tuple[Modules, ...]
+    classes: tuple[str, ...]
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...] = ()
+    strategy: str = "optim_grads_params"
+    outer: str = "no_shard"
+    main_params: str | None = "float32"
+    main_grads: str | None = None
+    grad_comm: str | None = None
+    summed: bool = False
+    experts: bool = False
+    options: tuple[tuple[str, bool], ...] = ()
+    nbytes: int = 0
+    gathered: int = 0
+
+    def units(self) -> Iterator[FullyShard]:
+        """Each set of units, and the root around them, as torch's own FSDP would have it."""
+        whole = self.strategy == "optim_grads_params"
+        for member in (*self.members, Modules((), self.members[0].module)):
+            yield FullyShard(
+                members=(member,),
+                shard=self.shard if whole else (),
+                replicate=self.replicate if whole else (*self.replicate, *self.shard),
+                reshard=whole and member.path != (),
+                reduce=self.grad_comm or self.main_grads,
+                place=self.place,
+            )

@@ -1,0 +1,39 @@
+"""`parallelize_module`, and the ties that it breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planc.model.facts import Modules
+from planc.ops.base import Op
+from planc.ops.styles import Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A parameter's shape before and after an operation, on the rank that holds most."""
+
+    name: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelize(Op):
+    """`parallelize_module(module, mesh[axis], style)` for each module."""
+
+    modules: Modules
+    axis: str
+    style: Style
+    shapes: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie(Op):
+    """`parallelize_module` makes new parameters, so a tie is made again: parameter = source.
+
+    Both are torch names of parameters, such as `lm_head.weight`.
+    """
+
+    parameter: str
+    source: str
