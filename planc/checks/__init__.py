@@ -1,7 +1,7 @@
-"""What a plan that is well formed can still get wrong. One rule a file, in this order.
+"""Rules that find mistakes in well-formed plans: one rule per file, run in this order.
 
-A rule looks at the whole plan and reports what it finds. It concludes nothing from what is missing
-in a section that has findings of its own (`Plan.broken`).
+A rule sees the whole plan and reports its findings. It draws no conclusion from what is missing
+in a section that already has errors (`Plan.broken`).
 """
 
 from __future__ import annotations
@@ -96,14 +96,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Runs every rule; the findings go to the sink.
+    """Runs every rule and adds the findings to the sink.
 
     Args:
-        plan: what elaboration made of it.
-        facts: the model that it was elaborated for.
-        sink: receives PL15x and PL16x (kinds, pairs and norms), PL18x (adapters), PL2xx (shapes
-            and parameters), PL35x (axes), PL4xx (composition) and
-            PL68x (weights in 4 bits).
+        plan: the elaborated plan.
+        facts: the model that the plan was elaborated for.
+        sink: receives PL15x and PL16x (style targets, pairs and norms), PL18x (adapters), PL2xx
+            (shapes and parameters), PL35x (axes), PL4xx (composition) and PL68x (4-bit weights).
     """
     plan, facts = adapted(plan, facts)
     for rule in RULES:

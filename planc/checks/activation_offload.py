@@ -1,4 +1,4 @@
-"""PL473: activations that should wait on the CPU, in a graph that torch.compile has planned."""
+"""PL473: activation offloading inside a module that torch.compile traces."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from planc.plan.ir import Plan
 
 
 def activation_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """What a compiled graph keeps for backward its compiler decides; the hooks that move saved
-    tensors to the CPU are not part of it.
+    """The compiler decides which activations a compiled graph saves for backward; the saved-tensor
+    hooks that move activations to the CPU are not part of that graph.
     """
     for rule in plan.checkpoint:
         if not rule.offload:

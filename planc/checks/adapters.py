@@ -1,4 +1,4 @@
-"""PL180, PL182 to PL186: adapters on layers that can't take them, or that lose by them."""
+"""PL180, PL182 to PL186: LoRA on unsupported layers, or with a rank that saves nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planc.plan.ir import AdapterRule, Plan, TensorRule
 
 
 def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """LoRA is for linear layers and embeddings; its styles follow from theirs."""
+    """LoRA applies to linear layers and embeddings; its styles are derived from theirs."""
     if plan.adapters is None or "adapters" in plan.broken:
         return
     if not plan.adapters.rules:
@@ -108,7 +108,7 @@ def _style(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
 
 
 def _split(style: Style) -> bool:
-    """Whether what comes into a layer is another part on each rank: features, or the sequence."""
+    """Whether a layer's input is sharded over the ranks, by features or along the sequence."""
     match style:
         case Rowwise() | Colwise():
             return isinstance(style.input, Shard)
@@ -118,10 +118,10 @@ def _split(style: Style) -> bool:
 
 
 def _dropout(plan: Plan, sink: Sink) -> None:
-    """Ranks that have the same inputs would drop different ones of them.
+    """Dropout on inputs that are replicated over the ranks of a tensor axis.
 
-    Each rank draws for itself; A is whole on all of them, and would become another on each.
-    Only where the inputs are split, nothing is drawn twice.
+    Each rank draws its own mask, so ranks with the same inputs would drop different elements, and
+    the replicated A would diverge. Sharded inputs have no such problem.
     """
     tensor = [r for r in plan.tensor if ranks(plan, r) > 1]
     if plan.adapters is None or not tensor:

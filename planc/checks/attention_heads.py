@@ -1,4 +1,4 @@
-"""PL201: attention heads that cannot be split over the ranks."""
+"""PL201: attention heads that do not divide by the size of the tensor axis."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from planc.source import Span
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A projection whose features are heads.
+    """A projection whose output features are heads.
 
     Args:
-        count: how many heads it has.
+        count: its number of heads.
     """
 
     rule: TensorRule
@@ -36,10 +36,10 @@ class Split:
 
 
 def attention_heads(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Attention reads `head_dim` features as one head, so a rank must hold whole heads.
+    """Attention reads `head_dim` features as one head, so each rank must hold whole heads.
 
-    transformers writes `view(..., -1, head_dim)` and keeps the number of key/value groups that the
-    whole model has: query and key/value heads must both divide. Otherwise the forward pass dies in
+    transformers writes `view(..., -1, head_dim)` and keeps the whole model's number of key/value
+    groups, so both query heads and key/value heads must divide. Otherwise the forward pass fails in
     that view, or each rank pairs the wrong heads.
     """
     found: dict[tuple[Split, ...], list[Modules]] = {}
@@ -52,7 +52,7 @@ def attention_heads(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _together(modules: list[Modules]) -> Modules:
-    """Attentions whose projections are alike as one set, whatever else differs in them."""
+    """Attention modules with the same projections as one set, whatever else differs in them."""
     first, *rest = modules
     for other in rest:
         first = first.union(other) or first
@@ -60,7 +60,7 @@ def _together(modules: list[Modules]) -> Modules:
 
 
 def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[Split]:
-    """The projections among the rules that are split by heads of `size` features."""
+    """The projections among the rules that are sharded by heads of `size` features."""
     for rule in rules:
         shape = next((p.shape for p in rule.modules.module.parameters if p.name == "weight"), ())
         if len(shape) != 2 or rule.modules.module.kind != "linear":
@@ -75,7 +75,7 @@ def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[Split]:
 
 
 def _parts(rule: TensorRule, features: int) -> tuple[int, ...]:
-    """The features of each projection that a weight holds."""
+    """The number of features of each projection that a weight holds."""
     assert isinstance(rule.style, Colwise | Rowwise)
     parts = rule.style.parts
     return parts if isinstance(parts, tuple) else (features // parts,)
@@ -107,7 +107,7 @@ def _attention(
 
 
 def _kind(fewest: Split, splits: list[Split]) -> str:
-    """`key/value ` where the projection has fewer heads than another one."""
+    """`key/value ` where the projection has fewer heads than another one, else an empty text."""
     most = max(s.count for s in splits)
     return "key/value " if fewest.count < most else "attention "
 

@@ -1,4 +1,4 @@
-"""PL350, PL351, PL352: axes that are asked for two things, or for nothing."""
+"""PL350, PL351, PL352: mesh axes with two conflicting uses, or with none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planc.plan.ir import Plan
 
 
 def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The ranks of a tensor axis hold parts of one weight, and those of a data axis whole ones."""
+    """The ranks of a tensor axis hold shards of one weight; those of a data axis hold replicas."""
     section = plan.fsdp
     used = {*section.shard, *section.replicate} if section else set()
     rules = active(plan)

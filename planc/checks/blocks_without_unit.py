@@ -1,4 +1,4 @@
-"""PL412: a block that is in no unit while others of its list are."""
+"""PL412: a block outside every unit while other blocks of its list are units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from planc.plan.ir import Plan
 
 
 def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The parameters of such a block fall to the root, which gathers them for the whole step."""
+    """The parameters of such a block belong to the root unit, which stays gathered for a whole
+    step.
+    """
     if plan.fsdp is None or "fsdp" in plan.broken:
         return
     members = [(m, u) for u in plan.fsdp.units for m in u.members]
@@ -38,7 +40,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> bool:
-    """Whether units inside the blocks hold all that they hold."""
+    """Whether units inside the blocks hold all of the blocks' parameters."""
     inner = [m for m, _ in members if len(m.path) > len(modules.path) and m.within(modules)]
     held = sum(m.module.count * len(m) for m in inner)
     return held >= modules.module.count * len(modules)

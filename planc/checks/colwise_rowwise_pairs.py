@@ -1,4 +1,4 @@
-"""PL160: a split output that no one takes, or a split input that no one gives."""
+"""PL160: a sharded output that nothing consumes, or a sharded input that nothing produces."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def colwise_rowwise_pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Inside one module, what colwise splits by features a rowwise layer puts together again.
+    """Inside one module, a rowwise layer reduces the features that a colwise layer shards.
 
-    A warning and not an error: a module's own code may do it in a way that can't be seen here.
+    This is a warning, not an error: the module's own code may do it in a way that is not visible in
+    the module table.
     """
     if "tensor" in plan.broken:
         return
@@ -46,7 +47,7 @@ _Sets = list[tuple[Modules, list[TensorRule], list[TensorRule]]]
 
 
 def _sides(own: tuple[TensorRule, ...]) -> tuple[list[TensorRule], list[TensorRule]]:
-    """The linears that give a split output, and those that take a split input."""
+    """The linears with a sharded output, and the linears that take a sharded input."""
     linears = [r for r in own if r.modules.module.kind == "linear"]
     return [r for r in linears if splits_output(r)], [r for r in linears if takes_split(r)]
 
@@ -54,10 +55,10 @@ def _sides(own: tuple[TensorRule, ...]) -> tuple[list[TensorRule], list[TensorRu
 def _next_door(
     parent: Modules, given: list[TensorRule], taken: list[TensorRule], sets: _Sets
 ) -> bool:
-    """Whether the other side is right beside the parent, as in BERT's `attention.{self,output}`.
+    """Whether the other side is a sibling of the parent, as in BERT's `attention.{self,output}`.
 
-    Only where the parent has no other linear, which might be the one that was forgotten. The
-    entries of a list stand where the list does: `to_out[0]` beside `to_q`, `net[2]` beside
+    This holds only where the parent has no other linear, which might be the one without a rule. An
+    entry of a list counts as a sibling of the list: `to_out[0]` beside `to_q`, `net[2]` beside
     `net[0].proj`.
     """
     at = _home(parent)
@@ -80,12 +81,12 @@ _Path = tuple[Segment, ...]
 
 
 def _home(parent: Modules) -> _Path:
-    """The path of the module that calls what is in the parent: a list calls nothing."""
+    """The path of the module that calls the parent's children; a list calls none itself."""
     return _outer(parent.path) if parent.module.kind == "list" else parent.path
 
 
 def _outer(path: _Path) -> _Path:
-    """The path of the module around, past a list."""
+    """The path of the enclosing module, skipping a list."""
     rest = path[:-1]
     return rest[:-1] if path and isinstance(path[-1], Indices) else rest
 

@@ -1,4 +1,4 @@
-"""PL432: compiled blocks right behind an embedding whose sum is handed on as a local tensor."""
+"""PL432: compiled blocks directly after an embedding whose reduced output is a local tensor."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from planc.plan.ir import CompileRule, Plan
 
 
 def _first_block(rule: CompileRule) -> bool:
-    """Whether it is the first block of a list that is compiled, whole: what takes the embedding.
+    """Whether the first block of a list, which consumes the embedding, is compiled as a whole.
 
-    Where only later blocks are, or only parts of them, the gradient came out right.
+    The gradient was right where only later blocks or only parts of blocks were compiled.
     """
     last = rule.modules.path[-1] if rule.modules.path else ""
     return isinstance(last, Indices) and 0 in last
@@ -22,11 +22,11 @@ def _first_block(rule: CompileRule) -> bool:
 def compile_embedding_gradient(plan: Plan, facts: Facts, sink: Sink) -> None:
     """torch 2.13 loses the gradient of a vocabulary-parallel embedding in this arrangement.
 
-    Seen on four gloo processes with torch.compile's aot_eager and inductor backends: the forward
-    pass and all other gradients are right, the embedding's gradient is 0. Under sequence
-    parallelism (the output stays a DTensor) and with a colwise embedding it is right. In gemma3,
-    which scales its embeddings before the first block, it is right too, but that can't be told
-    from structure, so it is reported there as well.
+    Observed on four gloo processes with the aot_eager and inductor backends: the forward pass and
+    all other gradients are right, and the embedding's gradient is 0. Under sequence parallelism
+    (the output stays a DTensor) and with a colwise embedding it is right. It is right in gemma3
+    too, which scales its embeddings before the first block, but the module table does not show
+    that, so gemma3 is reported as well.
     """
     first = next((r for r in plan.compile if _first_block(r)), None)
     if first is None:

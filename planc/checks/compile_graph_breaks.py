@@ -1,4 +1,4 @@
-"""PL434, PL435: what torch.compile cannot take into one graph, or at all."""
+"""PL434, PL435: what torch.compile cannot trace into one graph, or cannot trace at all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from planc.plan.ir import Plan
 
 
 def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP's hooks break a graph, and fake tensors cannot look up in a vocabulary-parallel weight.
+    """FSDP's hooks break a graph, and fake tensors cannot index a vocabulary-parallel weight.
 
-    Both seen on four processes (torch 2.13), the second with and without sequence parallelism; a
-    colwise embedding compiles.
+    Both were observed on four processes (torch 2.13), the second with and without sequence
+    parallelism; a colwise embedding compiles.
     """
     for compiled in plan.compile if "compile" not in plan.broken else ():
         for unit in plan.fsdp.units if plan.fsdp and compiled.fullgraph else ():

@@ -1,4 +1,4 @@
-"""PL447: parameters in host memory that other words of the plan keep on the device."""
+"""PL447: CPU-offloaded parameters that other rules keep on the device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from planc.plan.ir import Plan
 
 
 def cpu_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A unit copies its shards to the device and frees them after forward.
+    """An offloaded unit copies its shards to the device and frees them after forward.
 
-    One that keeps its gathered parameters holds them on the device until backward is through; where
-    all do, the whole model is there at once, and offloading only adds copies.
+    A unit that is not resharded keeps its gathered parameters on the device until backward ends. If
+    no unit is resharded, the whole model is on the device at once and offloading only adds copies.
     """
     section = plan.fsdp
     if section is None or section.offload is None or "fsdp" in plan.broken:

@@ -1,4 +1,4 @@
-"""PL202, PL203: a dim that does not divide, where that breaks and where it only costs."""
+"""PL202, PL203: a dim that does not divide evenly, as an error or as a cost."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """torch splits a dim as torch.chunk does, so the last ranks may get less.
+    """torch shards a dim as torch.chunk does, so the last ranks may hold less.
 
-    Found by running on four processes (torch 2.13): a vocabulary of 131 over 2 ranks is right for
-    a rowwise embedding and a colwise head. A colwise output that goes on as a local tensor to a
-    rowwise layer dies, because that layer takes all ranks to hold the same ("must have same
-    reduction dim"); with `local = false` it is right. A rank that gets nothing dies in either case.
+    Observed on four processes (torch 2.13): a vocabulary of 131 over 2 ranks is right for a rowwise
+    embedding and a colwise head. A colwise output that is passed on as a local tensor to a rowwise
+    layer fails, because that layer assumes equal shards on all ranks ("must have same reduction
+    dim"); with `local = false` it is right. A rank with an empty shard fails in either case.
     """
     for rule in weighted(active(plan)):
         if not isinstance(rule.style, Colwise | Rowwise) or rule.style.parts != 1:
@@ -42,7 +42,7 @@ def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _by_head(rule: TensorRule, facts: Facts) -> bool:
-    """Whether the features are heads, of which PL201 speaks."""
+    """Whether the features are attention heads, which PL201 checks."""
     split = splits_output(rule) or takes_split(rule)
     return split and any(
         p.module.fact("head_dim") is not None for p in parents(facts, rule.modules)
@@ -92,7 +92,7 @@ def _features(rule: TensorRule) -> str:
 
 
 def _partner(rule: TensorRule, plan: Plan, facts: Facts) -> TensorRule | None:
-    """The rowwise layer beside a colwise one that takes its output as it is."""
+    """The rowwise layer beside a colwise one that takes its output as a local tensor."""
     if not splits_output(rule):
         return None
     for parent in parents(facts, rule.modules):

@@ -1,4 +1,4 @@
-"""PL451, PL452, PL453: freezing that changes nothing, leaves nothing to train, or parts a tie."""
+"""PL451, PL452, PL453: freezing without effect, with nothing left to train, or across a tie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planc.plan.parameter_owners import owned
 
 
 def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A word about parameters that has no parameters, and a model without any that trains."""
+    """A train rule must match parameters, and some parameter must stay trainable."""
     if not plan.train or "train" in plan.broken:
         return
     found = list(owned(plan, facts))
@@ -37,7 +37,7 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
-    """One tensor has one state, so what is said of one of its names must be said of the others."""
+    """Tied parameters are one tensor with one `requires_grad`, so their rules must agree."""
     said = [(name, *facts.find(name)) for name in group]
     rules = [(n, p, _around(m, plan)) for n, m, p in said]
     states = {p.trainable if rule is None else rule.trainable for _, p, rule in rules}

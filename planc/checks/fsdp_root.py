@@ -1,4 +1,4 @@
-"""PL418, PL419: units without a root around them."""
+"""PL418, PL419: units without a root unit around them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from planc.plan.parameter_owners import owned
 
 
 def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """torch runs a group only under another unit ("FSDP requires a single root module").
+    """torch runs a group only below another unit ("FSDP requires a single root module").
 
-    Seen on four processes (torch 2.13); plain units without a root train right, each as a root.
+    Observed on four processes (torch 2.13); separate units without a root train right, each as its
+    own root.
     """
     section = plan.fsdp
     if section is None or "fsdp" in plan.broken or not section.units:
@@ -39,7 +40,7 @@ def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _covered(unit: Unit, units: tuple[Unit, ...]) -> bool:
-    """Whether a group needs nothing around it, or has it."""
+    """Whether a group needs no root, or has one."""
     if sum(len(m) for m in unit.members) == 1:
         return True
     outer = [m for u in units if u is not unit for m in u.members]

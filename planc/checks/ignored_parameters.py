@@ -1,4 +1,4 @@
-"""PL440, PL441: ignored parameters that train, or that something else decides about too."""
+"""PL440, PL441: ignored parameters that train, or that another rule decides too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from planc.plan.parameter_owners import Owned, owned
 
 
 def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP neither shards nor reduces what it ignores, so on more than one rank it must be frozen.
+    """FSDP neither shards nor reduces ignored parameters, so over several ranks they must be
+    frozen.
 
     Source: `ignored_params` of `fully_shard` in torch.
     """
@@ -42,7 +43,9 @@ def _trained(own: Owned) -> list[str]:
 
 
 def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
-    """A style makes DTensors of weights, a unit shards them: either word or `ignore` is wrong."""
+    """A style makes weights DTensors and a unit shards them, so either that rule or `ignore` is
+    wrong.
+    """
     assert plan.fsdp is not None
     said = [
         (member, unit.origin, "a unit")

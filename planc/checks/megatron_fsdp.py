@@ -1,9 +1,10 @@
-"""PL498: what a plan says and Megatron-FSDP cannot do.
+"""PL498: plan rules that Megatron-FSDP cannot honor.
 
-It takes the whole model in one call: units are classes, one precision holds for all, and what no
-unit holds is sharded too. Each finding is for what would be dropped, or would train another model.
+Megatron-FSDP takes the whole model in one call: units are classes, one precision applies to all
+of them, and parameters outside units are sharded too. Each finding names a rule that would be
+dropped or would train another model.
 
-Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and what it calls.
+Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it calls.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """What cannot be done, where that is said, and what to do about it."""
+    """A rule that cannot be honored, its place, and the fix."""
 
     message: str
     origin: Span
@@ -40,7 +41,7 @@ class _Finding:
 
 
 def megatron_fsdp(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Reports every word of a section with `backend = megatron` that would not hold."""
+    """Reports every rule of a section with `backend = megatron` that would have no effect."""
     section = plan.fsdp
     if section is None or section.megatron is None or "fsdp" in plan.broken:
         return
@@ -57,7 +58,7 @@ def megatron_fsdp(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _settings(section: Fsdp) -> Iterator[_Finding]:
-    """Lines of a section of torch's."""
+    """Settings that only torch's FSDP has."""
     out = "take it out, or write `backend = torch`"
     if section.prefetch is not None:
         message = "Megatron-FSDP decides itself what it gathers ahead"
@@ -78,7 +79,7 @@ def _settings(section: Fsdp) -> Iterator[_Finding]:
 
 
 def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
-    """It computes in the types that parameters have, and casts neither inputs nor outputs."""
+    """Megatron-FSDP computes in the parameters' own dtypes and casts neither inputs nor outputs."""
     said, own = section.precision, section.megatron
     assert own is not None
     if said is None:
@@ -105,7 +106,7 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
 
 
 def _strategies(section: Fsdp, own: Megatron, copies: int) -> Iterator[_Finding]:
-    """What `fully_shard_model` refuses or does wrong, and options that it sets back in silence."""
+    """Options that `fully_shard_model` refuses, gets wrong, or resets silently."""
     at = own.lines.get("outer_strategy", own.origin)
     if own.outer != "no_shard" and not section.replicate:
         told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or take it out"
@@ -154,7 +155,9 @@ def _unit(unit: Unit, section: Fsdp, own: Megatron, facts: Facts) -> Iterator[_F
 
 
 def _resharding(unit: Unit, own: Megatron) -> Iterator[_Finding]:
-    """Units are let go after forward and what no unit holds is kept, where anything is gathered."""
+    """Megatron-FSDP reshards units after forward and keeps root parameters unsharded (ZeRO-3
+    only).
+    """
     if "reshard" not in unit.said:
         return
     gathers = own.strategy == _WHOLE and not unit.root
@@ -167,7 +170,7 @@ def _resharding(unit: Unit, own: Megatron) -> Iterator[_Finding]:
 
 
 def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
-    """A unit is all modules of a class, and what is inside another unit is a part of that."""
+    """A unit is every module of a class, and a module inside another unit is part of that unit."""
     cls = modules.module.cls
     alike = [m for m in facts.model.below() if m.module.cls == cls]
     mine = [m for u in section.units for m in u.members if m.module.cls == cls]
@@ -189,7 +192,7 @@ def _inside(inner: Modules, outer: Modules) -> bool:
 
 
 def _together(section: Fsdp, own: Megatron) -> Iterator[_Finding]:
-    """Its hooks count on one unit; torch's own shards a root alone."""
+    """Megatron-FSDP's hooks need at least one unit; torch's FSDP also shards a root alone."""
     if own.strategy == _WHOLE and all(u.root for u in section.units):
         told = "write `model.layers.* : unit`"
         yield _Finding("Megatron-FSDP needs a unit beside the root", section.origin, told)
@@ -199,7 +202,9 @@ def _together(section: Fsdp, own: Megatron) -> Iterator[_Finding]:
 
 
 def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
-    """Other sections: what it does to DTensors, to the meta device and to other axes."""
+    """Rules of other sections that conflict with its handling of DTensors, meta tensors and other
+    axes.
+    """
     if plan.load is not None and (plan.load.meta or plan.load.weights):
         name = "meta" if plan.load.meta else "weights"
         message = "Megatron-FSDP takes a model that has memory for its weights"

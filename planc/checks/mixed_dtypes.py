@@ -9,7 +9,7 @@ from planc.plan.parameter_owners import owned
 
 
 def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A unit is gathered as one flat tensor, so its trainable parameters have one dtype.
+    """FSDP gathers a unit as one flat tensor, so its trainable parameters must share one dtype.
 
     Source: `FSDPParamGroup._init_mp_dtypes` in torch, which raises in the first forward.
     """

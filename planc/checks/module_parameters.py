@@ -1,4 +1,6 @@
-"""PL222, PL224, PL225: bare parameters that are not there, or that nobody decides."""
+"""PL222, PL224, PL225: rules for bare parameters that do not exist, or parameters without a
+rule.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,11 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`parameters` and `experts` name a module's own; experts name all of them, for what is left
-    whole beside split tensors is added as often as there are ranks."""
+    """`parameters` and `experts` name a module's own parameters, and `experts` must name all of
+    them.
+
+    A replicated parameter next to sharded ones is added once per rank.
+    """
     for rule in plan.tensor:
         if isinstance(rule.style, Parameters | Experts):
             _names(rule, rule.style, sink)
@@ -52,7 +57,7 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
 
 
 def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
-    """A module with a gradient that is summed, around one that has a style for its weights."""
+    """A module with `replicate(gradient = sum)` around a module whose weights have a style."""
     for other in plan.tensor:
         deeper = len(other.modules.path) > len(rule.modules.path)
         decides = not isinstance(other.style, MlaKv) and other.style != Replicated()

@@ -10,7 +10,7 @@ from planc.plan.ir import CheckpointRule, CompileRule, Plan
 
 
 def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A module inside another checkpointed one would be computed three times."""
+    """A module inside another checkpointed module would be computed three times."""
     _nested(plan.checkpoint, "PL430", "checkpointed", sink)
     _nested(plan.compile, "PL431", "compiled", sink)
 

@@ -1,4 +1,4 @@
-"""PL410, PL411: units that hold each other, or nothing."""
+"""PL410, PL411: FSDP units that contain each other, or contain no parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from planc.plan.ir import Plan, Unit
 
 
 def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A group is one set of parameters, so no member can be inside another; a unit has some."""
+    """A group is one set of parameters, so no member can be inside another; every unit needs
+    some.
+    """
     if plan.fsdp is None:
         return
     for unit in plan.fsdp.units:
@@ -39,7 +41,7 @@ def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _left(unit: Unit, plan: Plan) -> bool:
-    """Whether something inside a unit is not ignored."""
+    """Whether any parameter inside a unit is not ignored."""
     assert plan.fsdp is not None
     ignored = [i.modules for i in plan.fsdp.ignored]
     below = (part for member in unit.members for part in member.below())

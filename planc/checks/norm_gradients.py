@@ -1,4 +1,4 @@
-"""PL161, PL162: norms that see a part of the activations and have no rule."""
+"""PL161, PL162: norms without a rule whose input is sharded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _OF_HEADS = re.compile(r"(^|_)[qkv](_|$)|query|key|value")
 
 
 def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A whole weight that works on a part of the heads or of the sequence gets a part of its
-    gradient on each rank, and without a rule nothing adds them up: the copies drift apart.
+    """A replicated weight applied to a shard of the heads or of the sequence gets a partial
+    gradient.
 
-    Seen on qwen3 (tp 2, torch 2.13) without a rule for q_norm: losses look right, and after three
-    steps the copies of the weight differ by 4%.
+    Without a rule nothing all-reduces these gradients, and the copies of the weight diverge.
+    Observed on qwen3 (tp 2, torch 2.13) without a rule for q_norm: losses look right, and after
+    three steps the copies of the weight differ by 4%.
     """
     if "tensor" in plan.broken:
         return
@@ -45,9 +46,9 @@ def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modu
 
 
 def _before(norm: Modules, parent: Modules, split: list[TensorRule]) -> bool:
-    """Whether a norm stands before everything that is split, so that it sees what comes in whole.
+    """Whether a norm runs before every sharded layer, so that its input is replicated.
 
-    A norm of queries or keys works on what is split wherever it stands.
+    A norm of queries or keys always has a sharded input.
     """
     if _OF_HEADS.search(str(norm.path[-1])):
         return False
@@ -57,9 +58,9 @@ def _before(norm: Modules, parent: Modules, split: list[TensorRule]) -> bool:
 
 
 def _is_block(parent: Modules) -> bool:
-    """Whether attention is a module below: norms beside it work on the stream, not on heads.
+    """Whether attention is a submodule: norms beside it see the residual stream, not heads.
 
-    OPT's blocks hold the two linears of their MLP themselves.
+    OPT's blocks hold the two linears of their MLP directly.
     """
     return any(
         below.module.kind == "linear" and len(below.path) > len(parent.path) + 1
@@ -68,7 +69,7 @@ def _is_block(parent: Modules) -> bool:
 
 
 def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
-    """Whether some layer below hands the sequence on in parts, as sequence parallelism does."""
+    """Whether some submodule outputs a sharded sequence, as under sequence parallelism."""
     return any(
         isinstance(r.style, Rowwise)
         and isinstance(r.style.output, Shard)

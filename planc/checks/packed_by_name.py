@@ -1,4 +1,4 @@
-"""PL151: several projections in one weight, split as if they were one."""
+"""PL151: a fused weight of several projections that is sharded as if it were one projection."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ FUSED = {
 
 
 def packed_by_name(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The rows of a fused weight are all of q, then all of k, then all of v. Split in equal parts,
-    the first ranks hold q alone; the model's own cut of its local output then mixes them up."""
+    """The rows of a fused weight are all of q, then all of k, then all of v.
+
+    In equal chunks the first ranks hold only q, and the model's own split of its local output then
+    mixes the projections.
+    """
     for rule in active(plan):
         name = rule.modules.path[-1] if rule.modules.path else ""
         if not isinstance(name, str) or name not in FUSED or not splits_output(rule):

@@ -1,4 +1,4 @@
-"""PL151, by structure: a linear twice as wide as what takes its split output."""
+"""PL151, by structure: a linear with twice the width of the layer that takes its sharded output."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _ATTENTION = ("head_dim", "num_heads", "num_attention_heads", "num_key_value_gro
 
 
 def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """What gives twice the width that the next layer takes holds two things, under any name.
+    """A linear that outputs twice the next layer's input width holds two projections, whatever its
+    name.
 
-    The model cuts its output in the middle, and a rank's local output has no middle there (seen
-    on four processes with GLM, torch 2.13: nothing fails, the logits are wrong). As a DTensor
-    (`local = false`) it is cut in the right place.
+    The model splits its output in the middle, which is the wrong place in a rank's local output
+    (observed on four processes with GLM, torch 2.13: nothing fails, the logits are wrong). As a
+    DTensor (`local = false`) the output is split in the right place.
     """
     rules = active(plan)
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""PL220, PL221, PL223: parts of a weight that cannot be split as the plan says."""
+"""PL220, PL221, PL223: packed parts of a weight that cannot be sharded as the plan says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A rank holds a slice of each part, so every part divides, and the parts are all there is."""
+    """A rank holds a shard of each part, so every part must divide and the parts must cover the
+    dim.
+    """
     for rule in weighted(plan.tensor):
         if _gathers(rule, sink):
             continue
@@ -41,7 +43,7 @@ def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _splits(rule: TensorRule) -> Iterator[tuple[Parameter, Split]]:
-    """The parameters that a rule splits, where parts or bare parameters make it matter."""
+    """The parameters that a rule shards, where it has parts or bare parameters."""
     plain = isinstance(rule.style, Colwise | Rowwise) and rule.style.parts == 1
     module = rule.modules.module
     for parameter in module.parameters:
@@ -75,7 +77,9 @@ def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, si
 
 
 def _gathers(rule: TensorRule, sink: Sink) -> bool:
-    """Whether a packed weight is put together, or cut, by a layout that knows no parts."""
+    """Whether a packed weight would be gathered or sharded by a layout that does not know its
+    parts.
+    """
     style = rule.style
     if not isinstance(style, Colwise | Rowwise) or style.parts == 1 or style.interleaved:
         return False

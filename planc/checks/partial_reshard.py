@@ -1,4 +1,4 @@
-"""PL417: a partial reshard that the ranks cannot make."""
+"""PL417: a partial reshard whose size does not divide the unit's ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planc.plan.parameter_owners import owned
 
 
 def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`reshard = N` keeps shards of N ranks, so N divides the number that share a unit.
+    """`reshard = N` reshards to groups of N ranks, so N must divide the unit's number of ranks.
 
     Source: `fully_shard` in torch takes a non-trivial divisor of the shard mesh's size.
     """

@@ -1,4 +1,6 @@
-"""PL444, PL445, PL449: a prefetch without a list, into what backward skips, or past the end."""
+"""PL444, PL445, PL449: prefetching without a list of units, into frozen units, or the whole
+list.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from planc.plan.unit_lists import entries, lists
 
 
 def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Prefetching goes from entry to entry of a list of units.
+    """Prefetching runs from entry to entry of a list of units.
 
-    The backward pass ends where nothing before needs a gradient. The first trainable block would
-    still gather the frozen ones before it, for nothing: FSDP's own prefetching stops there.
+    The backward pass ends where no earlier parameter needs a gradient, so the first trainable block
+    would all-gather the frozen blocks before it for nothing. FSDP's own prefetching stops there.
     """
     section = plan.fsdp
     if section is None or section.prefetch is None or not section.shard or "fsdp" in plan.broken:
@@ -45,7 +47,7 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) -> None:
-    """Every entry would gather all of the others, and the list lie in memory whole."""
+    """A depth of at least the list's length all-gathers the whole list at once."""
     longest = max((len(entries(units)) for units in found), default=0)
     for name in ("forward", "backward"):
         depth = getattr(wanted, name)
@@ -59,7 +61,7 @@ def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) ->
 
 
 def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
-    """The frozen units at the beginning of a list, where a later entry trains."""
+    """The frozen units at the start of a list that has a trainable entry later."""
     members = list(owned(plan, facts))
     at = next(i for i, s in enumerate(units[0].path) if not isinstance(s, str))
     first: int | None = None

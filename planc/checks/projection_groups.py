@@ -1,4 +1,4 @@
-"""PL205: projections whose outputs meet, and that are not split alike."""
+"""PL205: projections that feed the same operation with different output layouts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TOGETHER = (
 
 
 def projection_groups(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """q, k and v meet head by head, gate and up element by element.
+    """q, k and v are combined head by head, gate and up element by element.
 
-    Found by running on four processes (torch 2.13, llama): one of them whole or gathered beside a
-    split one dies in a shape error, and one DTensor beside a local tensor is refused.
+    Observed on four processes (torch 2.13, llama): one of them replicated or gathered beside a
+    sharded one fails with a shape error, and a DTensor beside a local tensor is refused.
     """
     if "tensor" in plan.broken:
         return
@@ -77,7 +77,7 @@ def _compare(  # noqa: PLR0917
 
 
 def _like(rule: TensorRule, parent: Modules, others: list[TensorRule]) -> bool:
-    """Whether the other projections of these parents come out just as the rule's do."""
+    """Whether the other projections of these parents have the same output layout as the rule's."""
     left: tuple[Modules, ...] = (parent,)
     if (both := _of(rule, parent)) is not None:
         left = (both,)

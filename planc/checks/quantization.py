@@ -1,4 +1,4 @@
-"""PL680 to PL684: weights in 4 bits that a plan would break, or split where they can't be."""
+"""PL680 to PL684: 4-bit weights that a plan would corrupt, or shard where it cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """QLoRA: packed bytes are no numbers, so nothing may cast, train or tie them.
+    """Packed 4-bit bytes are not numbers, so nothing may cast, train or tie them.
 
     Source: `quantize_4bit` in bitsandbytes, which scales blocks of the flattened weight.
     """
@@ -61,7 +61,9 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
 
 
 def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
-    """FSDP casts what it gathers to the unit's `param`, numbers or not."""
+    """FSDP casts gathered parameters to the unit's `param` dtype, and would cast packed bytes
+    too.
+    """
     quant = rule.quant
     if own.unit is None or plan.fsdp is None or quant is None:
         return
@@ -93,9 +95,10 @@ def _trained(rule: AdapterRule, own: Owned, sink: Sink) -> None:
 
 
 def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
-    """Each rank quantises its own part: the same weights only where that is made of whole blocks.
+    """Each rank quantizes its own shard, which gives equal weights only where shards are whole
+    blocks.
 
-    Scales that are themselves quantised depend on all of the weight.
+    Scales that are quantized themselves depend on the whole weight.
     """
     assert rule.quant is not None
     reason = _unaligned(rule, base, part, ranks(plan, base))
@@ -115,7 +118,7 @@ def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
 def _unaligned(
     rule: AdapterRule, base: TensorRule, part: Modules, count: int
 ) -> tuple[str, str] | None:
-    """(why the parts are no whole blocks, what to do), or None."""
+    """(why shards are not whole blocks, the fix), or None."""
     assert rule.quant is not None
     block, high = rule.quant.block, f"blocks of {rule.quant.block}"
     if not isinstance(base.style, Colwise | Rowwise):

@@ -1,4 +1,4 @@
-"""What several rules ask of a plan and a model: who holds what, and who decides it."""
+"""Questions that several rules ask about a plan and a model: containment, units, active styles."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from planc.plan.ir import Plan, TensorRule, Unit
 
 
 def ranks(plan: Plan, rule: TensorRule) -> int:
-    """The number of ranks that a rule splits over."""
+    """The number of ranks that a rule shards over."""
     return plan.mesh.size(rule.axis)
 
 
 def active(plan: Plan) -> tuple[TensorRule, ...]:
-    """The tensor rules that do something: those over more than one rank."""
+    """The tensor rules with an effect: those over more than one rank."""
     return tuple(r for r in plan.tensor if ranks(plan, r) > 1)
 
 
 def axis_label(plan: Plan, rule: TensorRule) -> Label:
-    """The place that gave the rule's axis its size."""
+    """The place that sets the size of the rule's axis."""
     axis = plan.mesh.axis(rule.axis)
     assert axis is not None  # a rule over an axis that is not there was reported earlier
     return Label(span=axis.origin, text=f"{axis.name} is {axis.size}")
 
 
 def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:
-    """The modules right around; those of unlike structure as sets of their own."""
+    """The parent modules; parents of different structure are separate sets."""
     path = modules.path[:-1]
     return tuple(
         both
@@ -39,7 +39,7 @@ def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:
 
 
 def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
-    """The rules on modules right inside."""
+    """The rules on children of the modules."""
     n = len(outer.path)
     for rule in rules:
         if len(rule.modules.path) == n + 1 and rule.modules.within(outer):
@@ -49,19 +49,19 @@ def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
 def around(
     facts: Facts, rules: Sequence[TensorRule]
 ) -> Iterator[tuple[Modules, tuple[TensorRule, ...]]]:
-    """The modules right around those of the rules, each set once, with the rules right inside."""
+    """The parent modules of the rules, each set once, with the rules on their children."""
     found = dict.fromkeys(p for rule in rules for p in parents(facts, rule.modules))
     return ((parent, tuple(inside(parent, rules))) for parent in found)
 
 
 def splits_output(rule: TensorRule) -> bool:
-    """Whether a rule leaves its module's output split by features."""
+    """Whether a rule shards its module's output by features."""
     style = rule.style
     return isinstance(style, Colwise) and _last(style.output)
 
 
 def takes_split(rule: TensorRule) -> bool:
-    """Whether a rule takes an input that is split by features."""
+    """Whether a rule takes an input that is sharded by features."""
     style = rule.style
     return isinstance(style, Rowwise) and _last(style.input)
 
@@ -71,18 +71,18 @@ def _last(layout: object) -> bool:
 
 
 def split_dim(rule: TensorRule, parameter: Parameter) -> int | None:
-    """The dim along which a rule splits a parameter of its modules."""
+    """The dim along which a rule shards a parameter of its modules."""
     kind = rule.modules.module.kind
     return weight_shard(rule.style, kind, parameter.name, len(parameter.shape))
 
 
 def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
-    """The rules that decide about weights."""
+    """The rules that decide how weights are sharded."""
     return (r for r in rules if not isinstance(r.style, (*AROUND, Replicated)))
 
 
 def unit_of(plan: Plan, modules: Modules) -> Unit | None:
-    """The innermost unit around (all of) the modules."""
+    """The innermost unit that contains all of the modules."""
     assert plan.fsdp is not None
     around = [
         (len(member.path), -i, unit)
@@ -94,7 +94,7 @@ def unit_of(plan: Plan, modules: Modules) -> Unit | None:
 
 
 def holds(outer: Modules, modules: Modules) -> bool:
-    """Whether every one of the modules is in (or is) one of the outer ones."""
+    """Whether every one of the modules is, or is inside, one of the outer modules."""
     return not modules.outside([outer])
 
 

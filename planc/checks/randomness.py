@@ -1,4 +1,4 @@
-"""PL670, PL671: random numbers of training, and ranks that have to draw them alike."""
+"""PL670, PL671: random numbers in training, and ranks that must draw the same ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from planc.plan.ir import Plan
 
 
 def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Ranks of a tensor axis have the same activations, and those of FSDP the same layers.
+    """Ranks of a tensor axis share activations, and ranks of an FSDP axis share layers.
 
-    Proofs leave all that is random out, for one process can't draw what four do.
+    Proofs leave all random operations out: one process cannot draw the numbers of four.
     """
     rules = active(plan) if "tensor" not in plan.broken else ()
     fields = drawn(facts)

@@ -1,4 +1,4 @@
-"""PL450: what only shards can have, asked of a model that is replicated."""
+"""PL450: options of sharded units on a replicated model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from planc.source import Span
 
 
 def replicate_options(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A replicate section keeps whole parameters: there is nothing to gather, free or lay out.
+    """A replicate section keeps full parameters, so there is nothing to all-gather, reshard or
+    place.
 
     Source: `replicate` in torch.distributed._composable.replicate_with_fsdp takes neither
     `reshard_after_forward` nor `shard_placement_fn`.

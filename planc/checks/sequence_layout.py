@@ -1,4 +1,4 @@
-"""PL162, PL163: a stream of activations, and norms that see more or less of it than they think."""
+"""PL162, PL163: norms whose input is sharded on the sequence dim, and rules whose input is not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def sequence_layout(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`sequence` takes what it gets for one part of it, and sums its gradient over the ranks.
+    """`sequence` treats its input as a shard of the sequence and sums its gradient over the ranks.
 
-    Found by running on four processes (torch 2.13, llama): where nothing splits the sequence, the
-    forward pass is right and the gradient of each norm comes out as many times too large as there
-    are ranks. And where it is split, the norm behind the blocks needs the rule that they have.
+    Observed on four processes (torch 2.13, llama): where the sequence is not sharded, the forward
+    pass is right and each norm's gradient is too large by a factor of the number of ranks. Where it
+    is sharded, the norm after the blocks needs the blocks' rule too.
     """
     if "tensor" in plan.broken:
         return
@@ -56,7 +56,7 @@ def _beside_split(rule: TensorRule, peers: Iterable[TensorRule]) -> bool:
 
 
 def _splits(rule: TensorRule, dim: int) -> bool:
-    """Whether a rule takes or hands on something that is split along a dim."""
+    """Whether a rule takes or returns an activation that is sharded along a dim."""
     changes: tuple[Change | None, ...]
     match rule.style:
         case Colwise() | Rowwise():
@@ -84,7 +84,7 @@ def _whole(rule: TensorRule, dim: int, plan: Plan, sink: Sink) -> None:
 
 
 def _bare_ends(rule: TensorRule, peers: list[TensorRule], facts: Facts) -> Iterable[Modules]:
-    """Norms beside a list whose blocks hand on a split sequence, without any rule."""
+    """Norms without a rule beside a list of blocks that returns a sharded sequence."""
     path = rule.modules.path
     if len(path) < 3 or not isinstance(path[-2], Indices):
         return

@@ -1,4 +1,4 @@
-"""PL677, PL678: attributes that the module does not have, or that do not split."""
+"""PL677, PL678: attributes that a module does not have, or that do not divide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planc.plan.ir import Plan, TensorRule
 def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """`attributes` names integers that a module's own code reads, such as its number of heads.
 
-    The facts of a model hold those that say how features are cut, and only those can be named.
+    Model facts hold the integers that decide how features are split; only those can be named.
     """
     for rule in plan.tensor:
         for name in rule.style.names if isinstance(rule.style, Attributes) else ():

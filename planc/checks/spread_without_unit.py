@@ -1,4 +1,4 @@
-"""PL384: what is said of how parameters lie in a unit, where no unit has them."""
+"""PL384: a `spread` rule that applies to no FSDP unit's parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from planc.plan.parameter_owners import owned
 
 
 def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`spread(...)` speaks of parameters of a unit around; and one factor divides a whole unit."""
+    """`spread(...)` changes the placement of parameters inside a unit, so a unit must contain
+    them.
+    """
     section = plan.fsdp
     if section is None or not section.spreads or "fsdp" in plan.broken:
         return

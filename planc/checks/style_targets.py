@@ -18,10 +18,11 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """torch's colwise and rowwise take nn.Linear and nn.Embedding, its sequence style leaves.
+    """torch's colwise and rowwise styles take nn.Linear and nn.Embedding, its sequence style
+    leaves.
 
     Source: `_apply` of the styles in torch.distributed.tensor.parallel.style. transformers' Conv1D,
-    a linear with a transposed weight, has a style of planc's own.
+    a linear with a transposed weight, has planc's own style.
     """
     for rule in plan.tensor:
         found = _wrong(rule)
@@ -39,7 +40,7 @@ def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
-    """Keys and values come out of one linear, the rotary features last."""
+    """MLA's keys and values come out of one linear, with the rotary features last."""
     wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
     if module.kind != "linear":
         return ("it is no linear layer", "put it on `kv_a_proj_with_mqa`")
@@ -50,7 +51,9 @@ def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
 
 
 def _over_features(module: Module) -> tuple[str, str] | None:
-    """An RMS norm can be put right by a factor; a norm that takes the mean away can't."""
+    """A factor corrects an RMS norm over sharded features; a norm that subtracts the mean has no
+    such fix.
+    """
     weights = [p.name for p in module.parameters]
     if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
         return ("it is no RMS norm with one weight", "gather its input, and leave it whole")
@@ -58,7 +61,7 @@ def _over_features(module: Module) -> tuple[str, str] | None:
 
 
 def _wrong(rule: TensorRule) -> tuple[str, str] | None:
-    """Why the module can't take the style, and what to do; None where it can."""
+    """Why the module cannot take the style, and the fix; None where it can."""
     module = rule.modules.module
     match rule.style:
         case Colwise() | Rowwise():

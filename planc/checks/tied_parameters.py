@@ -1,4 +1,4 @@
-"""PL401, PL402: tied parameters that the plan would part."""
+"""PL401, PL402: tied parameters that the plan would separate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Half = tuple[str, Modules, Parameter]
 
 @dataclass(frozen=True, slots=True)
 class _Parted:
-    """The names of one tensor, and the two units that they are in."""
+    """The names of one tensor, and the two units that contain it."""
 
     one: Half
     two: Half
@@ -25,10 +25,10 @@ class _Parted:
 
 
 def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Parameters that are one tensor must be split alike, and gathered by one unit.
+    """Tied parameters must be sharded alike and belong to one unit.
 
-    torch's `fully_shard` refuses a parameter that is in two groups; two styles would leave two
-    tensors where the model has one.
+    torch's `fully_shard` refuses a parameter that is in two groups; two styles would make two
+    tensors of the model's one.
     """
     parted: list[_Parted] = []
     for group in facts.ties:
@@ -81,7 +81,7 @@ def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
 
 
 def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
-    """Whether one half is ignored, which takes the other out of its unit too."""
+    """Whether one name is ignored, which takes the other name out of its unit too."""
     section = plan.fsdp
     assert section is not None
     said = [
@@ -102,7 +102,7 @@ def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
 
 
 def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> tuple[Unit | None, Unit | None] | None:
-    """The two units that part a tensor; None where none do, or that was said."""
+    """The two units that separate a tensor; None where there are none, or they were reported."""
     if _apart(one, two, plan, sink):
         return None
     first, second = unit_of(plan, one[1]), unit_of(plan, two[1])
@@ -111,7 +111,7 @@ def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> tuple[Unit | None, U
 
 
 def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
-    """PL402 for each two modules that share parameters in two units, and not for each parameter."""
+    """PL402 once for each pair of modules that share parameters, not for each parameter."""
     groups: dict[tuple[str, str, int, int], list[_Parted]] = {}
     for each in parted:
         heads = _heads(each.one[0], each.two[0])
@@ -134,7 +134,7 @@ def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
 
 
 def _sharing(several: Sequence[_Parted]) -> tuple[str, str]:
-    """The smallest two modules that hold both halves of several tensors."""
+    """The smallest two modules that contain both names of several tensors."""
     ones = [each.one[0].split(".")[:-1] for each in several]
     depth = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*ones, strict=False))))
     away = len(ones[0]) - depth
@@ -143,7 +143,7 @@ def _sharing(several: Sequence[_Parted]) -> tuple[str, str]:
 
 
 def _heads(one: str, two: str) -> tuple[str, str]:
-    """Two names of one tensor without what they end with alike: the modules that share it."""
+    """Two names of one tensor without their common suffix: the modules that share it."""
     mine, other = one.split("."), two.split(".")
     while mine and other and mine[-1] == other[-1]:
         mine.pop()

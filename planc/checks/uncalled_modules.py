@@ -1,4 +1,4 @@
-"""PL152, PL433: modules that are never called, and one that nothing is around."""
+"""PL152, PL433: modules that are never called, and a checkpointed root."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from planc.source import Span
 
 
 def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A ModuleList has no forward: torch refuses it as a unit, and to style, checkpoint or compile
-    it does nothing at all, without a word.
+    """A ModuleList has no forward: torch refuses it as a unit, and a style, checkpoint or compile
+    target on it silently has no effect.
 
     Source: `_validate_module` in torch.distributed.fsdp, and torch.compile on four processes.
     """

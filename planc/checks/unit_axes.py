@@ -1,4 +1,4 @@
-"""PL442, PL443, PL381 to PL383: axes that a unit can't have for itself, and dims."""
+"""PL442, PL443, PL381 to PL383: axes and shard dims that a unit cannot have."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from planc.plan.shard_dim_auto import held
 
 
 def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`on` takes some of the section's axes, and `shard_dim` a dim that parameters have.
+    """`on` takes a subset of the section's axes, and `shard_dim` a dim that the parameters have.
 
-    Over other axes than the section's nothing would average a unit's gradients, but for those of
-    tensor parallelism, whose ranks have the same gradient of what no style splits. torch splits
-    dim 0 unevenly too, any other evenly alone, so what does not divide stays on dim 0.
+    Over other axes nothing would average a unit's gradients, except those of tensor parallelism,
+    whose ranks have equal gradients of unstyled parameters. torch shards dim 0 unevenly and any
+    other dim only evenly, so parameters that do not divide stay sharded on dim 0.
     """
     section = plan.fsdp
     if section is None or "fsdp" in plan.broken:
@@ -65,9 +65,9 @@ def _axes(unit: Unit | Spread, section: Fsdp, plan: Plan, sink: Sink) -> None:
 
 
 def _styled(part: Unit | Spread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink) -> None:
-    """PL381: FSDP can't split over an axis what a style has on it already.
+    """PL381: FSDP cannot shard over an axis that a style already uses for the same parameters.
 
-    Parameters of a style are DTensors on the mesh of its axis, which FSDP puts beside its own
+    Styled parameters are DTensors on their axis' mesh, which FSDP places beside its own
     (`_init_sharding_spec_tp` in torch's `_fsdp_param`); the two cannot share an axis.
     """
     beyond = [a for a in section.beyond(part) if plan.mesh.size(a) > 1]
@@ -92,7 +92,9 @@ def _styled(part: Unit | Spread, found: list[Owned], section: Fsdp, plan: Plan, 
 
 
 def _met(rule: TensorRule, modules: Modules) -> Modules | None:
-    """What a rule has of some modules' parameters: `replicate(gradient = sum)` has all inside."""
+    """The modules' parameters that a rule decides; `replicate(gradient = sum)` covers all
+    inside.
+    """
     inside = isinstance(rule.style, Replicated)
     return modules.inside(rule.modules) if inside else modules.overlap(rule.modules)
 
@@ -101,7 +103,7 @@ _Held = list[tuple[str, tuple[int, ...]]]
 
 
 def _dim(part: Unit | Spread, own: _Held, ranks: int, sink: Sink) -> None:
-    """PL443 where a dim splits nothing; PL382 where it leaves out what most needs it."""
+    """PL443 where a dim shards nothing; PL382 where it leaves out the largest parameters."""
     dim = part.shard_dim
     having = [(name, shape) for name, shape in own if len(shape) > dim]
     uneven = [(name, shape) for name, shape in having if shape[dim] % ranks]
@@ -132,7 +134,7 @@ _LARGE = 2**20
 
 
 def _short(part: Unit | Spread, own: _Held, ranks: int, sink: Sink) -> None:
-    """PL383: rows for some of the ranks alone, which FSDP pads for all.
+    """PL383: fewer rows than ranks, which FSDP pads on every rank.
 
     Source: `padded_sharded_param_size` of torch's `FSDPParam` is what a collective sends.
     """

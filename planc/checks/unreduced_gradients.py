@@ -1,4 +1,4 @@
-"""PL413, PL414: parameters whose gradients nothing averages, and optimizers that mix tensors."""
+"""PL413, PL414: parameters whose gradients are not averaged, and optimizers over mixed tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from planc.plan.parameter_owners import owned
 
 
 def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP averages the gradients of its units alone: what no unit holds trains apart on every
-    rank, with a loss that looks right."""
+    """FSDP averages the gradients of its units alone. Gradients of parameters outside every unit
+    are not all-reduced, so ranks diverge silently.
+    """
     if "fsdp" in plan.broken:
         return
     if plan.fsdp is None:

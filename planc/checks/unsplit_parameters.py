@@ -1,4 +1,4 @@
-"""PL204: what tensor parallelism leaves whole."""
+"""PL204: parameters that tensor parallelism leaves replicated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planc.plan.parameter_owners import owned
 
 
 def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """An info: the share of parameters that every rank of the tensor axis holds whole."""
+    """An info: the share of parameters that every rank of the tensor axis holds in full."""
     rules = (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
     if not rules or "tensor" in plan.broken:
         return
@@ -40,7 +40,7 @@ def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
-    """What FSDP splits over the tensor axis."""
+    """Parameters that FSDP shards over the tensor axis."""
     section = plan.fsdp
     if section is None or not any(section.beyond(part) for part in section.parts):
         return []

@@ -8,7 +8,7 @@ from planc.plan.ir import Plan
 
 
 def unused_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The section's precision holds for units without one of their own."""
+    """The section's precision applies to units without their own."""
     if plan.fsdp is None or plan.fsdp.precision is None or "fsdp" in plan.broken:
         return
     if all(u.precision is not None for u in plan.fsdp.units):
