@@ -1,4 +1,4 @@
-"""Writing a file so that it is whole or as it was, whatever happens meanwhile."""
+"""Atomic writes: a file is either written completely or left as it was, even after a crash."""
 
 from __future__ import annotations
 

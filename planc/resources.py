@@ -1,4 +1,4 @@
-"""Where the files that ship beside the code are: grammars, plans and diagnostic pages.
+"""The folders of the files that ship with the code: grammars, plans and diagnostics pages.
 
 An editable install and a checkout read the repository's own folders, so there is one copy to edit;
 a wheel carries them inside the package (`force-include` in pyproject.toml).

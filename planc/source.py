@@ -16,7 +16,7 @@ from functools import cached_property
 class Source:
     """A text with the name a user knows it by: a path, `<stdin>`, `REV:path`, or `--set tp=8`.
 
-    An `argument` is one of the command line, so it has no lines to speak of.
+    An `argument` is a text from the command line, which has no line numbers.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""AST + model facts -> what a plan means. Imports no torch."""
+"""AST + model facts -> what a plan means for one model. Imports no torch."""
 
 from planc.plan.elaborate import elaborate
 

@@ -1,4 +1,6 @@
-"""The arguments of a call, taken one by one, each with a type; what is left over is a finding."""
+"""Reads the arguments of a call one by one, each with a type; any argument left over is a
+finding.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Arguments:
         return argument.value if argument else None
 
     def rest(self) -> list[ast.Argument]:
-        """The named arguments that no one took, for a call that takes any."""
+        """The named arguments that were not read, for a call that accepts any."""
         rest = list(self._named.values())
         self._named.clear()
         return rest
@@ -102,7 +104,7 @@ class Arguments:
             self.wrong(node, f"`{name}` is {wanted}, not {shown}", told)
 
     def done(self, *, positional: int = 0) -> bool:
-        """Whether all was right; reports what no one took."""
+        """Whether all arguments were valid; reports those that were not read."""
         names = one_of((f"`{k}`" for k in self.known), last="and")
         takes = f"it takes {names}" if self.known else "it takes none"
         for argument in self.positional[positional:]:
@@ -114,7 +116,7 @@ class Arguments:
 
 
 def word(expression: ast.Expr, scope: Scope) -> Value:
-    """An expression in whose place a bare word may stand."""
+    """An expression where a bare word is expected."""
     if isinstance(expression, ast.Name) and not scope.knows(expression.path):
         if expression.path.startswith("config."):
             return scope.value(expression)

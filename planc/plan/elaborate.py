@@ -45,18 +45,18 @@ def elaborate(
     world_size: int | None = None,
     settings: Iterable[str] = (),
 ) -> Plan | None:
-    """What a plan means for one model on one mesh.
+    """Elaborates a plan for one model on one mesh.
 
     Args:
         files: the plan's files, extended ones first.
         facts: the model.
-        sink: receives what is wrong: PL01x, PL1xx (names), PL3xx (mesh), PL650 (family).
-        world_size: the number of ranks, or None where nobody has said.
+        sink: receives PL01x, PL1xx (names), PL3xx (mesh) and PL650 (family).
+        world_size: the number of ranks, or None where it was not given.
         settings: `name=value` for options and mesh axes.
 
     Returns:
-        The plan, or None where its header or mesh is wrong. Sections with findings of their own
-        are named in `Plan.broken`.
+        The plan, or None where its header or mesh is invalid. Sections with errors are named in
+        `Plan.broken`.
     """
     program = _program(facts, sink, world_size)
     gather(files, program, settings, SECTIONS)
@@ -104,7 +104,7 @@ def _program(facts: Facts, sink: Sink, world_size: int | None) -> Program:
 
 
 def _family(program: Program) -> None:
-    """The plan is for this model: its header names the family (or the class)."""
+    """Reports a plan whose header names neither the model's family nor its class."""
     header, facts = program.header, program.facts
     if header is None:
         program.sink.error(
@@ -127,7 +127,9 @@ def _family(program: Program) -> None:
 
 
 def _axes(program: Program, mesh: Mesh) -> None:
-    """Every `on` names an axis, and every axis with more than one rank is in some `on`."""
+    """Checks that every `on` names an axis, and that a section uses every axis with several
+    ranks.
+    """
     used: set[str] = set()
     for section in program.sections:
         # what splits weights or sequences works over an axis; data spread over several

@@ -1,4 +1,4 @@
-"""Expressions -> values. Total: no loops, no calls out, and a mistake is a finding (PL109)."""
+"""Expressions -> values. Evaluation is total: no loops, no external calls; a mistake is PL109."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planc.syntax import ast
 
 
 def evaluate(expression: ast.Expr, scope: Scope) -> Value:
-    """The value of an expression, or FAILED after a finding at the part that is wrong."""
+    """The value of an expression, or FAILED after a finding at the invalid part."""
     match expression:
         case ast.Literal():
             return expression.value

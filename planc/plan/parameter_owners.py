@@ -1,4 +1,4 @@
-"""Which unit a parameter belongs to, and whether it trains: the innermost word around it holds."""
+"""Which unit owns a parameter and whether it trains: the innermost enclosing rule wins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """Like modules with parameters of their own, and what a plan says of these.
+    """Modules of the same structure with parameters of their own, and the rules that apply to them.
 
     Args:
-        modules: who holds the parameters.
-        unit: who shards them, None where no unit does.
-        spread: what says how they lie in the unit, where they don't lie as it does.
-        ignored: what keeps them out of the units.
-        training: what freezes them or lets them train, None where the model decides.
+        modules: the modules with the parameters.
+        unit: the FSDP unit that shards them, None where there is none.
+        spread: the rule that places them differently from their unit, if any.
+        ignored: the rule that keeps them out of the units.
+        training: the rule that freezes them or makes them trainable, None where the model decides.
     """
 
     modules: Modules
@@ -60,9 +60,9 @@ def _lying(
     units: Sequence[tuple[Modules, Unit]],
     spreads: Sequence[tuple[Modules, Spread]],
 ) -> Iterator[tuple[Modules, Unit | None, Spread | None]]:
-    """The modules, parted by their unit, and by what is said of how they lie in it.
+    """The modules, divided by their unit and by the spread that applies to them.
 
-    A unit says for itself how its parameters lie, so what is around it, or is it, does not count.
+    A unit's own placement wins over a `spread` on the unit or on an ancestor.
     """
     if not spreads:
         yield from ((piece, unit, None) for piece, unit in _shared(modules, units))
@@ -82,7 +82,7 @@ def _inner(around: Sequence[tuple[Modules, T]]) -> list[tuple[Modules, T]]:
 def _shared(
     modules: Modules, around: Sequence[tuple[Modules, T]]
 ) -> Iterator[tuple[Modules, T | None]]:
-    """The modules, parted by the first set that is around them."""
+    """The modules, divided by the first set that contains them."""
     left = [modules]
     for outer, what in around:
         for part in list(left):

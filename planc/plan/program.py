@@ -1,4 +1,4 @@
-"""The files of a plan put together: extended ones first, overrides applied, `when`s decided."""
+"""Combines the files of a plan: extended files first, overrides applied, `when`s decided."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from planc.syntax import ast
 
 @dataclass(slots=True)
 class Program:
-    """What the files say, with one meaning for each name.
+    """The content of the files, with one meaning for each name.
 
     Args:
         header: of the file that extends the others.
-        sections: in order, without those that were overridden and without untaken branches.
-        settings: what `--set` gave for mesh axes, by name.
-        styles: the plan's own, by name.
-        mesh: sized the first time that something asks for an axis.
+        sections: in order, without overridden ones and branches that are not taken.
+        settings: mesh axes given by `--set`, by name.
+        styles: the plan's own styles, by name.
+        mesh: sized the first time an axis is looked up.
     """
 
     facts: Facts
@@ -50,8 +50,8 @@ def gather(
     """Fills a program from its files.
 
     Args:
-        files: bases first.
-        settings: `name=value` texts, as `--set` gives them.
+        files: extended files first.
+        settings: `name=value` texts from `--set`.
         known: the section names of the language.
     """
     given = dict(_setting(text, program.sink) for text in settings)
@@ -72,14 +72,14 @@ def gather(
 
 
 def _ordered(statement: ast.Statement) -> bool:
-    """Whether it decides something about modules, so that what comes later can override it."""
+    """Whether it decides something about modules, so that a later rule can override it."""
     if isinstance(statement, ast.Section):
         return statement.name != "mesh"
     return isinstance(statement, ast.When)
 
 
 def _setting(text: str, sink: Sink) -> tuple[str, ast.Literal]:
-    """`tp=8` as a name and a literal; what is no number, truth or null is a text."""
+    """`tp=8` as a name and a literal; a value that is no number, boolean or null is a string."""
     source = Source(f"--set {text}", text, argument=True)
     name, equal, value = (part.strip() for part in text.partition("="))
     origin = source.span(0, len(text))
@@ -119,7 +119,7 @@ def _add(statement: ast.Statement, program: Program, given: dict[str, ast.Litera
 
 
 def _style(statement: ast.Style, program: Program) -> None:
-    """A name for a class, which is not looked for here: reading a plan runs no code."""
+    """A name for a class, which is not imported here: reading a plan runs no code."""
     name, known = statement.name, program.styles.get(statement.name)
     if name in STYLES or known:
         program.sink.error(
@@ -177,7 +177,7 @@ def _define(
 def _same_type(
     statement: ast.Option | ast.Let, program: Program, given: ast.Literal | None
 ) -> None:
-    """An option keeps the type of its default: `--set sequence_parallel=1` is a slip."""
+    """An option keeps the type of its default: `--set sequence_parallel=1` is a mistake."""
     default = statement.value
     if given is None or not isinstance(default, ast.Literal) or default.value is None:
         return
@@ -316,7 +316,7 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
 
 
 def require(program: Program) -> None:
-    """Evaluates every `require`; one that does not hold is PL110, with the values behind it."""
+    """Evaluates every `require`; a false one is PL110, with the values behind it."""
     scope = program.scope
     for statement in program.requires:
         if truth(statement.condition, scope) is not False:

@@ -1,4 +1,4 @@
-"""Who decides what: rules claim modules; two claims that meet conflict, or one overrides."""
+"""Rules claim modules; two overlapping claims conflict, or one overrides the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """An item of a section and the modules that the blocks around it selected."""
+    """An item of a section and the modules that its enclosing blocks select."""
 
     item: ast.Item
     bases: tuple[Modules, ...]
@@ -27,7 +27,7 @@ class Placed:
 
 
 def flatten(section: ast.Section, scope: Scope) -> Iterator[Placed]:
-    """The items of a section, `when`s decided and blocks opened."""
+    """The items of a section, with `when`s decided and blocks opened."""
     yield from _flatten(section.items, (scope.facts.model,), False, scope)
 
 
@@ -51,11 +51,11 @@ def _flatten(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim(Generic[T]):
-    """A rule's word on a set of modules.
+    """A rule's decision about a set of modules.
 
     Args:
-        aspect: what it decides; two claims of one aspect on one module conflict.
-        value: what it says.
+        aspect: what it decides; two claims with the same aspect on one module conflict.
+        value: the decision.
     """
 
     modules: Modules
@@ -66,7 +66,7 @@ class Claim(Generic[T]):
 
 @dataclass(slots=True)
 class Claims(Generic[T]):
-    """Claims in order, disjoint in each aspect."""
+    """Claims in order; claims with the same aspect are disjoint."""
 
     sink: Sink
     claims: list[Claim[T]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Claims(Generic[T]):
     def add(
         self, modules: Iterable[Modules], aspect: str, value: T, origin: Span, *, override: bool
     ) -> None:
-        """Adds a rule's claim on several sets; PL102 on a conflict, PL103 for an idle override."""
+        """Adds a rule's claim on several sets; PL102 for a conflict, PL103 for an idle override."""
         self.add_all([(m, value) for m in modules], aspect, origin, override=override)
 
     def add_all(
@@ -85,7 +85,7 @@ class Claims(Generic[T]):
         *,
         override: bool,
     ) -> None:
-        """The same, where a rule says different things of its sets."""
+        """Adds a rule's claims where it decides differently for each of its sets."""
         met = False
         own: list[Modules] = []
         for wanted, value in said:

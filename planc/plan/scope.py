@@ -1,4 +1,4 @@
-"""Names and what they stand for: options, lets, mesh axes and the model's configuration."""
+"""Names and their values: options, lets, mesh axes and the model's configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planc.syntax import ast
 
 
 class Failed:
-    """What an expression is worth that could not be evaluated; its finding is in the sink."""
+    """The value of an expression that could not be evaluated; its finding is in the sink."""
 
     def __repr__(self) -> str:
         return "FAILED"
@@ -30,7 +30,7 @@ Value = int | float | str | bool | None | tuple[Any, ...] | ast.Selector | Faile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """An option or a let: an expression, or the value that `--set` gave."""
+    """An option or a let: an expression, or the value given by `--set`."""
 
     name: str
     kind: str
@@ -45,10 +45,10 @@ class Scope:
 
     Args:
         facts: the model; `config.*` is read from it.
-        sink: receives PL100 (unknown name) and PL108 (a let that needs itself).
-        evaluate: the evaluator, given from outside because it needs a scope itself.
-        solve: sizes the mesh the first time that an axis is asked for.
-        kept: the type that a parameter is kept in, once the load section is read.
+        sink: receives PL100 (unknown name) and PL108 (a let that refers to itself).
+        evaluate: the evaluator, passed in because it needs a scope itself.
+        solve: sizes the mesh the first time an axis is looked up.
+        kept: the dtype of a parameter after `load`, once the load section was read.
     """
 
     facts: Facts
@@ -73,7 +73,7 @@ class Scope:
         return name in self.definitions or bool(axes_of(name, self.axis_names))
 
     def value(self, name: ast.Name) -> Value:
-        """What a dotted name stands for; an unknown one is reported."""
+        """The value of a dotted name; an unknown name is reported."""
         head, *rest = name.path.split(".")
         if head == "config":
             return self._config(name, rest)
@@ -102,7 +102,7 @@ class Scope:
         return value
 
     def _module_path(self, value: ast.Expr) -> Value:
-        """A let's value may be a path of modules: what names nothing else is one."""
+        """A let's value may be a module path: a name that is nothing else is read as one."""
         if isinstance(value, ast.Choice):
             condition = self.evaluate(value.condition, self)
             if isinstance(condition, bool):
@@ -180,7 +180,7 @@ def _plain(value: Any) -> Value:
 
 
 def mentioned(node: object) -> Iterator[str]:
-    """Every name and every `$let` that a piece of the AST mentions, taken or not."""
+    """Every name and every `$let` that a part of the AST mentions, in taken branches or not."""
     match node:
         case ast.Name():
             yield node.path

@@ -1,7 +1,7 @@
-"""Selectors -> module sets, on the compressed module table, so the cost does not grow with depth.
+"""Selectors -> module sets, on the compressed module table, so the cost is independent of depth.
 
-A selector is a path of steps. Each step maps a set of modules to the sets one level (or, for `**`,
-any number of levels) below; where a step finds nothing, what stood there instead is the help.
+A selector is a path of steps. Each step maps a set of modules to the sets one level below (or, for
+`**`, any number of levels); where a step matches nothing, the help names what exists there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MAX_ALTERNATIVES = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A child by name; `*` inside stands for any run of letters."""
+    """A child by name; `*` inside the name matches any run of characters."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """`*`: every child, the entries of a list too."""
+    """`*`: every child, including the entries of a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`<Class>` and `has ...`: of what matched, the modules that are or contain this."""
+    """`<Class>` and `has ...`: the matched modules that are, or contain, such a module."""
 
     cls: str | None
     has: ast.Selector | None
@@ -58,7 +58,7 @@ Step = Named | Level | Deep | Picked | Kept
 
 @dataclass(frozen=True, slots=True)
 class _Miss:
-    """Where a pattern came to nothing: what it stood at, and the step that found nothing."""
+    """Where a pattern matched nothing: the modules reached, and the step that failed."""
 
     at: tuple[Modules, ...]
     step: Step
@@ -68,16 +68,16 @@ class _Miss:
 def select(
     selector: ast.Selector, bases: Iterable[Modules], scope: Scope, *, optional: bool = False
 ) -> tuple[Modules, ...]:
-    """The modules that a selector names, relative to the bases.
+    """The modules that a selector matches, relative to the bases.
 
     Args:
         selector: as written; each alternative of its braces must match something.
-        bases: the root, or what the blocks around it selected.
-        scope: for `$let`, and the sink: PL101 for what matches nothing, PL112 for a bad index.
-        optional: whether matching nothing is fine.
+        bases: the root, or the modules that the enclosing blocks selected.
+        scope: for `$let`, and the sink: PL101 for no match, PL112 for an invalid index.
+        optional: whether matching nothing is allowed.
 
     Returns:
-        Disjoint sets, alike modules in one set; empty after a finding.
+        Disjoint sets, modules of the same structure in one set; empty after a finding.
     """
     bases = tuple(bases)
     found: list[Modules] = []
@@ -99,7 +99,7 @@ def select(
 
 
 def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Step, ...]]:
-    """The patterns that braces stand for, each as steps."""
+    """The patterns that braces expand to, each as steps."""
     prefix: tuple[Step, ...] = ()
     prefixes: list[tuple[Step, ...]] = [prefix]
     path = selector.path
@@ -207,7 +207,7 @@ def _length(at: Modules) -> int:
 
 
 def _indices(text: str, length: int) -> Indices:
-    """What `[...]` picks of a list, with Python's meaning of slices and negative indices."""
+    """The entries of a list that `[...]` selects; slices and negative indices are Python's."""
     result = Indices(0)
     for part in text[1:-1].split(","):
         numbers = [int(n) if n.strip() not in ("", "-") else None for n in part.split(":")]
@@ -221,7 +221,7 @@ def _indices(text: str, length: int) -> Indices:
 
 
 def _merged(found: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of alike modules put together: where the paths differ in one set of indices only."""
+    """Sets of the same structure, merged where their paths differ in one set of indices only."""
     result: list[Modules] = []
     for modules in found:
         current = modules
@@ -269,7 +269,7 @@ def _path(selector: ast.Selector | None) -> str:
 
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
-    """What the user may have meant by a name that is not there."""
+    """The names that the user may have meant by an unknown name."""
     if close := meant(pattern, names):
         return close
     if _length(at):

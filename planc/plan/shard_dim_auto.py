@@ -1,4 +1,4 @@
-"""`shard_dim = auto` -> the dim that it comes to, which needs shapes and the tensor sections."""
+"""Resolves `shard_dim = auto`, which needs parameter shapes and the tensor sections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Part = TypeVar("Part", Unit, Spread)
 
 
 def settled(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with every `auto` decided; one that cannot be is PL382, at its line."""
+    """The plan with every `auto` resolved; one that cannot be resolved is PL382, at its line."""
     section = plan.fsdp
     if section is None or not section.shard or {"fsdp", "tensor"} & plan.broken:
         return plan
@@ -51,10 +51,10 @@ def _settled(part: Part, found: list[Owned], section: Fsdp, plan: Plan, sink: Si
 def held(
     part: Unit | Spread, found: list[Owned], plan: Plan
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape after tensor parallelism) of the parameters that lie as a unit or spread says.
+    """(name, shape after tensor parallelism) of the parameters that a unit or spread places.
 
     Args:
-        found: what `owned` gives of the plan.
+        found: the result of `owned` for the plan.
     """
     rules = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
     rules = [r for r in rules if not isinstance(r.style, AROUND)]

@@ -1,4 +1,4 @@
-"""Lists of units: the blocks of a model, along which parameters can be gathered ahead."""
+"""Lists of FSDP units: the blocks of a model, along which parameters can be prefetched."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from planc.plan.ir import Plan
 
 
 def lists(plan: Plan, facts: Facts) -> tuple[tuple[Modules, ...], ...]:
-    """The units inside each list of modules that has them in several entries.
+    """The units inside each list of modules that has units in several entries.
 
     Returns:
-        For each outermost list its units as sets, in the order in which an entry runs them: as
-        the model defines them, outer ones before those inside. Groups are no part of a list.
+        For each outermost list its units as sets, in the order in which an entry runs them: the
+        model's definition order, outer units before the units inside them. Groups are left out.
     """
     order: dict[tuple[str, ...], int] = {}
     for modules in facts.model.below():
@@ -37,7 +37,7 @@ def _add(some: list[Modules], modules: Modules) -> None:
 
 
 def entry(modules: Modules) -> int | None:
-    """Where a path picks entries of its outermost list."""
+    """The position in a path that selects entries of its outermost list."""
     return next((i for i, s in enumerate(modules.path) if isinstance(s, Indices)), None)
 
 
@@ -53,7 +53,7 @@ def entries(units: tuple[Modules, ...] | list[Modules]) -> Indices:
 
 
 def of_entry(modules: Modules, index: int) -> Modules | None:
-    """Those of the modules that are in one entry of their outermost list."""
+    """The modules that are in one entry of their outermost list."""
     at = entry(modules)
     segment = "" if at is None else modules.path[at]
     if at is None or not isinstance(segment, Indices) or index not in segment:

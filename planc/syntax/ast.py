@@ -1,4 +1,4 @@
-"""The AST: what was written, with spans. Equality ignores position."""
+"""The AST: what a plan file says, with spans. Equality ignores positions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Argument(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Node):
-    """`name(a, b = c)`; a bare name in an action's place is a call without arguments."""
+    """`name(a, b = c)`; a bare name where an action is expected is a call without arguments."""
 
     name: str
     arguments: tuple[Argument, ...] = ()
@@ -141,7 +141,7 @@ class Ignore(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directive(Node):
-    """A call that stands alone, such as `precision(param = bf16)`."""
+    """A call as a statement, such as `precision(param = bf16)`."""
 
     call: Call
     override: bool = False

@@ -132,7 +132,7 @@ class Builder(Transformer[Token, ast.File]):
     section_body = _body
 
     def stray(self, meta: Meta, children: list[Any]) -> None:
-        """A block without a head: a user's slip, or what is left of a line that was blanked."""
+        """A block without a head: a user's mistake, or the rest of a line that was blanked."""
         self.strays.append(self.span(meta))
 
     # Items
@@ -258,7 +258,7 @@ def _flags(modifiers: tuple[str, ...] | None) -> dict[str, bool]:
 
 
 def _unquote(token: Token) -> str:
-    """A string as it is meant: a backslash makes way for a `"`, and for another backslash."""
+    """The value of a string literal: a backslash escapes a `"` or another backslash."""
     return re.sub(r"\\([\"\\])", r"\1", str(token)[1:-1])
 
 

@@ -1,8 +1,8 @@
-"""Which brackets of a text have no partner, judged before it is parsed.
+"""Finds unmatched brackets in a text before it is parsed.
 
-A parser notices a forgotten brace only at the end of the file, or at the first statement that makes
-no sense inside the block. Where the block should have ended shows in the indentation; it decides
-nothing but where a mistake is reported and how the rest is read.
+A parser notices a missing brace only at the end of the file, or at the first statement that is
+invalid inside the block. The indentation shows where the block should have ended; it decides only
+where a mistake is reported and how the rest is read.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _OPENERS = {")": "(", "]": "[", "}": "{"}
 
 
 def masked(text: str) -> str:
-    """The text with comments and strings blanked, for looking at brackets."""
+    """The text with comments and strings blanked, for finding brackets."""
     return _TEXT.sub(lambda m: " " * len(m[0]), text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unclosed:
-    """An opening bracket without a partner.
+    """An opening bracket without a closing one.
 
     Args:
         start: its offset.
-        end: where the `}` of a block is taken to stand: the offset at which a line starts, or that
-            of the end. None for a bracket inside of a statement.
+        end: the offset where the missing `}` of a block is assumed: the start of a line, or the end
+            of the text. None for a bracket inside a statement.
     """
 
     start: int
@@ -47,11 +47,11 @@ class _Open:
 
 @dataclass(slots=True)
 class Brackets:
-    """What a look at all brackets of a masked text found.
+    """The unmatched brackets of a masked text.
 
     Args:
-        unclosed: opening brackets without a partner, in order.
-        lonely: offsets of closing brackets that nothing is open for.
+        unclosed: opening brackets without a closing one, in order.
+        lonely: offsets of closing brackets without an opening one.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Brackets:
         self.unclosed.append(Unclosed(start=one.start, end=end if one.block else None))
 
     def _indented(self, start: int, line: str) -> None:
-        """A block ends before a line that stands as far left as its head."""
+        """A block ends before a line that is indented no more than the block's head."""
         shift = line.lstrip().startswith("}")
         while self._stack and self._stack[-1].block:
             if _indent(line) + shift > self._stack[-1].indent:
@@ -120,11 +120,11 @@ class Brackets:
 
 
 def brackets(text: str, ends: Collection[int] = ()) -> Brackets:
-    """The brackets without a partner in a masked text.
+    """Finds the unmatched brackets of a masked text.
 
     Args:
         text: without comments and strings.
-        ends: offsets of lines before which a `}` is taken to stand, one for each.
+        ends: offsets of lines before which one `}` each is assumed.
     """
     plain = Brackets(text).scan(ends, indented=False)
     if not any(u.end is not None for u in plain.unclosed):
@@ -135,12 +135,14 @@ def brackets(text: str, ends: Collection[int] = ()) -> Brackets:
 
 
 def guessed(text: str) -> list[Unclosed]:
-    """The blocks that the indentation of a masked text says are not closed, whatever the count."""
+    """The blocks that are not closed according to the indentation, whatever the number of
+    braces.
+    """
     return [u for u in Brackets(text).scan(indented=True).unclosed if u.end is not None]
 
 
 def open_string(text: str, position: int) -> int | None:
-    """The offset of a `"` without a partner on the line of a position, in a text as written."""
+    """The offset of an unmatched `"` on the line of a position, in the original text."""
     start, end = _lines(text, position, position)
     for match in _TEXT.finditer(text, start, end):
         if match[0][0] == '"' and not _STRING.fullmatch(match[0]):
@@ -149,7 +151,7 @@ def open_string(text: str, position: int) -> int | None:
 
 
 def partner(text: str, position: int) -> int | None:
-    """The offset of the `{` that the last `}` before a position closes."""
+    """The offset of the `{` that matches the last `}` before a position."""
     depth = 0
     for match in reversed(list(_BRACKET.finditer(text, 0, position))):
         depth += {"}": 1, "{": -1}.get(match[0], 0)
@@ -159,7 +161,7 @@ def partner(text: str, position: int) -> int | None:
 
 
 def ends(text: str, start: int, end: int) -> Iterator[int]:
-    """The offsets of the braces in [start, end) that close or open a block beyond that range."""
+    """The offsets of braces in [start, end) whose partner is outside that range."""
     open_: list[int] = []
     for match in _BRACKET.finditer(text, start, end):
         if match[0] == "{":
@@ -176,9 +178,9 @@ def ends(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def statement(text: str, position: int) -> tuple[int, int]:
-    """The lines [start, end) of a masked text that the statement at a position stands on.
+    """The lines [start, end) of a masked text that hold the statement at a position.
 
-    A statement goes on over the lines that its ( ) and [ ] go on over.
+    A statement continues over the lines that its ( ) and [ ] span.
     """
     merged: list[tuple[int, int]] = []
     for first, last in _groups(text):
@@ -197,7 +199,7 @@ def _lines(text: str, first: int, last: int) -> tuple[int, int]:
 
 
 def _groups(text: str) -> Iterator[tuple[int, int]]:
-    """The outermost ( ) and [ ] with their partners."""
+    """The outermost ( ) and [ ] with their closing brackets."""
     depth = braces = first = 0
     for match in _BRACKET.finditer(text):
         if match[0] in "([":
@@ -221,7 +223,7 @@ def _indent(line: str) -> int:
 
 
 def _is_block(line: str, position: int) -> bool:
-    """Whether a `{` opens a block, and not the alternatives of a selector."""
+    """Whether a `{` opens a block, rather than the alternatives of a selector."""
     rest = line[position + 1 :]
     if not rest.strip() or rest[0].isspace():
         return True

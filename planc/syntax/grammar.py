@@ -1,4 +1,4 @@
-"""The parser that lark makes of `grammars/plan.lark`, once a process."""
+"""The LALR parser that lark builds from `grammars/plan.lark`, once per process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TABLE = "plan.table.json"
 
 
 class _Brackets:
-    """Drops newlines inside ( ) and [ ], where a statement may go on over several lines."""
+    """Drops newlines inside ( ) and [ ], where a statement may span several lines."""
 
     always_accept = ("_NL",)
 
@@ -37,9 +37,9 @@ class _Brackets:
 
 @cache
 def parser() -> Lark:
-    """The parser, from the table that ships with planc where it is of this grammar and this lark.
+    """The parser, from the shipped table if that matches this grammar and this version of lark.
 
-    Making the table takes a quarter of a warm check.
+    Building the table takes a quarter of the time of a warm check.
     """
     text = (GRAMMARS / "plan.lark").read_text(encoding="utf-8")
     try:
@@ -63,7 +63,7 @@ def _from_table(stored: str, text: str) -> Lark:
     """The parser of a stored table.
 
     Raises:
-        ValueError: the table is of another grammar or of another lark.
+        ValueError: the table belongs to another grammar or another version of lark.
     """
     content = json.loads(stored)
     if content["made_from"] != _made_from(text):
@@ -83,7 +83,7 @@ def _from_table(stored: str, text: str) -> Lark:
 
 
 def table(text: str) -> str:
-    """The table of a grammar as JSON, as lark's own generator of stand-alone parsers has it."""
+    """The table of a grammar as JSON, in the format of lark's stand-alone parser generator."""
     data, memo = _build(text).memo_serialize([TerminalDef, Rule])
     data["options"]["postlex"] = None
     content = {"made_from": _made_from(text), "data": data, "memo": memo}

@@ -1,8 +1,8 @@
 """Text -> AST, with every syntax error of a file in one run.
 
-The file is parsed whole. On an error the statement that holds it is blanked out (the braces of
-blocks around it stay, so that they keep their shape) and the rest is parsed again, until nothing is
-left to report: each diagnostic is one real mistake, and the good statements still give an AST.
+The file is parsed as a whole. After an error, the statement that contains it is blanked out (except
+braces that belong to blocks around it) and the rest is parsed again, until no error is left. So
+each diagnostic is one real mistake, and the valid statements still give an AST.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _NESTING = frozenset((*_NESTED_BLOCKS, *_NESTED_VALUES))
 
 
 def parse(source: Source, sink: Sink) -> ast.File:
-    """The AST of a source; what can't be parsed is reported and left out.
+    """The AST of a source; invalid statements are reported and left out.
 
     Args:
-        source: the text of a `.plan` file. A byte order mark in front is passed over.
+        source: the text of a `.plan` file. A leading byte order mark is ignored.
         sink: receives PL001 to PL005.
     """
     empty = ast.File(origin=source.span(0, len(source.text)), statements=())
@@ -74,7 +74,7 @@ def parse(source: Source, sink: Sink) -> ast.File:
 
 
 def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool) -> ast.File:
-    """The AST of a text that parses, and what only the AST shows."""
+    """The AST of a text that parses, and the errors that only the AST shows."""
     builder = Builder(source)
     file: ast.File = builder.transform(parsed)
     for stray in builder.strays:
@@ -98,7 +98,7 @@ def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool
 
 
 def _readable(source: Source, sink: Sink) -> bool:
-    """Whether the text is fit for the parser at all: no giant, nothing binary, no deep nest."""
+    """Whether the text can be parsed at all: not too long, not binary, not nested too deep."""
     text = source.text
     if len(text) > MAX_CHARACTERS:
         sink.error(
@@ -144,11 +144,11 @@ def _shallow(source: Source, sink: Sink) -> bool:
 
 
 def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]]:
-    """Reports opening brackets without a partner.
+    """Reports opening brackets without a closing one.
 
     Returns:
-        The text without the statements that they are in, and the offsets at which the parser is
-        told of a `}` that is not there.
+        The text without the statements that contain them, and the offsets at which the parser
+        inserts a missing `}`.
     """
     ends = []
     for one in error_recovery.brackets(error_recovery.masked(text)).unclosed[:MAX_ERRORS]:
@@ -181,10 +181,10 @@ def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
 
 
 def _parsed(text: str, ends: Sequence[int]) -> Parsed:
-    """The parse tree of a text, as if a `}` on a line of its own stood at each of some offsets.
+    """The parse tree of a text with a `}` inserted on a line of its own at each of some offsets.
 
     Raises:
-        UnexpectedInput: the text is not in the grammar.
+        UnexpectedInput: the text does not match the grammar.
     """
     if not ends:
         return parser().parse(text)
@@ -206,7 +206,7 @@ def _parsed(text: str, ends: Sequence[int]) -> Parsed:
 def _recovered(
     error: UnexpectedInput, source: Source, text: str, ends: tuple[int, ...], sink: Sink
 ) -> tuple[str, tuple[int, ...]]:
-    """Reports an error; returns the text without it, and the `}` that are still to be added."""
+    """Reports an error; returns the text without it, and the `}` that still have to be inserted."""
     if isinstance(error, UnexpectedToken) and error.token.type == "RBRACE" and not error.token:
         # a guess that did not fit; its brace is already reported
         rest = list(ends)
@@ -232,9 +232,9 @@ def _recovered(
 def _forgotten(
     span: Span, source: Source, text: str, ends: tuple[int, ...]
 ) -> list[error_recovery.Unclosed]:
-    """The blocks before a misplaced `{` that the indentation says were to end before it.
+    """The blocks before a misplaced `{` that, by the indentation, should end before it.
 
-    Their missing `}` does not show in the number of braces where another one is too many.
+    Their missing `}` does not show in the number of braces if there is an extra one elsewhere.
     """
     if span.text != "{":
         return []
@@ -246,7 +246,7 @@ def _forgotten(
 
 
 def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:
-    """Whether this is the `else` of a `when` that was blanked, and so is reported already."""
+    """Whether this is the `else` of a `when` that was blanked, and so was reported already."""
     if not isinstance(error, UnexpectedToken) or error.token.type != "ELSE":
         return False
     head = error_recovery.partner(error_recovery.masked(text), error.token.start_pos or 0)
@@ -257,7 +257,7 @@ def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:
 
 
 def _too_deep(parsed: Parsed) -> int | None:
-    """The offset of the first node that lies too deep for those who walk the tree, if any."""
+    """The offset of the first node that is nested too deep for recursive visitors, if any."""
     waiting = [(parsed, 0)]
     while waiting:
         node, depth = waiting.pop()
@@ -269,7 +269,7 @@ def _too_deep(parsed: Parsed) -> int | None:
 
 
 def _place(error: UnexpectedInput, source: Source) -> Span:
-    """The span of the token that does not fit."""
+    """The span of the unexpected token."""
     start = error.pos_in_stream or 0
     end = start + 1
     if isinstance(error, UnexpectedToken) and error.token.end_pos is not None:
@@ -280,7 +280,7 @@ def _place(error: UnexpectedInput, source: Source) -> Span:
 
 
 def _lacks_brace(error: UnexpectedInput) -> bool:
-    """Whether a head ended without its `{`."""
+    """Whether a block's head ended without its `{`."""
     return (
         isinstance(error, UnexpectedToken)
         and error.token.type == "_NL"
@@ -293,7 +293,7 @@ def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool
 
     Args:
         text: with an error at `position`.
-        lonely: offsets of braces that close nothing, and so are no loss.
+        lonely: offsets of closing braces without an opening one, which can be dropped.
         head: whether the statement should have ended with a `{`.
     """
     shape = error_recovery.masked(text)

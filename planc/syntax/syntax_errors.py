@@ -1,4 +1,4 @@
-"""What a syntax error is called: what was found, what could have stood there, the likely slip."""
+"""The message of a syntax error: what was found, what was expected, and the likely mistake."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _MAX_EXPECTED = 5
 
 
 def at_end(error: UnexpectedInput) -> bool:
-    """Whether the text ended where something had to follow."""
+    """Whether the text ended where more was expected."""
     return isinstance(error, UnexpectedToken) and error.token.type == "$END"
 
 
 def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lonely: bool) -> None:
-    """Tells the sink of an error.
+    """Reports a syntax error.
 
     Args:
         error: what the parser raised.
-        span: the token that does not fit.
-        source: the text that it is in.
+        span: the unexpected token.
+        source: the text.
         sink: receives PL001, PL003, PL004 or PL005.
-        lonely: whether the token is a closing bracket that nothing is open for.
+        lonely: whether the token is a closing bracket without an opening one.
     """
     found = span.text
     if found.startswith('"') and isinstance(error, UnexpectedCharacters):
@@ -70,14 +70,14 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
 
 
 def unclosed_string(source: Source, start: int, sink: Sink) -> None:
-    """Tells the sink of a `"` at an offset without a partner on its line."""
+    """Reports a `"` at an offset without a closing one on its line."""
     end = source.text.find("\n", start)
     span = source.span(start, end if end >= 0 else len(source.text))
     sink.error("PL005", "this string is not closed on its line", span, help='add the `"`')
 
 
 def _expected(error: UnexpectedInput) -> str:
-    """What could have stood there, in words; nothing where that would be a long list."""
+    """What was expected, in words; empty where that would be a long list."""
     if isinstance(error, UnexpectedCharacters):
         names = set(error.allowed or ())
     elif isinstance(error, UnexpectedToken):

@@ -1,1 +1,1 @@
-"""One file for each section of the language, and what those read with."""
+"""One file for each section of the language, and the helpers that they share."""

@@ -1,4 +1,4 @@
-"""The adapters section -> LoRA on sets of modules; all else of the model is frozen."""
+"""The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = {"with_layer": False, "own": True}
 
 
 class _Terms:
-    """What the section's settings say: `units = ...`, `seed = ...`."""
+    """The section's settings: `units = ...`, `seed = ...`."""
 
     def __init__(self) -> None:
         self.own = False
@@ -26,7 +26,7 @@ class _Terms:
 
 
 def adapters(program: Program) -> Adapters | None:
-    """The adapters section of a plan, or None where it has none (or none that adapts a module)."""
+    """The adapters section of a plan, or None where there is none or it adapts no module."""
     sections = list(program.named("adapters"))
     if not sections:
         return None
@@ -92,7 +92,7 @@ def _rule(rule: ast.Rule, placed: Placed, claims: Claims[Lora | None], program: 
 
 
 def _setting(item: ast.Setting, terms: _Terms, program: Program) -> None:
-    """`units = own` or `seed = 1`; said twice only with `override` (PL102, PL103)."""
+    """`units = own` or `seed = 1`; repeating one needs `override` (PL102, PL103)."""
     sink = program.sink
     if item.name not in ("units", "seed"):
         sink.error(

@@ -1,4 +1,4 @@
-"""Units that are found and not named: by size, and by dtype. They come out as explicit ones."""
+"""Units that are found by parameter count or dtype. The result is a list of explicit units."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from planc.model.indices import Indices
 def by_size(
     facts: Facts, least: int, taken: Sequence[Modules], ignored: Sequence[Modules]
 ) -> tuple[Modules, ...]:
-    """The smallest modules that reach a number of parameters, those of units inside not counted.
+    """The smallest modules with at least a number of parameters, not counting units inside them.
 
-    The rule of `size_based_auto_wrap_policy` in torch.distributed.fsdp.wrap, which accelerate's
-    `SIZE_BASED_WRAP` stands for: children first, a container without a forward never.
+    This is the rule of `size_based_auto_wrap_policy` in torch.distributed.fsdp.wrap, which
+    accelerate's `SIZE_BASED_WRAP` uses: children first, never a container without a forward.
 
     Args:
         facts: the model.
-        least: parameters that a unit has, at least.
-        taken: the units that the plan names; nothing inside them is looked at.
-        ignored: what no unit may take.
+        least: the minimum number of parameters of a unit.
+        taken: the units that the plan names; modules inside them are skipped.
+        ignored: modules that no unit may contain.
     """
     search = _Sizes(facts, least, (*taken, *ignored))
     search.left(facts.model)
@@ -36,7 +36,9 @@ class _Sizes:
     found: list[Modules] = field(default_factory=list)
 
     def left(self, modules: Modules) -> int:
-        """How many parameters of one of these modules no unit holds, after its own were found."""
+        """The number of parameters of one of these modules outside units, after its own were
+        found.
+        """
         if modules.path and any(modules.overlap(t) is not None for t in self.taken):
             return 0
         own = sum(p.numel for p in modules.module.parameters)
@@ -52,13 +54,13 @@ class _Sizes:
 def by_dtype(
     facts: Facts, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
 ) -> tuple[Modules, ...]:
-    """The largest modules all of whose parameters have a dtype, and that the plan does not name.
+    """The largest modules whose parameters all have a dtype and that the plan does not name.
 
     Args:
         facts: the model.
-        dtype: a torch name.
-        taken: the units that the plan names; what is inside them is looked at.
-        kept: the type that a parameter is kept in.
+        dtype: a torch dtype name.
+        taken: the units that the plan names; modules inside them are considered.
+        kept: the dtype of a parameter after `load`.
     """
     return tuple(_uniform(facts.model, dtype, taken, kept))
 
@@ -78,7 +80,7 @@ def _uniform(
 
 
 def _children(modules: Modules, taken: Iterable[Modules]) -> Iterator[Modules]:
-    """The modules right inside; entries of a list apart where a set tells them apart."""
+    """The child modules; entries of a list are separate where a set distinguishes them."""
     at = len(modules.path)
     for child in modules.module.children:
         inside = Modules((*modules.path, child.segment), child.module)
@@ -95,7 +97,7 @@ def _children(modules: Modules, taken: Iterable[Modules]) -> Iterator[Modules]:
 
 
 def _parts_tie(facts: Facts, modules: Modules) -> bool:
-    """Whether a module holds one half of a tied parameter and not the other."""
+    """Whether a module contains one name of a tied parameter but not the other."""
     for group in facts.ties:
         held = sum(facts.find(name)[0].within(modules) for name in group)
         if 0 < held < len(group):

@@ -1,4 +1,4 @@
-"""The checkpoint and compile sections: what is computed again in backward, and what is compiled."""
+"""The checkpoint and compile sections: activation checkpointing and torch.compile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Terms:
-    """What a rule says of how modules are checkpointed; `save` is empty where all is recomputed."""
+    """How modules are checkpointed; `save` is empty where all activations are recomputed."""
 
     save: tuple[Save, ...] = ()
     offload: bool = False
@@ -35,7 +35,7 @@ class _Terms:
 
 
 def checkpoint(program: Program) -> Iterator[CheckpointRule]:
-    """What the checkpoint sections decide, in the plan's order."""
+    """The rules of the checkpoint sections, in the plan's order."""
 
     def read(call: ast.Call, scope: Scope) -> tuple[_Terms | None] | None:
         if call.name == "none":
@@ -58,7 +58,7 @@ def checkpoint(program: Program) -> Iterator[CheckpointRule]:
 
 
 def compile_rules(program: Program) -> Iterator[CompileRule]:
-    """What the compile sections decide, in the plan's order."""
+    """The rules of the compile sections, in the plan's order."""
 
     def read(call: ast.Call, scope: Scope) -> tuple[bool] | None:
         arguments = Arguments(call, scope, ("fullgraph",))
@@ -76,12 +76,12 @@ def _claimed(
     what: str,
     read: Callable[[ast.Call, Scope], tuple[T] | None],
 ) -> tuple[Claim[T], ...]:
-    """The claims of the rules of all sections of one name.
+    """The claims of the rules of all sections with one name.
 
     Args:
         known: the actions that a rule can have.
-        what: what such an action is, for a message.
-        read: the value of an action, in a tuple, or None after a finding.
+        what: the word for such an action in a message.
+        read: returns the value of an action in a tuple, or None after a finding.
     """
     claims: Claims[T] = Claims(program.sink)
     for section in program.named(name):
@@ -161,7 +161,7 @@ def _save(arguments: Arguments) -> tuple[Save, ...] | None:
 
 
 def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
-    """One entry of the list: a group or an operator, every call of it or one in so many."""
+    """One entry of the list: a group or an operator, every call of it or one in N."""
     scope = arguments.scope
     every = 1
     if isinstance(item, ast.Call):
@@ -186,7 +186,7 @@ def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
 
 
 def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save | None:
-    """What a name stands for; PL470 and PL471 for one that means nothing to torch."""
+    """The operators that a name stands for; PL470 and PL471 for a name that torch does not know."""
     if name in GROUPS:
         return Save(name=name, every=every, ops=GROUPS[name])
     sink = arguments.scope.sink

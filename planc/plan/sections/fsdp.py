@@ -1,4 +1,4 @@
-"""The fsdp section, or the replicate section in its place."""
+"""The fsdp section, or the replicate section that replaces it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P = TypeVar("P", Precision, Prefetch, Offload, Divide)
 
 @dataclass(slots=True)
 class _Section:
-    """What is known of the section while its items are read."""
+    """The state of a section while its items are read."""
 
     program: Program
     claims: Claims[Terms]
@@ -38,7 +38,7 @@ class _Section:
 
 
 def fsdp(program: Program) -> Fsdp | None:
-    """The section that spreads parameters over data ranks, or None where a plan has none."""
+    """The section that shards parameters over data axes, or None where a plan has none."""
     sections = [*program.named("fsdp"), *program.named("replicate")]
     if not sections:
         return None
@@ -91,7 +91,7 @@ def _axes(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tupl
 
 
 def _spread(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes over which a section shards, and over which it copies."""
+    """The axes over which a section shards, and the axes over which it replicates."""
     axes, copies = _axes(section, program)
     if not axes:
         verb = "shards" if section.name == "fsdp" else "copies"
@@ -166,7 +166,7 @@ def _once(
     read: Callable[[Line, Scope], P | None],
     state: _Section,
 ) -> P | None:
-    """What an item says for the whole section, which only one may, unless it overrides."""
+    """A setting of the whole section, which only one item may give unless it overrides."""
     sink = state.program.sink
     if earlier is not None and not item.override:
         sink.error(

@@ -1,4 +1,4 @@
-"""What an fsdp section says of all its units: precision, prefetch, offload, divide."""
+"""Settings of an fsdp section that apply to all its units: precision, prefetch, offload, divide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {
 
 
 def precision(arguments: Arguments, origin: Span) -> Precision | None:
-    """What the arguments say of precision, None where they say nothing."""
+    """The mixed precision policy that arguments give, None where they give none."""
     said = {a.name for a in arguments.call.arguments} & set(PRECISION)
     found = Precision(
         param=arguments.word("param", DTYPES, None),

@@ -31,11 +31,11 @@ Lying = tuple[tuple[str, ...] | None, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What `unit(...)` says, and of which line.
+    """The arguments of `unit(...)`, and their line.
 
     Args:
         group: whether all modules of the line are one unit.
-        entry: the entry of the lists that are grouped one by one, -1 where there is one group.
+        entry: the list entry where lists are grouped entry by entry, -1 for one group.
     """
 
     reshard: bool | int | str = True
@@ -49,7 +49,7 @@ class Terms:
 
 
 def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -> None:
-    """Adds what a rule of the section makes a unit, by name."""
+    """Adds the units of one rule, by name."""
     if item.action.name != "unit":
         unknown(item.action, ("unit", "spread"), "fsdp action", scope)
         return
@@ -96,8 +96,8 @@ def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
 def _staged(scope: Scope) -> bool:
     """Whether the mesh has pipeline stages.
 
-    Each microbatch would gather what the last one let go, so by default units keep their
-    parameters: torchtitan's rule (`reshard_after_forward = "default"`).
+    Each microbatch would all-gather what the previous one resharded, so units keep their parameters
+    gathered by default: torchtitan's rule (`reshard_after_forward = "default"`).
     """
     mesh = scope.solve()
     stages = mesh.axis("pp") if mesh else None
@@ -110,7 +110,7 @@ def _dim(arguments: Arguments) -> int:
 
 
 def spread(item: ast.Rule, placed: Placed, claims: Claims[Lying], scope: Scope) -> None:
-    """Adds what `SELECTOR : spread(on = ..., shard_dim = ...)` says of parameters in units."""
+    """Adds `SELECTOR : spread(on = ..., shard_dim = ...)`, which places parameters inside units."""
     arguments = Arguments(item.action, scope, ("on", "shard_dim"))
     shard, dim = _axes(arguments), _dim(arguments)
     if isinstance(item.target, ast.Call):
@@ -135,7 +135,7 @@ def _precision(arguments: Arguments) -> Precision | None:
 
 
 def _axes(arguments: Arguments) -> tuple[str, ...] | None:
-    """`unit(on = dp_shard * cp)`: axes, and not the numbers that they stand for elsewhere."""
+    """`unit(on = dp_shard * cp)`: axes, not the numbers that these names mean elsewhere."""
     expression = arguments.take("on")
     if expression is None:
         return None
@@ -159,7 +159,7 @@ def _factors(expression: ast.Expr) -> Iterator[str | None]:
 
 
 def _claim(found: tuple[Modules, ...], terms: Terms, item: ast.Rule, claims: Claims[Terms]) -> None:
-    """Claims the modules, those that `except_last` tells apart with what it means for each."""
+    """Claims the modules; with `except_last` the last entries are claimed separately."""
     last = max((_outermost(m).last for m in found if _lists(m)), default=None)
     parts = [part for modules in found for part in _parts(modules, terms.reshard, last)]
     claims.add_all(
@@ -171,7 +171,7 @@ def _claim(found: tuple[Modules, ...], terms: Terms, item: ast.Rule, claims: Cla
 
 
 def _lists(modules: Modules) -> list[int]:
-    """The positions of a path where it picks entries of a list, the outermost only."""
+    """The positions of a path that select entries of a list, outermost only."""
     return [i for i, s in enumerate(modules.path) if isinstance(s, Indices)][:1]
 
 
@@ -184,7 +184,7 @@ def _outermost(modules: Modules) -> Indices:
 def _parts(
     modules: Modules, reshard: bool | int | str, last: int | None
 ) -> list[tuple[Modules, bool | int]]:
-    """`except_last`: the entry with the highest index of the rule's list keeps its parameters."""
+    """`except_last`: the entry with the highest index of the rule's list is not resharded."""
     if not isinstance(reshard, str):
         return [(modules, reshard)]
     positions = _lists(modules)
@@ -206,9 +206,9 @@ def _parts(
 def found_units(
     placed: Placed, claims: Claims[Terms], ignored: Sequence[Modules], scope: Scope
 ) -> None:
-    """Adds what `auto(min_params = 100M) : unit` and `dtype(fp32) : unit` find.
+    """Adds the units of `auto(min_params = 100M) : unit` and `dtype(fp32) : unit`.
 
-    They come after all rules that name modules, and leave what those decide alone.
+    They come after all rules that name modules, and leave what those decide unchanged.
     """
     item = placed.item
     assert isinstance(item, ast.Rule) and isinstance(item.target, ast.Call)
@@ -283,7 +283,7 @@ def _called(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tup
 
 
 def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
-    """`group(a, b) : unit`: what is to be one unit; empty after a finding."""
+    """`group(a, b) : unit`: the members of one unit; empty after a finding."""
     arguments = Arguments(call, scope)
     if placed.nested:
         arguments.wrong(call, "a group stands outside blocks", "name its members in full")
@@ -310,7 +310,7 @@ def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tu
 def _one_by_one(
     members: tuple[Modules, ...], terms: Terms, call: ast.Call, scope: Scope
 ) -> Iterator[tuple[Modules, Terms]]:
-    """`groups(a.*, b.*) : unit`: a group of entry 0 of each list, one of entry 1, and so on."""
+    """`groups(a.*, b.*) : unit`: a group of entry 0 of each list, a group of entry 1, and so on."""
     entries: dict[tuple[str, ...], set[int]] = {}
     for member in members:
         found = [s for s in member.path if isinstance(s, Indices)]
@@ -337,7 +337,7 @@ def _one_by_one(
 
 
 def units(claims: Claims[Terms]) -> Iterator[Unit]:
-    """The units that the claims leave, in the plan's order."""
+    """The units that result from the claims, in the plan's order."""
     done: set[Terms] = set()
     for claim in claims.claims:
         terms = claim.value

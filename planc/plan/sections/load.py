@@ -1,4 +1,4 @@
-"""The load section -> where weights begin, how they arrive, and what type they are kept in."""
+"""The load section -> where weights start, how they are loaded, and their dtype."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Said:
 
 
 def load(program: Program) -> Load | None:
-    """What the load sections say, or None where they say nothing."""
+    """The settings of the load sections, or None where there are none."""
     said: dict[str, _Said] = {}
     for section in program.named("load"):
         no_axes(section, program)

@@ -1,4 +1,4 @@
-"""`backend = megatron`: Megatron-FSDP in the place of torch's own, with the package's own words.
+"""`backend = megatron`: Megatron-FSDP instead of torch's FSDP, with the package's own option names.
 
 Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolicy`, version 0.6.1.
 """
@@ -38,7 +38,7 @@ Lines = dict[str, Line]
 
 
 def collect(item: Line, name: str, lines: Lines, sink: Sink) -> None:
-    """Keeps a line of the section, of which each name has one, unless one says `override`."""
+    """Records a setting of the section; repeating one needs `override`."""
     earlier = lines.get(name)
     if earlier is not None and not item.override:
         sink.error(
@@ -60,7 +60,7 @@ def collect(item: Line, name: str, lines: Lines, sink: Sink) -> None:
 
 
 def read(lines: Lines, section: str, scope: Scope) -> Megatron | None:
-    """What the lines of a section say, or None where torch's FSDP is meant, or after a finding."""
+    """The settings of a section, or None for torch's FSDP or after a finding."""
     said = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
     if said != NAME:
         for name, item in lines.items():
@@ -110,7 +110,9 @@ def _word(item: Line | None, words: tuple[str, ...], default: str, scope: Scope)
 def _directive(
     item: Line | None, scope: Scope
 ) -> tuple[dict[str, str | None], tuple[tuple[str, bool], ...]]:
-    """`megatron(main_params = bf16, nccl_ub = true)`: types, and options that are no defaults."""
+    """`megatron(main_params = bf16, nccl_ub = true)`: dtypes, and options that differ from the
+    default.
+    """
     if not isinstance(item, ast.Directive):
         return {}, ()
     arguments = Arguments(item.call, scope, (*DTYPE_WORDS, *OPTIONS))

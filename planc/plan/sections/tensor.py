@@ -19,7 +19,7 @@ _ASPECTS = {name: name for name in ("input", "output", "attributes")}
 
 
 def tensor(program: Program) -> Iterator[TensorRule]:
-    """What the tensor sections decide, in the plan's order."""
+    """The rules of the tensor sections, in the plan's order."""
     scope = program.scope
     claims: dict[str, Claims[Style]] = {}
     used: set[str] = set()
@@ -52,7 +52,7 @@ def tensor(program: Program) -> Iterator[TensorRule]:
 def _claim(
     rule: ast.Rule, found: tuple[Modules, ...], claims: Claims[Style], program: Program
 ) -> None:
-    """One style may mean two things: on an embedding, a bare rowwise takes whole ids."""
+    """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
     aspect = _ASPECTS.get(rule.action.name, "style")
     by_kind: dict[str, list[Modules]] = {}
     for modules in found:
@@ -73,7 +73,7 @@ def _claim(
 
 
 def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
-    """The item as a rule with a selector; anything else is out of place (PL011)."""
+    """The item as a rule with a selector; any other item is PL011."""
     item = placed.item
     if isinstance(item, ast.Rule) and isinstance(item.target, ast.Selector):
         return item

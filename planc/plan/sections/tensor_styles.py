@@ -1,4 +1,4 @@
-"""A style as a plan writes it -> as the IR has it."""
+"""The styles of a plan -> styles of the IR."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STYLES = (
 
 
 def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> Style | None:
-    """A style as the IR has it, or None after a finding.
+    """A style of the IR, or None after a finding.
 
     Args:
         call: its name is one of STYLES.
@@ -106,7 +106,7 @@ def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | No
 
 
 def _arrow(arguments: Arguments, at: int, source: Layout, told: str) -> Change | None:
-    """A positional arrow, whose left side may be left out."""
+    """A positional arrow, whose left side may be omitted."""
     arrow = arguments.positional[at].value
     if not isinstance(arrow, ast.Arrow):
         name = arguments.call.name
@@ -204,7 +204,7 @@ def _output(call: ast.Call, scope: Scope) -> Output | None:
 
 
 def custom(call: ast.Call, path: str, scope: Scope) -> Custom | None:
-    """A style of the plan's own, with whatever arguments it has."""
+    """A style of the plan's own, with any arguments."""
     arguments = Arguments(call, scope)
     given = [(str(a.name), evaluate(a.value, scope)) for a in arguments.rest()]
     for name, value in given:

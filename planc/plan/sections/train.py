@@ -12,9 +12,9 @@ _STATES = {"frozen": False, "trainable": True}
 
 
 def train(program: Program) -> tuple[Training, ...]:
-    """What is frozen and what is not, outer modules before those inside them.
+    """The frozen and the trainable modules, outer modules before those inside them.
 
-    A word on a module holds for all below it that has none of its own, so two conflict only where
+    A rule applies to all submodules without a rule of their own, so two rules conflict only where
     they name the same module.
     """
     claims: Claims[bool] = Claims(program.sink)

@@ -1,4 +1,4 @@
-"""`planc fmt`: plans on the disk, and their canonical layout."""
+"""`planc fmt`: plan files and their canonical layout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from planc.syntax.plan_files import Place, text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A plan as it is and as it should be laid out.
+    """A plan as it is and in its canonical layout.
 
     Args:
-        name: what the user calls it.
+        name: the user's name for it.
         path: the file, or None for standard input.
         before: its text.
         after: its text in the canonical layout, or None where it does not parse.
@@ -35,7 +35,7 @@ class Layout:
         return self.after is not None and self.after != self.before
 
     def diff(self) -> str:
-        """What would change, as a unified diff; empty where nothing would."""
+        """The changes as a unified diff; empty where there are none."""
         if self.after is None:
             return ""
         lines = difflib.unified_diff(
@@ -44,10 +44,10 @@ class Layout:
         return "".join(f"{line}\n" for line in lines)
 
     def write(self, sink: Sink) -> bool:
-        """Writes the new layout into the file; whether that went well.
+        """Writes the new layout into the file and returns whether that succeeded.
 
         Args:
-            sink: receives PL020 where it can't be written; the file is as it was then.
+            sink: receives PL020 where the file cannot be written; it is then unchanged.
         """
         assert self.path is not None and self.after is not None
         try:

@@ -1,12 +1,13 @@
 """The canonical layout of a plan, a function of its tokens and comments alone.
 
-- A statement, and each brace that ends a block, has a line of its own; four spaces for each block.
-- In consecutive lines of one kind the `:` of rules, and the `=` of axes, options and lets, stand
-  below each other; a head of more than 50 characters is left out of that.
-- Comments behind consecutive lines stand below each other, four spaces behind the longest.
-- A statement goes on over several lines only where it would pass column 100, or where a comment
-  stands inside its brackets: then the widest brackets are broken first, an item a line.
-- At most one blank line in a row, none at the edges of a block.
+- Each statement, and each brace that ends a block, has a line of its own; blocks are indented by
+  four spaces.
+- In consecutive lines of one kind the `:` of rules, and the `=` of axes, options and lets, are
+  aligned, except after heads of more than 50 characters.
+- Comments after consecutive statements are aligned, four spaces after the longest line.
+- A statement spans several lines only where it would pass column 100, or where there is a comment
+  inside its brackets: then the widest brackets are broken first, one item per line.
+- There is at most one blank line in a row, and none at the edges of a block.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def formatted(source: Source, sink: Sink) -> str | None:
     """The text of a plan in its canonical layout, or None where it does not parse.
 
     Args:
-        source: the text of a `.plan` file, with any line ends; those of its first line are kept.
+        source: the text of a `.plan` file, with any line endings; those of its first line are kept.
         sink: receives the parser's findings.
 
     Raises:
@@ -52,7 +53,7 @@ def formatted(source: Source, sink: Sink) -> str | None:
 
 
 def _comments(text: str) -> list[str]:
-    """The comments of a text, in no order: one inside an expression moves above it."""
+    """The comments of a text, unordered: a comment inside an expression moves above it."""
     return sorted(p.text for p in pieces(text + "\n") if p.kind == "#")
 
 
@@ -79,7 +80,7 @@ def laid_out(text: str) -> str:
 
 
 def _pads(lines: Sequence[Line]) -> dict[int, tuple[int, int]]:
-    """For lines whose `:` or `=` is moved: which part that is, and by how many spaces."""
+    """Which part of each line is followed by padding for alignment, and by how many spaces."""
     runs: list[list[tuple[int, int, int]]] = []
     last: tuple[object, ...] | None = None
     for at, line in enumerate(lines):
@@ -105,7 +106,9 @@ def _pads(lines: Sequence[Line]) -> dict[int, tuple[int, int]]:
 
 
 def _separator(line: Line) -> tuple[tuple[object, ...], int] | None:
-    """The kind of a line that has a head, and which part is between the head and the rest."""
+    """The kind of a line that has a head, and the index of the part between the head and the
+    rest.
+    """
     kinds = [p.kind if isinstance(p, Piece) else "" for p in line.parts]
     if "COLON" in kinds:
         return ("COLON",), kinds.index("COLON")
@@ -203,7 +206,7 @@ def _flat(parts: Sequence[Part]) -> str:
 
 
 def _space(before: Part, part: Part) -> str:
-    """What stands between two parts of one line."""
+    """The space between two parts of one line."""
     if isinstance(part, Group):
         tight = part.call
     else:
@@ -212,7 +215,7 @@ def _space(before: Part, part: Part) -> str:
 
 
 def _printed(rows: Sequence[_Row]) -> Iterable[str]:
-    """The rows as text, with the comments behind consecutive ones below each other."""
+    """The rows as text, with the comments after consecutive rows aligned."""
     columns: list[int] = [0] * len(rows)
     start = 0
     for at in range(1, len(rows) + 1):

@@ -1,7 +1,7 @@
-"""A plan's text as tokens and comments, in lines and brackets: what the formatter lays out.
+"""A plan's tokens and comments, grouped by lines and brackets: the formatter's input.
 
-The tokens are the parser's own, so no other place knows the syntax; the comments are what stands
-between them.
+The tokens are the parser's own, so the syntax is defined in one place; comments are found in the
+text between tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Piece:
 
     Args:
         kind: the token's type, or `#`.
-        text: as written, a comment without spaces at its end.
+        text: as written; a comment without trailing spaces.
         fresh: whether it is the first of its line.
-        blank: whether a blank line stands before it.
-        unary: whether it is a sign, not a difference.
+        blank: whether a blank line precedes it.
+        unary: whether it is a sign, not a subtraction.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Item:
-    """What stands between two commas, with the comments above it and the one behind it."""
+    """The tokens between two commas, with the comments above them and the one after them."""
 
     lead: list[str] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Item:
         self.trailing = piece.text
 
     def add(self, part: Part) -> None:
-        """One more part: comments before it are not behind the item, after all."""
+        """Appends a part; earlier comments of the item then belong above it, not after it."""
         if self.trailing is not None:
             self.lead.append(self.trailing)
         self.lead += self.pending
@@ -69,12 +69,12 @@ class Item:
 
 @dataclass(slots=True)
 class Group:
-    """Brackets and what they hold.
+    """Brackets and their content.
 
     Args:
         open: the opening bracket.
-        call: whether they are the arguments of a name.
-        items: between the commas, or, of a parenthesis, between `and` and `or`.
+        call: whether the content is the arguments of a name.
+        items: separated by commas or, in parentheses, by `and` and `or`.
         tail: comments before the closing bracket.
         close: the closing bracket.
     """
@@ -87,7 +87,7 @@ class Group:
 
     @property
     def listed(self) -> bool:
-        """Whether commas part the items."""
+        """Whether the items are separated by commas."""
         return self.call or self.open.kind == "LSQB"
 
     @property
@@ -101,19 +101,19 @@ Part = Piece | Group
 
 
 def commented(parts: list[Part]) -> bool:
-    """Whether a comment stands inside of brackets."""
+    """Whether there is a comment inside brackets."""
     return any(isinstance(p, Group) and p.commented for p in parts)
 
 
 @dataclass(slots=True)
 class Line:
-    """A line as it should be: a statement, the head or the end of a block, or a comment.
+    """A line of the result: a statement, the head or the end of a block, or a comment.
 
     Args:
-        indent: how many blocks are around it.
-        blank: whether a blank line stands before it.
+        indent: the number of enclosing blocks.
+        blank: whether a blank line precedes it.
         parts: empty for a comment on its own.
-        comment: on its own, or behind the parts.
+        comment: on its own, or after the parts.
     """
 
     indent: int
@@ -177,7 +177,9 @@ class Reader:
         return self.pieces[self.at - 1]
 
     def read(self) -> list[Line]:
-        """The lines of a text that is in the grammar, each statement and each brace on its own."""
+        """The lines of a text that matches the grammar, each statement and each brace on its
+        own.
+        """
         indent = 0
         begin = True
         while (piece := self.next()) is not None:
