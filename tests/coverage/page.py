@@ -88,29 +88,35 @@ VERDICTS = ("right", "wrong", "crash", "none", "unbuilt")
 
 HEAD = """# Every causal-LM family of transformers
 
-`make coverage` wrote this page: for each causal-LM model type of transformers {tf}, a plan (one
-that planc ships, else what [`planc init`](init.md) writes for the family's default
-configuration), `planc check` of it at the default sizes, and a run of a small model of the family
-on four gloo processes (torch {torch}, tp = 2, dp_shard = 2, checkpointing, float32) beside one
-process: logits, loss, every gradient (limit 1e-4, relative), and parameters after two steps of
-AdamW. Where the plan offers sequence parallelism, once more with it. Configurations that a family
-leaves incomplete by default are filled in (`DEFAULTS` and `OWN` in `tests/coverage/run.py`).
+`make coverage` generated this page. For each causal-LM model type of transformers
+{tf}, it takes a plan (one that ships with planc, otherwise one that [`planc
+init`](init.md) writes for the default configuration of the family), runs `planc
+check` on it at the default sizes, and runs a small model of the family on four gloo
+processes (torch {torch}, tp = 2, dp_shard = 2, checkpointing, float32). The results
+are compared with one process: logits, loss, every gradient (limit 1e-4, relative),
+and parameters after two steps of AdamW. If the plan offers sequence parallelism, this
+is repeated with it. Default configurations that are incomplete are completed
+(`DEFAULTS` and `OWN` in `tests/coverage/run.py`).
 
-Of {rows} types, {built} can be built; **{proved} are proved** ({shipped} with a plan that ships),
-{half} of them with more than half of their blocks' parameters split over the tensor axis,
-{sequence} with sequence parallelism too. {experts} are mixtures of experts; {parted} of those run
-with every expert split. Wrong: {wrong}, of which layout flow had called {silent} proved."""
+Of {rows} types, {built} can be built; **{proved} are proved** ({shipped} with a plan
+that ships), {half} of them with more than half of their blocks' parameters sharded
+over the tensor axis, {sequence} with sequence parallelism too. {experts} are mixtures
+of experts; {parted} of those run with every expert split. Wrong: {wrong}, of which
+layout flow reported {silent} as proved."""
 
-OWN = """The last column is transformers' own tensor parallelism, measured the same way: the same
-small model, saved and loaded again by two processes with `DistributedConfig(tp_size=2)`, beside the
-same checkpoint in one process; attention, dropout, batch and limit are those of the other columns
-(`tests/coverage/theirs.py`). Of {measured} types, {planned} have a plan of their own: **{right}
-train right** ({nothing} of them without any split inside a block), {crash} crash, and **{wrong} are
-wrong without a word** ({names}). planc's plan is right for {mended} of those {bad}."""
+OWN = """The last column is transformers' own tensor parallelism, measured in the same way: the
+same small model is saved and loaded by two processes with
+`DistributedConfig(tp_size=2)`, and compared with the same checkpoint in one process;
+attention, dropout, batch and limit are those of the other columns
+(`tests/coverage/theirs.py`). Of {measured} types, {planned} have a plan of their own:
+**{right} train right** ({nothing} of them without sharding any block), {crash} crash,
+and **{wrong} are silently wrong** ({names}). planc's plan is right for {mended} of
+those {bad}."""
 
-COLUMNS = """`plan` links the plan that ships, or says `init`. `split` is the part of the blocks'
-parameters that a rank does not hold whole, `experts` that of the experts alone, each of which is
-split inside (by the style `experts`, or as linears). Errors are the largest of all ranks.
+COLUMNS = """The column `plan` links the plan that ships, or says `init`. `split` is the share of
+the blocks' parameters that are sharded, `experts` that of the experts alone, each of
+which is sharded inside (by the style `experts`, or as linears). Errors are the
+largest of all ranks.
 
 | family | plan | split | experts | layout flow | logits | gradients | with sequence parallelism \
 | transformers' own |
@@ -119,7 +125,7 @@ split inside (by the style `experts`, or as linears). Errors are the largest of 
 FAILED = """
 ## Where transformers' own plan fails
 
-Each was looked at by hand. A crash is seen by whoever trains; what is wrong is not.
+Each case was analyzed by hand. Users notice a crash; they do not notice wrong numbers.
 
 | family | at tp = 2 | why | planc |
 |---|---|---|---|"""
@@ -127,7 +133,7 @@ Each was looked at by hand. A crash is seen by whoever trains; what is wrong is 
 LITTLE = """
 ## Less than half split
 
-| family | split | held whole | why |
+| family | split | replicated | why |
 |---|---:|---|---|"""
 
 

@@ -32,7 +32,7 @@ def attention(plan):
     ops = [op for op in styles if "att" in str(op.modules)]
     ops = ops or [op for op in styles if "mixer" in str(op.modules)]
     if not any(isinstance(op.style, Colwise | Rowwise) for op in ops):
-        return "whole"
+        return "replicated"
     split = [op for op in ops if isinstance(op.style, Colwise)]
     heads = any(op.style.output != Replicate() for op in split)
     return "heads" if heads else "gathered"
