@@ -64,12 +64,12 @@ def test_page(page, tmp_path, monkeypatch, request):
 
 
 def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
-    """What the README shows of `make demo`: all of planc's commands, not the training beside."""
+    """What docs/demo/transcript.md shows of `make demo`: planc's commands, not the training."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    page = ROOT / "README.md"
+    page = ROOT / "docs" / "demo" / "transcript.md"
     before, fence, demo = page.read_text().partition("```text\n== ")
     new = DEMO.sub(lambda match: f"$ {match[1]}\n{run(match[1]).rstrip()}", demo)
     assert len(DEMO.findall(demo)) > 5
