@@ -1,4 +1,4 @@
-"""What `planc` takes on its command line."""
+"""The command-line arguments of `planc`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planc.report import FORMATS
 def _size(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"a number of ranks is a positive integer, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
     return value
 
 
@@ -22,12 +22,12 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"a time limit is a positive number, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
     return value
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser; `command` in what it gives is the command's name."""
+    """The argument parser; `command` in the parsed namespace is the command's name."""
     result = argparse.ArgumentParser(
         prog="planc", description="A compiler for parallel training plans."
     )
@@ -43,35 +43,39 @@ def parser() -> argparse.ArgumentParser:
 def _check(parser: argparse.ArgumentParser) -> None:
     _target(parser)
     parser.add_argument("--format", choices=FORMATS, default="full")
-    parser.add_argument("--strict", action="store_true", help="a warning is a finding too")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument(
         "--level",
         choices=("structure", "flow"),
         default="flow",
-        help="structure leaves out the simulated run of a shrunken model",
+        help="structure skips the simulated run of a shrunken model (flow)",
     )
 
 
 def _lower(parser: argparse.ArgumentParser) -> None:
     _target(parser)
     parser.add_argument("--format", choices=("text", "json", "python"), default="text")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
+    )
 
 
 def _why(parser: argparse.ArgumentParser) -> None:
     _target(parser)
-    parser.add_argument("name", metavar="NAME", help="as torch has it: model.layers.0.mlp")
+    parser.add_argument(
+        "name", metavar="NAME", help="fully qualified name, such as model.layers.0.mlp"
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", metavar="CODE", help="such as PL101")
+    parser.add_argument("code", metavar="CODE", help="a diagnostic code, such as PL101")
 
 
 def _diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("old", metavar="OLD", help="a plan, as for check, or a lowered JSON file")
-    parser.add_argument("new", metavar="NEW", nargs="?", help="the same plan when left out")
+    parser.add_argument("new", metavar="NEW", nargs="?", help="default: the same plan as OLD")
     _common(parser)
     for side in ("old", "new"):
         parser.add_argument(f"--{side}-model", metavar="MODEL")
@@ -81,27 +85,43 @@ def _diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _fmt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", metavar="PLAN", nargs="+", help="a file, a folder, or `-`")
-    parser.add_argument("--check", action="store_true", help="write nothing; say what would change")
-    parser.add_argument("--diff", action="store_true", help="write nothing; show what would change")
+    parser.add_argument(
+        "files", metavar="PLAN", nargs="+", help="a file, a folder, or `-` for standard input"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; list files that would change"
+    )
+    parser.add_argument(
+        "--diff", action="store_true", help="write nothing; show a diff of the changes"
+    )
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     _target(parser)
     parser.add_argument(
-        "--processes", metavar="N", type=_size, default=4, help="how many, on this machine (4)"
+        "--processes",
+        metavar="N",
+        type=_size,
+        default=4,
+        help="number of processes on this machine (default 4)",
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, default=120.0, help="for all of it (120)"
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=120.0,
+        help="total time limit (default 120)",
     )
-    parser.add_argument("--certificate", metavar="FILE", help="write what was found there")
+    parser.add_argument("--certificate", metavar="FILE", help="write the result to FILE")
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 
 def _init(parser: argparse.ArgumentParser) -> None:
     _model(parser)
     _trust(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
+    )
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
@@ -129,24 +149,26 @@ def _common(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="a mesh axis or an option; may be repeated",
+        help="set a mesh axis or an option; can be repeated",
     )
     _trust(parser)
 
 
 def _trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--allow-code", action="store_true", help="may run Python code that MODEL names"
+        "--allow-code",
+        action="store_true",
+        help="allow running Python code that MODEL or PLAN names",
     )
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "init": ("write a first plan for a model, and prove it", _init),
-    "check": ("say what is wrong with a plan for a model", _check),
-    "lower": ("print the torch calls that a plan stands for", _lower),
+    "check": ("report what is wrong with a plan for a model", _check),
+    "lower": ("print the lowered plan: the torch calls that a plan means", _lower),
     "diff": ("compare two lowered plans", _diff),
-    "why": ("say which lines decided a module or a parameter", _why),
-    "verify": ("prove a plan on processes, on a small model", _verify),
-    "fmt": ("write plans in the canonical layout, comments kept", _fmt),
-    "explain": ("say what a diagnostic means", _explain),
+    "why": ("show which lines decide a module or a parameter", _why),
+    "verify": ("prove a plan on real processes, with a small model", _verify),
+    "fmt": ("rewrite plans in the canonical layout, comments kept", _fmt),
+    "explain": ("explain a diagnostic code", _explain),
 }
