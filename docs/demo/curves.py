@@ -1,4 +1,4 @@
-"""Prints two loss curves beside each other, and by how much they differ."""
+"""Prints two loss curves side by side, and their largest relative difference."""
 
 import json
 import sys
@@ -13,4 +13,4 @@ for step, (a, b) in enumerate(zip(one, four, strict=True)):
 worst = max(abs(a - b) / abs(a) for a, b in zip(one, four, strict=True))
 print(f"largest relative difference over {len(one)} steps: {worst:.1e}")
 if worst > 1e-3 or one[-1] > 0.8 * one[0]:
-    sys.exit("the curves part, or nothing was learned")
+    sys.exit("the curves differ, or the model did not learn")

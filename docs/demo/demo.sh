@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tour of planc that `make demo` gives: every command is shown and really run.
+# The tour of `make demo`: every command is printed and run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -13,10 +13,10 @@ say "Is the plan right for Llama 3.1 8B on 64 ranks, and for 70B on 512?"
 run planc check llama-3.1-8b llama --world-size 64 --set tp=8
 run planc check llama-3.1-70b llama --world-size 512 --set tp=8
 
-say "What does it stand for?"
+say "Which torch calls does it mean?"
 run planc lower llama-3.1-8b llama --world-size 64 --set tp=8
 
-say "What changes from tp 4 to tp 8? And by an edit of the plan?"
+say "What changes from tp 4 to tp 8? And after an edit of the plan?"
 finds planc diff llama-3.1-8b llama --world-size 64 --old-set tp=4 --new-set tp=8
 finds planc diff llama-3.1-8b llama docs/demo/mine.plan --world-size 64 --set tp=8
 

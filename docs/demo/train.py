@@ -1,10 +1,10 @@
-"""Trains a small llama on a real text, and writes its loss curve.
+"""Trains a small llama on a text, and writes its loss curve.
 
     python docs/demo/train.py --out one.json                              # one process, no planc
     torchrun --nproc-per-node 4 docs/demo/train.py --plan llama --set tp=2 --out four.json
 
-The loop is the same for both: a plan changes where tensors are, not what is computed. Each byte of
-the text is a token.
+The loop is the same for both: a plan changes the layout of tensors, not the computation. Each byte
+of the text is a token.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def build():
 
 
 def batches():
-    """The same windows of the text for every way to run, BATCH rows of LENGTH tokens a step."""
+    """The same windows of the text for every run: BATCH rows of LENGTH tokens per step."""
     tokens = torch.tensor(list(TEXT.read_bytes()))
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -48,7 +48,7 @@ def batches():
 
 
 def train(model, rank, size):
-    """One loop for every plan: this rank reads its rows, and the mean loss of all is reported."""
+    """One loop for every plan: this rank reads its rows; the losses are means over all ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     rows = BATCH // size
     losses = []
@@ -88,7 +88,7 @@ def main():
     if distributed.is_initialized():
         distributed.barrier()
         sys.stdout.flush()
-        os._exit(0)  # torch's caches hold meshes, and gloo's threads may abort a slow farewell
+        os._exit(0)  # torch's caches hold meshes, and gloo's threads may abort a slow exit
 
 
 if __name__ == "__main__":
