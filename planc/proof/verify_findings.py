@@ -8,6 +8,7 @@ from pathlib import Path
 
 from planc.diagnostic import Sink
 from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rules, units
 from planc.trial.certificate import number
@@ -87,4 +88,4 @@ def _frames(traceback: str) -> Iterator[str]:
 
 
 def _tensor(lowered: Lowered) -> bool:
-    return any(type(op).__name__ == "Parallelize" for op in lowered.ops)
+    return any(isinstance(op, Parallelize) for op in lowered.ops)
