@@ -25,7 +25,7 @@ FORM = re.compile(
     r"# (?P<code>PL\d{3}): (?P<title>[^\n]*[^\n.])\n"
     r"\n(?P<text>(?!#).+?)\n"
     r"\n## Example\n\n(?P<example> {4}.+?)\n"
-    r"\n## How to mend it\n\n(?P<mend>(?!#).+)\n",
+    r"\n## How to fix it\n\n(?P<fix>(?!#).+)\n",
     re.S,
 )
 PARSER = ("PL001", "PL002", "PL003", "PL004", "PL005")
