@@ -13,11 +13,13 @@ from typing import Any
 
 from planc import atomic_write
 from planc.cli_parser import parser
-from planc.compiler import UNREADABLE, Compiled, compile_plan
+from planc.codes import CODES, exit_code
+from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, Sink
 from planc.ops.document import dumps
 from planc.proof.layout_flow import flow
 from planc.report import render, wants_colour
+from planc.report.json_document import findings
 from planc.trial import certificate
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
@@ -63,7 +65,11 @@ def _check(options: argparse.Namespace) -> int:
         )
         checked += f", {verdict.text}"
     proof = _proof(compiled, sink)
-    also = {"flow": verdict.document() if verdict else None, "certificate": proof}
+    also = {
+        "flow": verdict.document() if verdict else None,
+        "certificate": proof,
+        "overruled": findings(sink.overruled),
+    }
     _show(sink, options.format, sys.stdout, also=also)
     if options.format == "full" and compiled.lowered and compiled.plan:
         mesh = " | ".join(f"{a.name} {a.size}" for a in compiled.plan.mesh.axes)
@@ -186,7 +192,7 @@ def _why(options: argparse.Namespace) -> int:
         answer = why(options.name, compiled.facts, compiled.lowered, compiled.plan, sink)
     _show(sink, "full", sys.stderr, quiet=True)
     if answer is None or compiled.lowered is None:
-        return _code(sink) if compiled.lowered is None else FAILED
+        return _code(sink)
     if options.format == "json":
         print(json.dumps(render.document(answer, compiled.lowered), indent=2))
     else:
@@ -222,8 +228,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     text = explain.explain(options.code.upper())
     if text is None:
-        known = explain.codes()
-        print(f"there is no code {options.code}; known are {', '.join(known)}", file=sys.stderr)
+        print(f"there is no code {options.code}; known are {', '.join(CODES)}", file=sys.stderr)
         return FAILED
     print(explain.terminal(text, wants_colour(sys.stdout, os.environ)), end="")
     return CLEAN
@@ -265,10 +270,15 @@ def _width() -> int:
 
 
 def _code(sink: Sink, *, strict: bool = False) -> int:
-    if any(d.code.startswith(UNREADABLE) for d in sink if d.severity == "error"):
-        return FAILED
+    """The exit code that the findings ask for.
+
+    Args:
+        sink: the findings.
+        strict: whether a warning alone makes it 1.
+    """
     warned = strict and any(d.severity == "warning" for d in sink)
-    return FINDINGS if sink.failed or warned else CLEAN
+    found = exit_code(d.code for d in sink if d.severity == "error")
+    return FINDINGS if warned and found == CLEAN else found
 
 
 def _write(text: str, output: str | None) -> int:

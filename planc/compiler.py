@@ -16,9 +16,6 @@ from planc.plan import elaborate
 from planc.plan.ir import Plan
 from planc.syntax.plan_files import read
 
-UNREADABLE = ("PL006", "PL007", "PL60", "PL61", "PL62", "PL63", "PL64")
-"""Codes (or their beginnings) that mean: there was nothing to judge."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:

@@ -55,13 +55,35 @@ class Diagnostic:
 
 @dataclass(slots=True)
 class Sink:
-    """Collects the findings of one run, each once."""
+    """Collects the findings of one run, each once; none is ever removed.
 
-    diagnostics: list[Diagnostic] = field(default_factory=list)
+    What a proof overrules no longer counts: iteration, `diagnostics`, `errors` and `failed` have
+    the findings that stand, `overruled` has the others.
+    """
+
+    _found: dict[Diagnostic, None] = field(default_factory=dict)
+    _overruled: set[str] = field(default_factory=set)
 
     def add(self, diagnostic: Diagnostic) -> None:
-        if diagnostic not in self.diagnostics:
-            self.diagnostics.append(diagnostic)
+        self._found.setdefault(diagnostic)
+
+    def overrule(self, codes: Iterable[str]) -> None:
+        """Records that a proof shows the findings of some codes to be wrong.
+
+        Args:
+            codes: whose findings structure could only presume (`planc.codes.PRESUMED`).
+        """
+        self._overruled.update(codes)
+
+    @property
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """The findings that stand, in the order in which they were reported."""
+        return tuple(d for d in self._found if d.code not in self._overruled)
+
+    @property
+    def overruled(self) -> tuple[Diagnostic, ...]:
+        """The findings that a proof overruled, in the order in which they were reported."""
+        return tuple(d for d in self._found if d.code in self._overruled)
 
     def report(
         self,
@@ -116,7 +138,7 @@ class Sink:
 
     @property
     def errors(self) -> int:
-        return sum(d.severity is Severity.ERROR for d in self.diagnostics)
+        return sum(d.severity is Severity.ERROR for d in self)
 
     @property
     def failed(self) -> bool:

@@ -79,6 +79,15 @@ class Span:
             return self.source.name
         return f"{self.source.name}:{self.line}"
 
+    @staticmethod
+    def parse_place(place: str) -> tuple[str, int]:
+        """The name and the line of a `place`, which is all that a lowered document keeps of a span.
+
+        The line is 0 for an argument and for the empty place of what no one wrote.
+        """
+        name, _, line = place.rpartition(":")
+        return (name, int(line)) if line.isdecimal() else (place, 0)
+
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of the other."""
         return Span(source=self.source, start=self.start, end=other.end)

@@ -11,6 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "planc"
 FLOORS = {
     "source": 0,
+    "codes": 0,
     "diagnostic": 0,
     "resources": 0,
     "atomic_write": 0,

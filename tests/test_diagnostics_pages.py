@@ -1,14 +1,17 @@
 """Every code has a page, every page has its form, and every example gives the code of its page."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from planc import codes
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.report import explain
@@ -38,19 +41,69 @@ def example(code):
     return textwrap.dedent(part(code, "example")) + "\n"
 
 
-def test_the_codes_of_the_source_are_those_with_a_page():
-    used = set()
+def uses():
+    """(code, the function or method that it is given to) for each code in the source."""
     for path in (ROOT / "planc").rglob("*.py"):
-        used |= set(re.findall(r'"(PL\d{3})"', path.read_text()))
+        if path.name == "codes.py":
+            continue
+        given = {}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                given |= {id(a): ast.unparse(node.func).rpartition(".")[2] for a in node.args}
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"PL\d{3}", str(node.value)):
+                yield node.value, given.get(id(node), f"{path}:{node.lineno}")
+
+
+def test_the_codes_of_the_source_are_those_with_a_page():
+    used = {code for code, _ in uses()}
     assert used - set(CODES) == set(), "these need a page"
     assert set(CODES) - used == set(), "these pages are of no code"
-    assert explain.codes() == tuple(CODES)
+    assert list(codes.CODES) == CODES
+
+
+def test_findings_have_the_severity_that_the_registry_gives():
+    """The calls of a code with two severities decide between them; any other call states one."""
+    always = {"problem": "error", "stop": "error", "_nested": "error"}
+    found = {}
+    for code, call in uses():
+        known = codes.CODES[code].severities
+        if call == "report":
+            assert len(known) == 2, code
+            found.setdefault(code, set()).update(known)
+        elif code != "PL430" or call in always:  # it is also compared with, for its help
+            found.setdefault(code, set()).add(always.get(call, call))
+    assert found == {c.name: set(c.severities) for c in codes.CODES.values()}
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([], 0),
+        (["PL203"], 1),
+        (["PL501", "PL504"], 1),
+        (["PL203", "PL600"], 2),
+        (["PL006"], 2),
+        (["PL675"], 2),
+        (["PL676"], 2),
+        (["PL900"], 2),
+    ],
+)
+def test_the_exit_code_follows_from_the_phases(errors, expected):
+    assert codes.exit_code(errors) == expected
+
+
+def test_what_is_presumed_is_a_warning_about_a_plan():
+    presumed = [c for c in codes.CODES.values() if c.presumed]
+    assert {c.name for c in presumed} == codes.PRESUMED
+    assert {(c.phase, c.severities) for c in presumed} == {("plan", ("warning",))}
+    assert {c.phase for c in codes.CODES.values()} == set(get_args(codes.Phase))
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_form(code):
     text = (PAGES / f"{code}.md").read_text()
     assert part(code, "code") == code
+    assert part(code, "title") == codes.CODES[code].title
     assert text.count("\n## ") == 2
     assert max(map(len, text.splitlines())) <= 160
     for line in part(code, "example").splitlines():

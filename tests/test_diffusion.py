@@ -8,6 +8,7 @@ import diffused
 import pytest
 from modelfolder import found
 
+from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.model import cache
@@ -102,6 +103,16 @@ def test_what_is_wrong_with_a_configuration(home, change, code, told):
     assert load(written(home / "model", config(**change)), sink) is None
     assert {d.code for d in sink} == {code}
     assert told in " ".join(f"{d.message} {d.help}" for d in sink)
+
+
+def test_a_check_that_has_no_model_exits_2(home, monkeypatch, capsys):
+    """Nothing could be judged: not a finding about the plan."""
+    mistaken = written(home / "model", config(_class_name="WanTransformer3dModel"))
+    assert main(["check", mistaken, "wan"]) == 2
+    assert "error[PL676]" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert main(["check", mistaken, "wan"]) == 2
+    assert "error[PL675]" in capsys.readouterr().out
 
 
 def test_code_in_the_folder_is_not_run(home):

@@ -371,6 +371,81 @@ def test_a_unit_that_is_never_called(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
 
 
+def test_a_proof_overrules_what_structure_presumes(tmp_path, monkeypatch, capsys):
+    """A layer with the name of a fused one that is one layer: the warning is kept apart."""
+    import jsonschema
+
+    import planc
+    from planc.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_fused.py").write_text(PAIRS.replace(".one", ".gate_up_proj"))
+    plan = PAIRED.replace("UNITS", "pairs.*.{gate_up_proj,two}").replace("one ", "gate_up_proj ")
+    (tmp_path / "a.plan").write_text(plan)
+    words = ["check", "own_fused:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
+    words += ["--set", "tp=2", "--strict"]
+    assert main([*words, "--level", "structure", "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    presumed = [d for d in found["diagnostics"] if d["code"] == "PL151"]
+    assert len(presumed) == 1 and found["counts"]["warning"] == 1 and found["overruled"] == []
+    assert main([*words, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, json.loads((GRAMMARS / "diagnostics.schema.json").read_text()))
+    assert found["flow"]["verdict"] == "proved" and found["overruled"] == presumed
+    assert found["counts"]["warning"] == 0
+    assert "PL151" not in {d["code"] for d in found["diagnostics"]}
+    assert main(words) == 0 and "PL151" not in capsys.readouterr().out
+    arguments = {"world_size": 4, "overrides": ["tp=2"], "allow_code": True}
+    stands = planc.check("own_fused:Pairs", "a.plan", **arguments)
+    assert "PL151" not in {d.code for d in stands}
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict", "told"),
+    [
+        (
+            "if y.shape[-1] != 64: raise ValueError(f'64 features, not {y}')",
+            "refuted",
+            "the model dies at `pairs.*.two` under this plan",
+        ),
+        ("assert y.sum().item() != 0.5", "unknown", "Non Tensor or int rank results"),
+        ("y = y + refused(y)", "unknown", "unsupported operand type(s) for +: 'LocalTensor'"),
+    ],
+)
+def test_what_ends_a_run_is_the_model_or_the_simulation(
+    tmp_path, monkeypatch, capsys, check, verdict, told
+):
+    """Where an error is raised decides, not its words: the model's own shows a simulated tensor."""
+    from planc.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    before, apart = "x = x + pair.two(F.relu(pair.one(x)))", "x = x + pair.two(F.relu(y))"
+    code = PAIRS.replace(before, "\n            ".join(["y = pair.one(x)", check, apart]))
+    name = f"own_pairs_{verdict}_{len(check)}"
+    (tmp_path / f"{name}.py").write_text(code + REFUSED)
+    (tmp_path / "a.plan").write_text(PAIRED.replace("UNITS", "pairs.*"))
+    words = ["check", f"{name}:Pairs", "a.plan", "--allow-code", "--world-size", "2"]
+    main([*words, "--set", "tp=2", "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["flow"]["verdict"] == verdict
+    assert [d["message"] for d in found["diagnostics"] if told in d["message"]], found
+
+
+REFUSED = """
+import torch
+
+
+class Refused(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+def refused(y):
+    if type(y) is torch.Tensor:
+        return y
+    return torch.Tensor._make_wrapper_subclass(Refused, y.shape)
+"""
 ALONE = """plan alone for Pairs
 
 mesh {

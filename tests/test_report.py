@@ -512,3 +512,17 @@ def test_rendering_leaves_a_sink_as_it_is():
     sink.error("PL100", "a")
     render(sink, "full")
     assert [d.message for d in sink] == ["b", "a"]
+
+
+def test_a_sink_keeps_what_it_was_given():
+    """Nothing is removed: what a proof overrules is kept apart, and no longer counts."""
+    sink = Sink()
+    sink.warning("PL160", "presumed")
+    sink.error("PL203", "stands")
+    sink.error("PL203", "stands")
+    assert [d.code for d in sink] == ["PL160", "PL203"] and sink.overruled == ()
+    sink.overrule({"PL160"})
+    sink.warning("PL160", "presumed, and reported late")
+    assert [d.message for d in sink.diagnostics] == ["stands"] and sink.errors == 1
+    assert [d.message for d in sink.overruled] == ["presumed", "presumed, and reported late"]
+    assert not hasattr(sink.diagnostics, "append")

@@ -17,6 +17,7 @@ from planc.model.facts import Modules
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import style_text
 from planc.ops.tensor_parallel import Parallelize
+from planc.source import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +290,6 @@ def _boxes(sets: Iterable[tuple[Modules, int]]) -> list[Modules]:
 
 def _order(change: Change) -> tuple[object, ...]:
     """By kind, then as the plan has them, then by name."""
-    file, _, line = (change.new or change.old).rpartition(":")
-    at = (file, int(line)) if line.isdecimal() else (file + line, 0)
+    at = Span.parse_place(change.new or change.old)
     paths = (len(change.modules), [str(m) for m in change.modules])
     return (KINDS.index(change.kind.split()[0]), at, change.label, paths, repr(change.parts))

@@ -8,6 +8,7 @@ from typing import Any
 from planc.diffing.compare import Change, Delta, Part
 from planc.diffing.entries import Value
 from planc.emit import phrases
+from planc.source import Span
 
 FORMAT_VERSION = 1
 _WIDEST = (58, 64)  # columns of a subject and of what changes, before a line moves on alone
@@ -54,8 +55,8 @@ def _place(sign: str, change: Change) -> str:
         return "" if sign == "~" and change.reason else change.new
     if change.old.startswith("--set ") and change.new.startswith("--set "):
         return f"{change.old} -> {change.new.removeprefix('--set ')}"
-    file, _, line = change.new.rpartition(":")
-    if file and change.old.rpartition(":")[0] == file:
+    file, line = Span.parse_place(change.new)
+    if line and Span.parse_place(change.old)[0] == file:
         return f"{change.old} -> :{line}"
     return " -> ".join(filter(None, (change.old, change.new)))
 

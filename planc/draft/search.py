@@ -20,6 +20,7 @@ from planc.draft.plan_text import Draft, render
 from planc.draft.recipes import Choice, Recipe, choices
 from planc.draft.roles import Ran, Roles
 from planc.model.facts import Facts, Module, Modules
+from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
 from planc.proof.layout_flow import judge
 from planc.trial.outcome import Outcome, Part
@@ -151,7 +152,7 @@ class Search:
             compiled = compile_plan(self.facts, str(path), sink, world_size=2, settings=settings)
         if compiled.lowered is None:
             return Outcome(verdict="refuted", parts=tuple(self._refused(sink)))
-        if not any(type(op).__name__ == "Parallelize" for op in compiled.lowered.ops):
+        if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
             return Outcome(verdict="nothing", reason="nothing of it can be split")
         return judge(self.values, compiled)
 

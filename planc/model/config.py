@@ -62,13 +62,10 @@ class Config:
         problems = [leaf for e in validator.iter_errors(self.values) for leaf in _leaves(e)]
         for problem in sorted(problems, key=lambda e: list(map(str, e.absolute_path))):
             where = ".".join(str(p) for p in problem.absolute_path)
-            if problem.validator == "required":
-                field = re.findall(r"'(\w+)'", problem.message)[0]
-                sink.error(
-                    "PL603",
-                    f"{self.name} lacks `{field}`",
-                    help='add it: `"model_type": "llama"`, for example',
-                )
+            if problem.validator == "required":  # one problem a field, and none names its field
+                for field in (f for f in problem.validator_value if f not in problem.instance):
+                    help = 'add it: `"model_type": "llama"`, for example'
+                    sink.error("PL603", f"{self.name} lacks `{field}`", help=help)
                 continue
             wanted = _wanted(dict(problem.schema))
             shown = _shown(problem.instance)

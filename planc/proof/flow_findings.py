@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Label, Severity, Sink
 from planc.model.facts import below
 from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rules
@@ -36,14 +36,16 @@ def unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
             part, subject = group[0], generic(group[0].subject)
             labels = list(rules(part.subject, small))
             facts = [*_source(part), _SEEN]
+            before, after = part.layouts
             if kind == "boundary":
-                report = sink.error if wrong else sink.warning
-                message = f"what arrives at `{subject}` is not what the plan says: {part.detail}"
-                stated, _, arrives = part.detail.removesuffix(" arrives").partition(" is stated, ")
-                told = f"state it as it arrives: `{arrives} -> ...` instead of `{stated} -> ...`"
-                report("PL505", message, *labels, facts=facts, help=told)
+                severity = Severity.ERROR if wrong else Severity.WARNING
+                message = f"what arrives at `{subject}` is not what the plan says: "
+                message += f"{before} is stated, {after} arrives"
+                told = f"state it as it arrives: `{after} -> ...` instead of `{before} -> ...`"
+                sink.report(severity, "PL505", message, *labels, facts=facts, help=told)
             elif not wrong:
-                message = f"no rule says that `{subject or 'the model'}` changes {part.detail}"
+                change = f"{before} -> {after} (for {part.op})"
+                message = f"no rule says that `{subject or 'the model'}` changes {change}"
                 labels = _with_before(labels, part, small)
                 told = "state it with a style, `input(...)` or `output(...)`, or leave it as it is"
                 sink.warning("PL506", message, *labels, facts=facts, help=told)
@@ -51,10 +53,10 @@ def unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
 
 def _alike(outcome: Outcome) -> list[list[Part]]:
     """The parts, those of like modules together."""
-    groups: dict[tuple[str, str, str], list[Part]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], str], list[Part]] = {}
     for part in outcome.parts:
-        detail = part.detail if part.kind in ("boundary", "unstated") else ""
-        groups.setdefault((part.kind, generic(part.subject), detail), []).append(part)
+        key = (part.kind, generic(part.subject), part.layouts, part.op)
+        groups.setdefault(key, []).append(part)
     return list(groups.values())
 
 

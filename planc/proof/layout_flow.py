@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from planc.codes import PRESUMED
 from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Severity, Sink
 from planc.model import cache
@@ -35,10 +36,7 @@ from planc.proof.flow_findings import refuted, uncalled, unstated
 from planc.proof.layer_verdicts import Kind, kinds
 from planc.trial.outcome import Outcome, outcome_of
 
-PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
-"""Warnings that structure alone can only presume; where the numbers are right, they were wrong."""
-
-_FORMAT = 5
+_FORMAT = 6
 UNSEEN = "Megatron-FSDP runs on CUDA alone, where planc proves nothing"
 _RANKS = 2
 """Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
@@ -161,8 +159,8 @@ def flow(
         compiled: without errors.
         plan: as the user named it; it is read again.
         settings: as the user gave them.
-        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown), and loses what was
-            presumed where the plan is proved.
+        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); where the plan is
+            proved, what structure only presumed is overruled.
         strict: whether unknown is an error.
         allow_code: whether styles of the plan's own may be imported.
     """
@@ -184,7 +182,7 @@ def flow(
     released = bool(outcome.again) and _released(lowered, outcome.again)
     verdict = Verdict(outcome=outcome, kinds=layers, sections=sections, released=released)
     if verdict.verdict == "proved":
-        sink.diagnostics[:] = [d for d in sink if d.code not in PRESUMED]
+        sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
         _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
     if not isinstance(small, Outcome) and small[1].plan is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from planc.diagnostic import Sink
 from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rules, units
 from planc.trial.certificate import number
@@ -61,7 +61,7 @@ def troubled(trouble: Trouble, plan: Plan, lowered: Lowered, sink: Sink) -> tupl
         reason = f"the small model does not train in one process: {trouble.message}"
         unknown(sink, reason, "planc proves models that give a loss for `labels`")
         return "unknown", reason
-    detail = list(_frames(trouble.detail)) if trouble.raised else trouble.detail.splitlines()[-4:]
+    detail = list(_frames(trouble)) or trouble.detail.splitlines()[-4:]
     if trouble.kind == "time":
         sink.error(
             "PL522",
@@ -74,17 +74,16 @@ def troubled(trouble: Trouble, plan: Plan, lowered: Lowered, sink: Sink) -> tupl
     doing = {"apply": " while the plan was applied", "parallel": " in the parallel model"}
     message = f"{who} failed{doing.get(trouble.phase, '')}: {trouble.message}"
     sink.error("PL521", message, facts=detail)
-    refuted = trouble.raised and trouble.phase in ("apply", "parallel", "compare")
+    refuted = bool(trouble.frames) and trouble.phase in ("apply", "parallel", "compare")
     return ("refuted" if refuted else "unknown"), message
 
 
-def _frames(traceback: str) -> Iterator[str]:
+def _frames(trouble: Trouble) -> Iterator[str]:
     """The line of the model that was running, and the last of all, without the way between."""
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n *(\S[^\n]*)?', traceback)
-    outside = [f for f in found if "/torch/" not in f[0] and "/planc/" not in f[0]]
-    for path, line, function, code in dict.fromkeys((*outside[-1:], *found[-1:])):
+    outside = [f for f in trouble.frames if "/torch/" not in f[0] and "/planc/" not in f[0]]
+    for path, line, function, code in dict.fromkeys((*outside[-1:], *trouble.frames[-1:])):
         yield f"{Path(path).name}:{line}, in {function}: {code}".rstrip(": ")
 
 
 def _tensor(lowered: Lowered) -> bool:
-    return any(type(op).__name__ == "Parallelize" for op in lowered.ops)
+    return any(isinstance(op, Parallelize) for op in lowered.ops)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import cache
-from pathlib import Path
 
+from planc.codes import CODES
 from planc.report.color import paint
 from planc.resources import PAGES
 
@@ -20,23 +19,15 @@ GROUPS = {
     "PL6": "Models and families",
     "PL9": "planc itself",
 }
-_CODE = re.compile(r"PL\d{3}")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _SPAN = re.compile(r"`([^`\n]+)`")
-
-
-def codes() -> tuple[str, ...]:
-    """Every code that has a page, in order."""
-    return tuple(sorted(p.stem for p in PAGES.glob("PL*.md") if _CODE.fullmatch(p.stem)))
 
 
 def explain(code: str) -> str | None:
     """The page of a code in Markdown, or None where there is none. Any case will do."""
     name = code.strip().upper()
     page = PAGES / f"{name}.md"
-    if not _CODE.fullmatch(name) or not page.is_file():
-        return None
-    return page.read_text(encoding="utf-8")
+    return page.read_text(encoding="utf-8") if name in CODES else None
 
 
 def terminal(text: str, colour: bool) -> str:
@@ -47,18 +38,11 @@ def terminal(text: str, colour: bool) -> str:
 def index() -> str:
     """The text of `docs/diagnostics/README.md`: every code with its title, by group."""
     out = ["# Diagnostics\n", "One page a code; `planc explain CODE` prints the same text.\n"]
-    listed = {code: _title(PAGES / f"{code}.md") for code in codes()}
     for group, heading in GROUPS.items():
-        own = [f"- [{code}]({code}.md): {t}\n" for code, t in listed.items() if code[:3] == group]
-        if own:
-            out.append(f"## {group}: {heading}\n\n{''.join(own).rstrip()}\n")
+        listed = [f"- [{n}]({n}.md): {c.title}\n" for n, c in CODES.items() if n[:3] == group]
+        if listed:
+            out.append(f"## {group}: {heading}\n\n{''.join(listed).rstrip()}\n")
     return "\n".join(out)
-
-
-@cache
-def _title(page: Path) -> str:
-    with page.open(encoding="utf-8") as stream:
-        return stream.readline().strip().removeprefix("# ").partition(": ")[2]
 
 
 def _line(line: str, colour: bool) -> str:

@@ -18,9 +18,14 @@ def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
     found = arranged(diagnostics)
     return {
         "format_version": FORMAT,
-        "diagnostics": [_finding(diagnostic) for diagnostic in found],
+        "diagnostics": findings(found),
         "counts": counts(found),
     }
+
+
+def findings(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
+    """Each finding as plain data, in the order of the other formats."""
+    return [_finding(diagnostic) for diagnostic in arranged(diagnostics)]
 
 
 def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:

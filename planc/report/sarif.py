@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
+from planc.codes import CODES
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.explain import explain
 from planc.report.sorting import arranged, placed
@@ -43,9 +44,9 @@ def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
     """3.49: what each code means, from its page."""
     rules = []
     for code in codes:
-        head, _, body = (explain(code) or f"# {code}").partition("\n")
-        title = head.removeprefix("# ").removeprefix(f"{code}: ")
-        help = {"text": body.strip() or title, "markdown": body.strip() or title}
+        title = CODES[code].title
+        body = (explain(code) or "").partition("\n")[2].strip() or title
+        help = {"text": body, "markdown": body}
         rules.append({"id": code, "shortDescription": {"text": title}, "help": help})
     return rules
 

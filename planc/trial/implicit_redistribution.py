@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ def redistributions(trace: Trace, styled: Collection[str], found: list[Implicit]
         found: receives them, each once.
     """
     from torch.distributed.tensor import _dispatch, _utils
+    from torch.distributed.tensor._op_schema import OpSchema
 
     guard = getattr(_dispatch, "ExplicitRedistributionContext", None)
     cost = getattr(_utils, "redistribute_cost", None)
@@ -54,14 +54,15 @@ def redistributions(trace: Trace, styled: Collection[str], found: list[Implicit]
         running = trace.running[-1] if trace.running else ""
         if running in styled or cost(source, target) <= 0:
             return
-        op = re.search(r"occurred for (?:Op\(op=)?([\w.]+)", str(message))
+        # torch passes its message as a LazyString, whose argument is the operation or its schema
+        op = next(iter(getattr(message, "args", ())), "an operation")
         seen = Implicit(
             module=running,
             line=caller(),
             source=_layout(source),
             target=_layout(target),
             before=trace.leaf,
-            op=op[1] if op else "an operation",
+            op=str(op.op if isinstance(op, OpSchema) else op),
         )
         if seen not in found:
             found.append(seen)

@@ -46,8 +46,9 @@ class Trouble:
         message: one line.
         rank: the one that failed first, -1 where that is not known.
         phase: what it was doing: build, single, apply, parallel, compare, locate.
-        detail: its traceback, or the last lines that it wrote.
-        raised: whether Python raised, rather than a signal or the time limit ending it.
+        detail: the last lines that it wrote, where no exception ended it.
+        frames: file, line, function and source line of each call, innermost last, where an
+            exception ended it; those of the exceptions that caused it come first.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class Trouble:
     rank: int = -1
     phase: str = ""
     detail: str = ""
-    raised: bool = False
+    frames: tuple[tuple[str, int, str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +239,9 @@ def _told(kind: str, report: dict[str, Any]) -> Trouble:
         message=first.strip(),
         rank=report["rank"],
         phase=report["phase"],
-        detail=report["traceback"],
-        raised=True,
+        frames=tuple(
+            (str(f), int(n), str(name), str(code)) for f, n, name, code in report["frames"]
+        ),
     )
 
 

@@ -20,7 +20,10 @@ class Part:
             redistribution that no rule states).
         subject: the torch name of a module or of a parameter, empty where it is not known.
         error: the relative error, where there is one.
-        detail: torch's message, or the layouts concerned.
+        detail: what is wrong, such as torch's message.
+        layouts: of a `boundary`, the one that the plan states and the one that arrives; of what
+            is `unstated`, the one before the redistribution and the one after it.
+        op: torch's name of the operation that an `unstated` redistribution is made for.
         line: of the model's own code.
         before: the module without modules inside that ended last before a crash.
     """
@@ -29,6 +32,8 @@ class Part:
     subject: str
     error: float = 0.0
     detail: str = ""
+    layouts: tuple[str, ...] = ()
+    op: str = ""
     line: str = ""
     before: str = ""
 
@@ -78,7 +83,7 @@ def outcome_of(kept: Any) -> Outcome | None:
     if not isinstance(kept, dict):
         return None
     try:
-        parts = tuple(Part(**p) for p in kept["parts"])
+        parts = tuple(Part(**{**p, "layouts": tuple(p["layouts"])}) for p in kept["parts"])
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
         return Outcome(**{**kept, "parts": parts, "modules": modules})
     except (KeyError, TypeError, ValueError):

@@ -15,10 +15,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed import _local_tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -261,19 +263,23 @@ def _beside(runs: _Runs) -> Iterator[Part]:
             continue
         found = layouts(value, wanted, LIMIT)
         if found and not says(layout, found, wanted.dim()):
-            told = f"{layout} is stated, {found[0]} arrives"
-            yield Part(kind="boundary", subject=name, detail=told, line=mine.line)
+            both = (str(layout), str(found[0]))
+            yield Part(kind="boundary", subject=name, layouts=both, line=mine.line)
     for seen in runs.implicit:
-        told = f"{seen.source} -> {seen.target} (for {seen.op})"
         yield Part(
-            kind="unstated", subject=seen.module, detail=told, line=seen.line, before=seen.before
+            kind="unstated",
+            subject=seen.module,
+            layouts=(seen.source, seen.target),
+            op=seen.op,
+            line=seen.line,
+            before=seen.before,
         )
 
 
 def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
     """An error of the simulation itself is unknown, any other would happen on the cluster."""
     frames = traceback.extract_tb(error.__traceback__)
-    if "LocalTensor" in str(error) or frames[-1].filename.endswith("_local_tensor/__init__.py"):
+    if _of_simulation(error, Path(frames[-1].filename)):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
     own = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
     line = line_of(own[-1].filename, own[-1].lineno or 0, own[-1].line) if own else ""
@@ -290,6 +296,23 @@ def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
     )
     parts = (crash, *([part] if part else []), *_sizes(runs), *_beside(runs))
     return Outcome(verdict="refuted", parts=parts, modules=_modules(runs, []))
+
+
+def _of_simulation(error: Exception, raised: Path) -> bool:
+    """Whether torch's simulation of the ranks failed, and not the model under the plan.
+
+    The file that raises tells them apart: LocalTensorMode raises what it cannot do, such as a
+    number that differs between the ranks, and an operation that fails on the tensors of a rank
+    raises elsewhere, as on a cluster. One case shows in its text alone: where an operation refuses
+    the type LocalTensor, torch's C++ or Python itself raises a bare TypeError in any file.
+
+    Args:
+        error: that ended the run.
+        raised: the file of its innermost frame.
+    """
+    if raised.parent == Path(_local_tensor.__file__).parent:
+        return True
+    return isinstance(error, TypeError) and _local_tensor.LocalTensor.__name__ in str(error)
 
 
 def _after(runs: _Runs) -> str:

@@ -56,10 +56,18 @@ def main(job: Job, number: int) -> int:
     except BaseException as error:
         found["single"] = isinstance(error, SingleError)
         found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
-        found["traceback"] = traceback.format_exc()
+        found["frames"] = _frames(error)
     found["time"] = time.monotonic()
     atomic_write.write(Path(job.folder) / f"{number}.json", json.dumps(_finite(found)))
     return int("error" in found)
+
+
+def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
+    """The calls that an exception came through, after those of the exceptions that caused it."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    before = _frames(cause) if cause else []
+    stack = traceback.extract_tb(error.__traceback__)
+    return [*before, *((f.filename, f.lineno or 0, f.name, f.line or "") for f in stack)]
 
 
 def _compare(job: Job, found: dict[str, Any]) -> None:

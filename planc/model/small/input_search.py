@@ -188,7 +188,16 @@ def _told(features: Any, made: Inputs, model: Any) -> int:
 
 
 def _asked(why: str, model: Any) -> int:
-    """The tokens of a row that a model asks for when there are too few: it counts features."""
+    """The tokens of a row that a model asks for when there are too few; 0 where it asks for none.
+
+    A number is read from an error's text here, for transformers states it nowhere else: the
+    features are counted inside the forward, after masks and merges that no configuration has.
+
+    Args:
+        why: transformers' error, such as `Image features and image tokens do not match, tokens: 8,
+            features 16`; some models count features, and others the numbers in them.
+        model: the small model.
+    """
     told = re.search(r"tokens: \d+, features:? (\d+)", why)
     if told is None:
         return 0

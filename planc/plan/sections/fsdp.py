@@ -80,8 +80,9 @@ def fsdp(program: Program) -> Fsdp | None:
 
 
 def _dtypes_first(placed: Placed) -> bool:
-    item = placed.item
-    return isinstance(item, ast.Rule) and item.target.origin.text.startswith("auto")
+    """Orders the searches: `dtype(...)` takes its modules before `auto(...)` adds up the rest."""
+    target = placed.item.target if isinstance(placed.item, ast.Rule) else None
+    return isinstance(target, ast.Call) and target.name == "auto"
 
 
 def _axes(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,0 +1,239 @@
+"""The registry of diagnostic codes.
+
+A code means the same forever; `docs/diagnostics` has a page for each, whose title is the one here.
+The exit code of a command follows from the phases of its errors (`exit_code`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["input", "plan", "proof", "runtime", "internal"]
+"""What a finding is about.
+
+`input`: planc could not read, build or write what the command names, or lacks a library for it, so
+    nothing was judged.
+`plan`: the plan, alone or for this model and this mesh.
+`proof`: what a run of the plan showed (layout flow, `planc verify`, `planc init`).
+`runtime`: a training job while it applies a plan, loads or saves weights.
+`internal`: planc failed.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """One diagnostic code.
+
+    Args:
+        name: `PLnnn`.
+        severities: of its findings; two where the same fact is harmless in one case only.
+        phase: what its findings are about.
+        title: the title of its page, without a full stop.
+        presumed: whether the structure of the plan only suggests the finding. A run of the model
+            that computes the right numbers overrules it (`Sink.overrule`).
+    """
+
+    name: str
+    severities: tuple[str, ...]
+    phase: Phase
+    title: str
+    presumed: bool
+
+
+PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
+
+_ROWS: tuple[tuple[str, str, Phase, str], ...] = (
+    ("PL001", "error", "plan", "syntax error in a plan"),
+    ("PL002", "error", "plan", "the plan is empty"),
+    ("PL003", "error", "plan", "the text cannot be a plan"),
+    ("PL004", "error", "plan", "unmatched bracket"),
+    ("PL005", "error", "plan", "unterminated string"),
+    ("PL006", "error", "input", "the plan file cannot be read"),
+    ("PL007", "error", "input", "the file is not a lowered plan that this version of planc reads"),
+    ("PL008", "error", "plan", "plans extend each other in a cycle"),
+    ("PL009", "error", "plan", "the plan has no header"),
+    ("PL010", "error", "plan", "not supported yet"),
+    ("PL011", "error", "plan", "a statement in the wrong place"),
+    ("PL012", "error", "plan", "invalid argument"),
+    ("PL020", "error", "input", "the output file cannot be written"),
+    ("PL100", "error", "plan", "undefined name"),
+    ("PL101", "error", "plan", "a selector matches nothing"),
+    ("PL102", "error", "plan", "two rules decide the same thing"),
+    ("PL103", "error", "plan", "an override that replaces nothing"),
+    ("PL104", "warning", "plan", "an unused option or let"),
+    ("PL105", "error", "plan", "unknown style or action"),
+    ("PL106", "error", "plan", "a setting with an unknown name or a value of the wrong type"),
+    ("PL107", "error", "plan", "a name is defined twice"),
+    ("PL108", "error", "plan", "a value depends on itself"),
+    ("PL109", "error", "plan", "an expression has no value"),
+    ("PL110", "error", "plan", "a requirement of the plan is not met"),
+    ("PL112", "error", "plan", "invalid range or too many alternatives"),
+    ("PL130", "error", "input", "the model has no module or parameter of that name"),
+    ("PL150", "error", "plan", "a style on a module that does not support it"),
+    ("PL151", "warning", "plan", "a fused projection that is sharded as one"),
+    ("PL152", "error", "plan", "a module list has no forward"),
+    ("PL160", "warning", "plan", "a colwise projection without a rowwise partner, or the reverse"),
+    ("PL161", "warning", "plan", "a norm on sharded heads whose gradient is not reduced"),
+    ("PL162", "warning", "plan", "a norm on the sharded sequence without a rule"),
+    ("PL163", "warning", "plan", "a sequence rule on an input that is not sharded"),
+    ("PL170", "error", "plan", "the name is already a style"),
+    ("PL171", "error", "plan", "a custom style whose path names no class"),
+    ("PL172", "error", "runtime", "a custom style that needs permission, or cannot be imported"),
+    ("PL180", "error", "plan", "an adapter on a module that does not support one"),
+    ("PL181", "error", "plan", "an adapter setting out of range"),
+    ("PL182", "warning", "plan", "an adapter that is not smaller than its layer"),
+    ("PL183", "error", "plan", "an adapters section without an adapter"),
+    ("PL184", "error", "plan", "an adapter whose tensor-parallel styles cannot be derived"),
+    ("PL185", "error", "plan", "dropout that differs between the ranks of a tensor axis"),
+    ("PL186", "error", "plan", "adapters that cannot be FSDP units"),
+    ("PL187", "error", "runtime", "adapters need peft"),
+    ("PL188", "error", "plan", "freezing modules that adapters already freeze"),
+    ("PL189", "error", "runtime", "a wrong call for adapters"),
+    ("PL201", "error", "plan", "attention heads that cannot be split"),
+    ("PL202", "error", "plan", "a dim that is not divisible where equal shards are required"),
+    ("PL203", "warning", "plan", "an uneven split"),
+    ("PL204", "info", "plan", "parameters that stay replicated over the tensor axis"),
+    ("PL205", "warning", "plan", "projections whose outputs are combined have different layouts"),
+    ("PL220", "error", "plan", "a dim, or a part of it, that is not divisible"),
+    ("PL221", "error", "plan", "parts that do not add up to the dim"),
+    ("PL222", "error", "plan", "a parameter or dim that the module does not have"),
+    ("PL223", "error", "plan", "a fused weight whose activations are gathered as one"),
+    ("PL224", "error", "plan", "a style inside a replicated module"),
+    ("PL225", "error", "plan", "a parameter of experts without a rule"),
+    ("PL300", "error", "plan", "invalid size of a mesh axis"),
+    ("PL301", "error", "plan", "the mesh size differs from the world size"),
+    ("PL302", "error", "plan", "two axes are auto"),
+    ("PL303", "error", "plan", "auto is not an integer"),
+    ("PL304", "error", "plan", "an axis is named twice"),
+    ("PL305", "error", "plan", "a section names unknown axes, or the wrong number of axes"),
+    ("PL306", "error", "plan", "an unused axis"),
+    ("PL307", "info", "plan", "auto counts as 1"),
+    ("PL308", "error", "plan", "the plan has no mesh"),
+    ("PL309", "error", "plan", "the mesh depends on itself"),
+    ("PL310", "error", "plan", "an axis both shards and replicates"),
+    ("PL350", "error", "plan", "tensor parallelism and FSDP over one axis"),
+    ("PL351", "warning", "plan", "context-parallel ranks that repeat the same work"),
+    ("PL352", "error", "plan", "one weight sharded over two axes"),
+    ("PL380", "error", "plan", "expert parallelism is not supported yet"),
+    ("PL381", "error", "plan", "a unit over an axis that already has a style"),
+    ("PL382", "error", "plan", "a dim that is not divisible by the number of ranks"),
+    ("PL383", "info", "plan", "fewer rows than ranks"),
+    ("PL384", "error", "plan", "a spread rule that applies to no FSDP unit's parameters"),
+    ("PL401", "warning", "plan", "tied parameters that are sharded differently"),
+    ("PL402", "error", "plan", "tied parameters in two units"),
+    ("PL410", "error", "plan", "a group that contains a module and its submodule"),
+    ("PL411", "error", "plan", "a unit without parameters"),
+    ("PL412", "warning", "plan", "a block that is not a unit, unlike the others of its list"),
+    ("PL413", "error", "plan", "parameters outside every unit"),
+    ("PL414", "warning", "plan", "tensor parallelism without FSDP"),
+    ("PL415", "error", "plan", "a unit with several dtypes"),
+    ("PL416", "error", "plan", "a precision that applies to no unit"),
+    ("PL417", "error", "plan", "an invalid size for partial resharding"),
+    ("PL418", "error", "plan", "a group without an enclosing unit"),
+    ("PL419", "warning", "plan", "the model is not an FSDP unit"),
+    ("PL430", "error", "plan", "nested checkpointed modules"),
+    ("PL431", "error", "plan", "nested compiled modules"),
+    ("PL432", "error", "plan", "compiled blocks behind a vocabulary-parallel embedding"),
+    ("PL433", "error", "plan", "the model itself is checkpointed"),
+    ("PL434", "error", "plan", "fullgraph compilation around an FSDP unit"),
+    ("PL435", "error", "plan", "a vocabulary-parallel embedding is compiled"),
+    ("PL440", "error", "plan", "ignored parameters that train"),
+    ("PL441", "error", "plan", "ignored modules with another rule"),
+    ("PL442", "error", "plan", "axes that a unit cannot be sharded over"),
+    ("PL443", "error", "plan", "no parameter can be sharded on this dim"),
+    ("PL444", "error", "plan", "no list of units to prefetch"),
+    ("PL445", "error", "plan", "prefetching blocks that backward never reaches"),
+    ("PL446", "error", "plan", "two sections that distribute the model"),
+    ("PL447", "error", "plan", "offloading parameters that stay on the device"),
+    ("PL448", "error", "plan", "an automatic unit rule that finds no module"),
+    ("PL449", "warning", "plan", "a prefetch of the entire list"),
+    ("PL450", "error", "plan", "an option that replicate does not have"),
+    ("PL451", "error", "plan", "a train rule without effect"),
+    ("PL452", "error", "plan", "nothing trains"),
+    ("PL453", "error", "plan", "tied parameters of which only one is frozen"),
+    ("PL470", "error", "plan", "unknown operators in a save list"),
+    ("PL471", "error", "plan", "an operator that is never dispatched"),
+    ("PL472", "error", "plan", "an operator occurs twice in a save list"),
+    ("PL473", "error", "plan", "activation offload in compiled modules"),
+    ("PL474", "error", "runtime", "the plan starts on the meta device, but the model is allocated"),
+    ("PL475", "error", "runtime", "run.load contradicts the plan"),
+    ("PL490", "error", "runtime", "the world size of the run differs from the plan's"),
+    ("PL491", "error", "runtime", "the ranks disagree on the plan"),
+    ("PL492", "error", "runtime", "torch raised in an operation"),
+    ("PL493", "error", "runtime", "the model is already parallelized"),
+    ("PL494", "error", "runtime", "the model is not the one the plan was lowered for"),
+    ("PL495", "error", "runtime", "no process group or device mesh"),
+    ("PL496", "error", "runtime", "the weights do not fit the model"),
+    ("PL497", "error", "runtime", "a checkpoint folder cannot be read or written"),
+    ("PL498", "error", "plan", "not supported by Megatron-FSDP"),
+    ("PL499", "error", "runtime", "Megatron-FSDP cannot run here, or does not support this call"),
+    ("PL501", "error", "proof", "an output is wrong under this plan"),
+    ("PL502", "error", "proof", "a gradient is wrong under this plan"),
+    ("PL503", "error", "proof", "the model fails under this plan"),
+    ("PL504", "warning error", "proof", "layout flow cannot decide"),
+    ("PL505", "warning error", "proof", "an input has another layout than the plan states"),
+    ("PL506", "warning", "proof", "an implicit redistribution that the plan does not state"),
+    ("PL507", "error", "proof", "a size was read from a local shard of the sequence"),
+    ("PL508", "error", "proof", "an FSDP unit whose forward is never called"),
+    ("PL520", "error", "proof", "the plan trains another model"),
+    ("PL521", "error", "proof", "a rank failed"),
+    ("PL522", "error", "proof", "no answer in time"),
+    ("PL523", "error", "proof", "the plan cannot be proved"),
+    ("PL600", "error", "input", "unknown model"),
+    ("PL601", "error", "input", "the configuration cannot be read"),
+    ("PL602", "error", "input", "the configuration is not a JSON object"),
+    ("PL603", "error", "input", "a field of the configuration is missing or wrong"),
+    ("PL604", "error", "input", "transformers does not know this model_type"),
+    ("PL605", "error", "input", "no model class to build"),
+    ("PL606", "error", "input", "transformers cannot build this model"),
+    ("PL607", "error", "input", "MODEL is code, which needs permission to run"),
+    ("PL608", "error", "input", "the model's own code failed"),
+    ("PL609", "info error", "input", "the model brings its own code, which was not run"),
+    ("PL610", "info", "input", "the quantization of the model is ignored"),
+    ("PL650", "error", "plan", "the plan is for another family"),
+    ("PL660", "warning", "proof", "a drafted plan that is not proved"),
+    ("PL661", "info", "plan", "a rule of transformers' plan matches nothing"),
+    ("PL670", "info", "plan", "randomness that no proof compares"),
+    ("PL671", "warning", "plan", "layers that are skipped at random"),
+    ("PL675", "error", "input", "diffusers is not installed"),
+    ("PL676", "error", "input", "diffusers does not have this model class"),
+    ("PL677", "error", "plan", "an attribute that the module does not have"),
+    ("PL678", "error", "plan", "an attribute that is not divisible by the number of ranks"),
+    ("PL680", "error", "plan", "4-bit weights that FSDP would cast"),
+    ("PL681", "error", "plan", "a layer that cannot be quantized to 4 bits"),
+    ("PL682", "error", "plan", "a tied weight in 4 bits"),
+    ("PL683", "error", "plan", "a trainable 4-bit weight"),
+    ("PL684", "error", "plan", "4-bit weights whose shards are not multiples of a block"),
+    ("PL685", "error", "runtime", "4-bit weights need bitsandbytes"),
+    ("PL686", "error", "runtime", "4-bit weights cannot be exported"),
+    ("PL687", "error", "runtime", "a checkpoint that does not contain the 4-bit weights"),
+    ("PL688", "error", "runtime", "a layer that trains and has an adapter"),
+    ("PL690", "error", "plan", "islands without a dtype"),
+    ("PL900", "error", "internal", "internal error in planc"),
+)
+
+CODES = {
+    name: Code(
+        name=name,
+        severities=tuple(severities.split()),
+        phase=phase,
+        title=title,
+        presumed=name in PRESUMED,
+    )
+    for name, severities, phase, title in _ROWS
+}
+"""Every code by its name, in order."""
+
+
+def exit_code(errors: Iterable[str]) -> int:
+    """The exit code of a command: 0 without errors, 2 where it could not do its work, else 1.
+
+    Args:
+        errors: the codes of the errors that it reports.
+    """
+    phases = {CODES[code].phase for code in errors}
+    if not phases:
+        return 0
+    return 2 if phases & {"input", "internal"} else 1
