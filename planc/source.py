@@ -79,6 +79,10 @@ class Span:
             return self.source.name
         return f"{self.source.name}:{self.line}"
 
+    def has(self, other: Span) -> bool:
+        """Whether another span is inside this one."""
+        return self.source is other.source and self.start <= other.start and other.end <= self.end
+
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of the other."""
         return Span(source=self.source, start=self.start, end=other.end)

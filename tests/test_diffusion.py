@@ -167,7 +167,7 @@ def judged(name, plan, settings):
     sink, found = Sink(), Sink()
     compiled = compile_plan(name, str(plan), sink, world_size=64, settings=settings)
     assert compiled.lowered is not None, [d.message for d in sink]
-    return flow(compiled, str(plan), settings, found), list(found), list(sink)
+    return flow(compiled, found), list(found), list(sink)
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])

@@ -36,7 +36,7 @@ def judged(model, plan, settings, strict=False):
     compiled = compile_plan(model, str(plan), sink, world_size=64, settings=settings)
     assert compiled.lowered is not None, [d.message for d in sink]
     found = Sink()
-    verdict = flow(compiled, str(plan), settings, found, strict=strict)
+    verdict = flow(compiled, found, strict=strict)
     return verdict, list(found)
 
 
@@ -187,7 +187,7 @@ def test_only_the_kind_that_is_wrong_is_refuted(tmp_path):
 
 def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     """Were the shrunken model to lose a kind of layer, no one could take it for proved."""
-    from planc.proof import layout_flow as module
+    from planc.proof import small_case as module
 
     def first_kind_alone(config, **arguments):
         values = shrink(config, **arguments)
@@ -269,7 +269,7 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no way")
 
-    monkeypatch.setattr("planc.proof.layout_flow.shrink", refuse)
+    monkeypatch.setattr("planc.proof.small_case.shrink", refuse)
     verdict, [finding] = judged("llama-3.1-8b", "llama", ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
     assert (finding.code, finding.severity) == ("PL504", "warning")
@@ -462,7 +462,7 @@ def test_a_model_that_runs_itself_again_in_backward_keeps_its_blocks_in_the_root
         path.write_text(text)
         sink = Sink()
         compiled = compile_plan(facts, str(path), sink, world_size=4, settings=["tp=2"])
-        verdict = flow(compiled, str(path), ["tp=2"], sink)
+        verdict = flow(compiled, sink)
     assert verdict.verdict == ("unknown" if unit else "proved")
     assert ("again in the backward pass" in verdict.reason) == unit
     assert ("PL504" in {d.code for d in sink}) == unit

@@ -119,7 +119,7 @@ def test_a_drafted_plan_is_laid_out_checked_and_proved(model, tmp_path):
         sink, settings = Sink(), ["tp=2", f"sequence_parallel={way}"]
         compiled = compile_plan(facts, str(path), sink, world_size=16, settings=settings)
         assert compiled.lowered is not None, [d.message for d in sink]
-        assert flow(compiled, str(path), settings, sink).verdict == "proved"
+        assert flow(compiled, sink).verdict == "proved"
         assert {d.code for d in sink} <= {"PL204"}, [d.message for d in sink]
 
 
@@ -254,7 +254,7 @@ def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds
     path = tmp_path / "made.plan"
     path.write_text(made.text)
     compiled = compile_plan(facts, str(path), sink, world_size=8, settings=["tp=2"])
-    verdict = flow(compiled, str(path), ["tp=2"], sink)
+    verdict = flow(compiled, sink)
     assert verdict.verdict == "proved"
     assert [(k.modules, k.verdict) for k in verdict.kinds] == [(k, "proved") for k in kinds]
     units = [op for op in compiled.lowered.ops if type(op).__name__ == "FullyShard"]
