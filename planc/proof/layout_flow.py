@@ -77,10 +77,18 @@ class Verdict:
     released: bool = False
 
     def _judged(self, section: Section) -> Section:
-        """A section as it comes out; units that are never called refute theirs."""
-        if self.gathered or not section.name.startswith(_DATA):
-            return section
-        return replace(section, verdict="refuted", by="simulation")
+        """A section with what the verdict as a whole depends on beyond the simulation's outcome.
+
+        FSDP units that are never called refute theirs; a kind of layer that is unknown, or units
+        that may have been released too early, leave unknown what was proved without them.
+        """
+        data = section.name.startswith(_DATA)
+        if data and not self.gathered:
+            return replace(section, verdict="refuted", by="simulation")
+        reason = self._again if data else self._unsettled if section.by == "simulation" else ""
+        if section.verdict == "proved" and self.verdict == "unknown" and reason:
+            return replace(section, verdict="unknown", reason=reason)
+        return section
 
     @property
     def unsettled(self) -> tuple[Kind, ...]:
@@ -98,13 +106,21 @@ class Verdict:
     @property
     def reason(self) -> str:
         """Why it is unknown."""
-        apart = "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
-        if not apart and self.released:
-            apart = (
-                f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
-                "when FSDP may have let its parameters go"
-            )
+        apart = self._unsettled or self._again
         return self.outcome.reason or (apart if self.verdict == "unknown" else "")
+
+    @property
+    def _unsettled(self) -> str:
+        return "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
+
+    @property
+    def _again(self) -> str:
+        if not self.released:
+            return ""
+        return (
+            f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
+            "when FSDP may have let its parameters go"
+        )
 
     @property
     def text(self) -> str:
