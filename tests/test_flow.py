@@ -382,8 +382,8 @@ def test_what_runs_in_a_proof_is_among_the_sources():
     code += "print([m for m in sys.modules if m.startswith('planc.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = {name.removeprefix("planc.") for name in ast.literal_eval(done.stdout)}
-    known = {p.relative_to(module.PACKAGE).with_suffix("").as_posix() for p in module.files()}
-    known = {name.removesuffix("/__init__").replace("/", ".") for name in known}
+    paths = [Path(p).relative_to(module.PACKAGE).with_suffix("") for p in module.files()]
+    known = {p.as_posix().removesuffix("/__init__").replace("/", ".") for p in paths}
     beside = {"atomic_write", "diagnostic", "resources", "source"}
     packages = {"lowering", "plan", "syntax"}
     assert {n for n in names - known - beside if n.split(".")[0] not in packages} == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -25,12 +26,17 @@ def source_digest() -> str:
     """The sha256 of the contents of these files: about a millisecond, once in a process."""
     found = hashlib.sha256()
     for path in files():
-        found.update(f"{path.relative_to(PACKAGE)}\n".encode())
-        found.update(path.read_bytes())
+        found.update(f"{path.removeprefix(str(PACKAGE))}\n".encode())
+        with open(path, "rb", buffering=0) as stream:  # noqa: PTH123, half the time of pathlib
+            found.update(stream.read())
     return found.hexdigest()
 
 
-def files() -> list[Path]:
-    """The files, in a fixed order."""
-    places = (PACKAGE / name for name in SOURCES)
-    return [f for p in places for f in (sorted(p.rglob("*.py")) if p.is_dir() else (p,))]
+def files() -> list[str]:
+    """The paths of the files, in a fixed order."""
+    places = [f"{PACKAGE}/{name}" for name in SOURCES]
+    found = [place for place in places if place.endswith(".py")]
+    for place in places:
+        for folder, _, names in os.walk(place):
+            found += [f"{folder}/{name}" for name in names if name.endswith(".py")]
+    return sorted(found)
