@@ -50,10 +50,9 @@ def check(
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
-    settings = tuple(overrides)
-    compiled, sink = _compiled(model, plan, world_size, settings, allow_code)
+    compiled, sink = _compiled(model, plan, world_size, overrides, allow_code)
     if level == "flow" and compiled.lowered is not None:
-        flow(compiled, plan, settings, sink, allow_code=allow_code)
+        flow(compiled, sink, allow_code=allow_code)
     return tuple(sink)
 
 
@@ -146,6 +145,7 @@ def _compiled(
 ) -> tuple[Compiled, Sink]:
     sink = Sink()
     facts = _facts(model)
+    settings = tuple(settings)
     compiled = compile_plan(
         facts, plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
     )

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planc import atomic_write
+from planc import atomic_write, compiler
 from planc.cli_parser import parser
 from planc.codes import CODES, exit_code
 from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, Sink
+from planc.model.load import load
 from planc.ops.document import dumps
 from planc.proof.layout_flow import flow
 from planc.report import render, wants_colour
@@ -55,14 +56,7 @@ def _check(options: argparse.Namespace) -> int:
     compiled = _compile(options, sink)
     checked, verdict = "structure", None
     if options.level == "flow" and compiled.lowered:
-        verdict = flow(
-            compiled,
-            options.plan,
-            options.set,
-            sink,
-            strict=options.strict,
-            allow_code=options.allow_code,
-        )
+        verdict = flow(compiled, sink, strict=options.strict, allow_code=options.allow_code)
         checked += f", {verdict.text}"
     proof = _proof(compiled, sink)
     also = {
@@ -113,19 +107,21 @@ def _diff(options: argparse.Namespace) -> int:
     from planc.diffing import compare, render
 
     sides = []
-    told: list[Diagnostic] = []
-    for side, plan in (("old", options.old), ("new", options.new or options.old)):
-        own, sink = vars(options), Sink()  # an error of one side hides nothing of the other
-        compiled = compile_plan(
-            own[f"{side}_model"] or options.model,
-            plan,
+    told, own = Sink(), vars(options)
+    plans = {"old": options.old, "new": options.new or options.old}
+    files = {plan: compiler.read(plan, told) for plan in dict.fromkeys(plans.values())}
+    for side, plan in plans.items():
+        sink = Sink()  # an error of one side hides nothing of the other
+        compiled = compiler.compile(
+            files[plan],
+            load(own[f"{side}_model"] or options.model, sink, allow_code=options.allow_code),
             sink,
             world_size=own[f"{side}_world_size"] or options.world_size,
             settings=[*options.set, *own[f"{side}_set"]],
-            allow_code=options.allow_code,
         )
         sides.append(compiled.lowered)
-        told += sink
+        for diagnostic in sink:
+            told.add(diagnostic)
     _show(told, "full", sys.stderr, quiet=True)
     old, new = sides
     if old is None or new is None:
@@ -168,7 +164,6 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     from planc.draft.init import draft
-    from planc.model.load import load
 
     sink = Sink()
     facts = load(options.model, sink, allow_code=options.allow_code)
@@ -187,9 +182,7 @@ def _why(options: argparse.Namespace) -> int:
 
     sink = Sink()
     compiled = _compile(options, sink)
-    answer = None
-    if compiled.lowered and compiled.facts:
-        answer = why(options.name, compiled.facts, compiled.lowered, compiled.plan, sink)
+    answer = why(options.name, compiled, sink)
     _show(sink, "full", sys.stderr, quiet=True)
     if answer is None or compiled.lowered is None:
         return _code(sink)

@@ -1,39 +1,85 @@
-"""The compiler on one page: text -> AST -> IR -> checks -> lowered ops."""
+"""The compiler on one page: text -> AST -> IR -> adapters -> checks -> lowered ops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from planc.checks import check
 from planc.diagnostic import Sink
 from planc.lowering import lower, lowered_file
+from planc.lowering.lowered_file import LoweredFile
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.plan import elaborate
+from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
-from planc.syntax.plan_files import read
+from planc.syntax import ast, plan_files
+
+Files = tuple[ast.File, ...] | LoweredFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What one run of the compiler gives.
+    """What one run of the compiler was given, and how far it came.
 
     Args:
+        files: the parsed plan, bases first, or a lowered one; None where it could not be read.
+        settings, world_size: `name=value` for options and axes; the number of ranks.
         facts: the model, None where it could not be read.
-        plan: what the plan means, None where it has no mesh or no header.
+        plan: what the plan means, None where it has no mesh or no header, or is lowered already.
+        applied: the plan and the model with adapters in them, which are checked and lowered.
         lowered: the operations, None where there was an error.
     """
 
+    files: Files | None = None
+    settings: tuple[str, ...] = ()
+    world_size: int | None = None
     facts: Facts | None = None
     plan: Plan | None = None
+    applied: tuple[Plan, Facts] | None = None
     lowered: Lowered | None = None
 
     @property
     def digest(self) -> str:
         return digest(self.lowered) if self.lowered else ""
+
+
+def read(plan: str, sink: Sink) -> Files | None:
+    """A path, `-`, a shipped plan's name, `REV:path` or a lowered JSON file; None after errors."""
+    before, lowered = sink.errors, plan.endswith(".json")
+    files = lowered_file.read(plan, sink) if lowered else plan_files.read(plan, sink)
+    return files if files and sink.errors == before else None
+
+
+def compile(
+    files: Files | None,
+    facts: Facts | None,
+    sink: Sink,
+    *,
+    world_size: int | None = None,
+    settings: Sequence[str] = (),
+    checks: Sink | None = None,
+) -> Compiled:
+    """Runs all stages that can run. Findings of checks with a sink of their own stop nothing."""
+    done = Compiled(files=files, settings=tuple(settings), world_size=world_size, facts=facts)
+    if isinstance(files, LoweredFile):
+        return replace(done, lowered=lowered_file.fitted(files, facts, world_size, settings, sink))
+    if files is None or facts is None:
+        return done
+    if world_size is not None and world_size < 1:
+        sink.error("PL301", f"the world size is a positive number of ranks, not {world_size}")
+        return done
+    before = sink.errors
+    plan = elaborate(files, facts, sink, world_size=world_size, settings=settings)
+    if plan is None:
+        return done
+    applied = adapted(plan, facts)
+    check(*applied, sink if checks is None else checks)
+    lowered = None if sink.errors > before else lower(*applied)
+    return replace(done, plan=plan, applied=applied, lowered=lowered)
 
 
 def compile_plan(
@@ -42,34 +88,10 @@ def compile_plan(
     sink: Sink,
     *,
     world_size: int | None = None,
-    settings: Iterable[str] = (),
+    settings: Sequence[str] = (),
     allow_code: bool = False,
 ) -> Compiled:
-    """Runs the pipeline; every finding of every stage that could run goes to the sink.
-
-    Args:
-        model: what `planc.model.load.load` takes, or the facts of a model at hand.
-        plan: a path, `-`, a shipped plan's name, `REV:path`, or a lowered JSON file.
-        sink: receives the findings.
-        world_size: the number of ranks.
-        settings: `name=value` for options and mesh axes.
-        allow_code: whether the model may be code that is run to build it.
-    """
-    settings = tuple(settings)
-    if plan.endswith(".json"):
-        known = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
-        lowered = lowered_file.read(plan, known, world_size, settings, sink)
-        return Compiled(facts=known, lowered=None if sink.failed else lowered)
+    """Reads a plan, loads a model (by name, unless it is at hand), and compiles the two."""
     files = read(plan, sink)
-    unparsed = sink.failed
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
-    if facts is None or unparsed or not files:
-        return Compiled(facts=facts)
-    if world_size is not None and world_size < 1:
-        sink.error("PL301", f"the world size is a positive number of ranks, not {world_size}")
-        return Compiled(facts=facts)
-    ir = elaborate(files, facts, sink, world_size=world_size, settings=settings)
-    if ir is None:
-        return Compiled(facts=facts)
-    check(ir, facts, sink)
-    return Compiled(facts=facts, plan=ir, lowered=None if sink.failed else lower(ir, facts))
+    return compile(files, facts, sink, world_size=world_size, settings=settings)

@@ -88,6 +88,10 @@ class Span:
         name, _, line = place.rpartition(":")
         return (name, int(line)) if line.isdecimal() else (place, 0)
 
+    def has(self, other: Span) -> bool:
+        """Whether another span is inside this one."""
+        return self.source is other.source and self.start <= other.start and other.end <= self.end
+
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of the other."""
         return Span(source=self.source, start=self.start, end=other.end)

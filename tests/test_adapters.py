@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from planc.checks import check
+from planc.compiler import Compiled
 from planc.diagnostic import PlanError, Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import document
@@ -52,11 +53,15 @@ BF16 = UNITS.replace("{\n", "{\n precision(param = bf16, reduce = fp32)\n", 1)
 
 
 def plan_of(body, tensor=TENSOR, units=UNITS, world=8, mesh=MESH):
-    """(plan or None, facts, findings) of a plan with this adapters section, from line 12 on."""
+    """(plan or None, facts, findings) of a plan with this adapters section, from line 12 on.
+
+    The adapters are in the plan and in the facts.
+    """
     sink, facts = Sink(), load("llama-3.1-8b", Sink())
     text = f"plan t for llama\n{mesh}{tensor}adapters {{\n{body}\n}}\n{units}"
     plan = elaborate([parse(Source("t.plan", text), sink)], facts, sink, world_size=world)
     if plan is not None and not sink.failed:
+        plan, facts = adapted(plan, facts)
         check(plan, facts, sink)
         # the lonely norm is there for what `sequence` does to frozen weights
     return plan, facts, [d for d in sink if d.severity != "info" and d.code != "PL163"]
@@ -109,10 +114,9 @@ def test_none_takes_layers_out():
 
 
 def test_everything_else_is_frozen():
-    plan, facts, _ = plan_of(
+    _, facts, _ = plan_of(
         f"{Q} : lora(rank = 4)\noverride model.layers[0:3].self_attn.q_proj : none"
     )
-    plan, facts = adapted(plan, facts)
     trained = {
         f"{modules}.{p.name}": p.shape
         for modules in facts.model.below()
@@ -138,7 +142,6 @@ def test_what_load_casts_is_the_layer_and_not_what_a_rule_says_of_its_adapter():
     plan, facts, found = plan_of(body)
     assert not found, [d.message for d in found]
     assert [type(op).__name__ for op in lower(plan, facts).ops][1:3] == ["Load", "Adapt"]
-    plan, facts = adapted(plan, facts)
     dtypes = {
         plan.dtype(p): f"{m}.{p.name}" for m in facts.model.below() for p in m.module.parameters
     }
@@ -272,7 +275,7 @@ def test_a_tied_head_in_4_bits():
     facts = replace(facts, ties=(("model.embed_tokens.weight", "lm_head.weight"),))
     text = f"plan t for llama\n{MESH}adapters {{\n lm_head : qlora(rank = 4)\n}}\n{UNITS}"
     plan = elaborate([parse(Source("t.plan", text), sink)], facts, sink, world_size=8)
-    check(plan, facts, sink)
+    check(*adapted(plan, facts), sink)
     found = [d for d in sink if d.code == "PL682"]
     assert len(found) == 1 and found[0].labels[0].span.place == "t.plan:7"
 
@@ -353,7 +356,8 @@ def test_a_diff_and_why_of_4_bits():
     for one, two in ((lora, four), (lowered(f"{O_PROJ} : lora(rank = 4)"), lora)):
         jsonschema.validate(json.loads(json.dumps(document(compare(one, two)))), schema)
     sink = Sink()
-    answer = why("model.layers.3.self_attn.q_proj", load("llama-3.1-8b", sink), four, None, sink)
+    done = Compiled(facts=load("llama-3.1-8b", sink), lowered=four)
+    answer = why("model.layers.3.self_attn.q_proj", done, sink)
     (held,) = answer.held
     assert (held.shape, held.local, held.shard) == ((4194304, 1), (2097152, 1), (524288, 1))
     assert held.at_rest == 4096 * 4096 // 2 // 8
@@ -469,10 +473,11 @@ def test_without_peft_apply_says_so_before_it_touches_the_model(monkeypatch):
 
 def test_why_names_the_layer_and_its_adapter():
     plan, facts, _ = plan_of(f"{Q} : lora(rank = 4)")
-    done, sink = lower(plan, facts), Sink()
-    base = why("model.layers.3.self_attn.q_proj", facts, done, plan, sink)
+    sink = Sink()
+    done = Compiled(facts=facts, plan=plan, applied=(plan, facts), lowered=lower(plan, facts))
+    base = why("model.layers.3.self_attn.q_proj", done, sink)
     assert base.tensor[0].what == "colwise, on tp = 2" and not base.held[0].trainable
     assert [(r.what, r.place) for r in base.adapter] == [("lora, rank 4, alpha 4", "t.plan:12")]
-    half = why("model.layers.3.self_attn.q_proj.lora_B.default", facts, done, plan, sink)
+    half = why("model.layers.3.self_attn.q_proj.lora_B.default", done, sink)
     assert half.held[0].local == (2048, 4) and half.held[0].trainable
     assert half.tensor[0].place == "t.plan:12" and not list(sink)

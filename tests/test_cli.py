@@ -61,6 +61,14 @@ def test_a_plan_from_standard_input_is_proved_too(planc, monkeypatch):
     assert planc("check", "qwen3-8b", "-")[0] == 1
 
 
+def test_a_diff_of_two_settings_reads_standard_input_once(planc, monkeypatch):
+    text = (PLANS / "llama.plan").read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    words = ("--world-size", "64", "--old-set", "tp=4", "--new-set", "tp=8")
+    code, out, err = planc("diff", "llama-3.1-8b", "-", *words)
+    assert (code, err) == (1, "") and "tp" in out
+
+
 @pytest.mark.parametrize("format", ["full", "concise", "json", "github", "sarif"])
 def test_formats(planc, format):
     code, out, err = planc(

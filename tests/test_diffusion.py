@@ -178,7 +178,7 @@ def judged(name, plan, settings):
     sink, found = Sink(), Sink()
     compiled = compile_plan(name, str(plan), sink, world_size=64, settings=settings)
     assert compiled.lowered is not None, [d.message for d in sink]
-    return flow(compiled, str(plan), settings, found), list(found), list(sink)
+    return flow(compiled, found), list(found), list(sink)
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
@@ -223,3 +223,71 @@ def test_heads_that_do_not_split_are_refused():
         is None
     )
     assert "attention is split over heads" in " ".join(d.message for d in sink)
+
+
+# Units -------------------------------------------------------------------------------------------
+
+SHARDED = """plan sharded for CLASS
+
+mesh {
+    dp_shard = auto
+}
+
+fsdp on dp_shard {
+    UNITS : unit
+    root  : unit
+}
+"""
+
+
+@pytest.fixture
+def bypassed(monkeypatch, home):
+    """Feed-forward modules whose `forward` is called past their hooks, and a cache of its own."""
+    from diffusers.models.attention import FeedForward
+
+    monkeypatch.setattr(FeedForward, "__call__", FeedForward.forward)
+    return home
+
+
+def sharded(folder, name, units):
+    path = folder / "sharded.plan"
+    cls = config(name)["_class_name"]
+    path.write_text(SHARDED.replace("CLASS", cls).replace("UNITS", units))
+    return judged(name, path, [])
+
+
+UNCALLED = [("wan2.1-t2v-1.3b", "blocks.*", "ffn"), ("flux.1-dev", "transformer_blocks.*", "ff")]
+
+
+@pytest.mark.parametrize(("name", "block", "inner"), UNCALLED)
+def test_a_unit_that_is_never_called_where_nothing_is_split(bypassed, name, block, inner):
+    verdict, findings, _ = sharded(bypassed, name, f"{block}.{inner}")
+    assert [d.code for d in findings] == ["PL508"]
+    assert findings[0].labels[0].span.line == 8
+    assert verdict.verdict == "refuted"
+    verdict, findings, _ = sharded(bypassed, name, block)
+    assert (verdict.verdict, findings) == ("nothing", [])
+    assert [(s.name, s.verdict) for s in verdict.sections] == [("fsdp on dp_shard", "proved")]
+
+
+@pytest.mark.parametrize(("name", "block", "inner"), UNCALLED)
+def test_units_of_a_shipped_model_that_are_called(home, name, block, inner):
+    verdict, findings, _ = sharded(home, name, f"{block}.{inner}")
+    assert (verdict.verdict, findings) == ("nothing", [])
+    assert verdict.gathered
+
+
+def test_other_units_are_checked_where_the_simulation_is_remembered(bypassed, monkeypatch):
+    """The same tensor part has the same outcome, and each plan's units their own verdict."""
+    from planc.trial import simulate
+
+    verdict, findings, _ = judged("wan2.1-t2v-1.3b", "wan", ["tp=2"])
+    assert (verdict.verdict, findings) == ("proved", [])
+    monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("it was simulated again"))
+    text = (PLANS / "wan.plan").read_text()
+    assert "    root " in text
+    path = bypassed / "wan.plan"
+    path.write_text(text.replace("    root ", "    $block.ffn : unit\n    root "))
+    verdict, findings, _ = judged("wan2.1-t2v-1.3b", path, ["tp=2"])
+    assert [d.code for d in findings] == ["PL508"]
+    assert verdict.verdict == "refuted"

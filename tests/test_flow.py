@@ -3,8 +3,10 @@
 The simulation itself is held against real processes in `make mutants` (docs/proof.md).
 """
 
+import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from torch._C._distributed_c10d import _get_work_registry_size
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.model import cache
+from planc.model.load import load
 from planc.model.small.shrink import shrink
 from planc.proof.layout_flow import flow
 from planc.resources import GRAMMARS, PLANS
@@ -36,7 +39,7 @@ def judged(model, plan, settings, strict=False):
     compiled = compile_plan(model, str(plan), sink, world_size=64, settings=settings)
     assert compiled.lowered is not None, [d.message for d in sink]
     found = Sink()
-    verdict = flow(compiled, str(plan), settings, found, strict=strict)
+    verdict = flow(compiled, found, strict=strict)
     return verdict, list(found)
 
 
@@ -187,7 +190,7 @@ def test_only_the_kind_that_is_wrong_is_refuted(tmp_path):
 
 def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     """Were the shrunken model to lose a kind of layer, no one could take it for proved."""
-    from planc.proof import layout_flow as module
+    from planc.proof import small_case as module
 
     def first_kind_alone(config, **arguments):
         values = shrink(config, **arguments)
@@ -198,6 +201,13 @@ def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     verdict, [finding] = judged("gemma-2-9b", "gemma2", ["tp=4"])
     assert (verdict.verdict, finding.code) == ("unknown", "PL504")
     assert "model.layers[1:42:2] (full_attention)" in verdict.reason
+    sections = {s["name"]: s for s in verdict.document()["sections"]}
+    assert {n: s["verdict"] for n, s in sections.items()} == {
+        "tensor on tp": "unknown",
+        "checkpoint": "unknown",
+        "fsdp on dp_shard": "proved",
+    }
+    assert sections["tensor on tp"]["reason"] == verdict.reason
 
 
 def test_json_has_the_verdicts(capsys):
@@ -269,7 +279,7 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no way")
 
-    monkeypatch.setattr("planc.proof.layout_flow.shrink", refuse)
+    monkeypatch.setattr("planc.proof.small_case.shrink", refuse)
     verdict, [finding] = judged("llama-3.1-8b", "llama", ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
     assert (finding.code, finding.severity) == ("PL504", "warning")
@@ -300,6 +310,107 @@ def test_a_damaged_verdict_is_judged_anew(tmp_path, monkeypatch):
     for path in tmp_path.glob("*.json"):  # whole, and of another kind
         cache.keep(path.stem, json.loads("[1]"))
     assert judged("qwen2.5-0.5b", "llama", ["tp=2"]) == fresh
+
+
+@pytest.fixture
+def simulations(tmp_path, monkeypatch):
+    """How often something was simulated, with a cache of the test's own."""
+    from planc.trial import simulate
+
+    made, real = [], simulate.simulate
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(simulate, "simulate", lambda *a: made.append(1) or real(*a))
+    return made
+
+
+def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulations):
+    path = tmp_path / "own.plan"
+    text = llama()
+    settings = ["tp=2", "sequence_parallel=false"]
+    for old, new, runs in (
+        ("reshard = except_last", "reshard = never", 1),
+        ("reshard = except_last", "reshard = except_last, precision(param = fp32)", 1),
+        ("reduce = reduce_dtype", "reduce = bf16", 1),
+        ("mlp.down_proj : rowwise\n", "mlp.down_proj : rowwise(-> replicate)\n", 1),  # the default
+        ("when checkpointing {", "when not checkpointing {", 2),
+    ):
+        assert old in text, old
+        for content in (text, text.replace(old, new)):
+            path.write_text(content)
+            assert judged("llama-3.2-1b", path, settings)[0].verdict == "proved"
+        assert len(simulations) == runs, new
+
+
+def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatch):
+    from planc.proof import called_modules, layout_flow
+
+    settings = ["tp=2", "sequence_parallel=false"]
+    judged("llama-3.2-1b", "llama", settings)
+    judged("llama-3.2-1b", "llama", settings)
+    assert len(simulations) == 1
+    monkeypatch.setattr(layout_flow, "source_digest", lambda: "of other sources")
+    judged("llama-3.2-1b", "llama", settings)
+    assert len(simulations) == 2
+
+    facts = load("llama-3.2-1b", Sink())
+    calls, real = [], called_modules._run
+    monkeypatch.setattr(called_modules, "_run", lambda *a: calls.append(1) or real(*a))
+    for sources in ("one", "one", "two"):
+        monkeypatch.setattr(called_modules, "source_digest", lambda s=sources: s)
+        called_modules.called(facts)
+    assert len(calls) == 2
+
+
+def test_planc_s_sources_are_known_by_their_contents(tmp_path, monkeypatch):
+    from planc.trial import source_digest as module
+
+    digest = module.source_digest.__wrapped__
+    shutil.copytree(module.PACKAGE, tmp_path / "planc")
+    before = digest()
+    monkeypatch.setattr(module, "PACKAGE", tmp_path / "planc")
+    assert digest() == before
+    path = tmp_path / "planc" / "trial" / "numerics.py"
+    path.write_text(f"{path.read_text()}# fixed\n")
+    assert digest() != before
+
+
+def test_what_runs_in_a_proof_is_among_the_sources():
+    """What else is imported holds names, places and messages, and no numbers."""
+    from planc.trial import source_digest as module
+
+    code = "import sys, planc.trial.simulate, planc.trial.worker, planc.model.small.user_model\n"
+    code += "print([m for m in sys.modules if m.startswith('planc.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = {name.removeprefix("planc.") for name in ast.literal_eval(done.stdout)}
+    paths = [Path(p).relative_to(module.PACKAGE).with_suffix("") for p in module.files()]
+    known = {p.as_posix().removesuffix("/__init__").replace("/", ".") for p in paths}
+    beside = {"atomic_write", "diagnostic", "resources", "source"}
+    packages = {"lowering", "plan", "syntax"}
+    assert {n for n in names - known - beside if n.split(".")[0] not in packages} == set()
+    assert {"trial.simulate", "runtime.executor", "model.small.user_model"} <= names & known
+
+
+def test_a_plan_is_proved_as_it_was_checked(tmp_path, simulations, monkeypatch):
+    """A file that changes between the two is read once, and what was read is what is proved."""
+    from planc.syntax import plan_files
+
+    base, path = tmp_path / "base.plan", tmp_path / "own.plan"
+    base.write_text(llama())
+    path.write_text('plan own for llama\nextend "base.plan"\n')
+    sink = Sink()
+    settings = ["tp=2", "sequence_parallel=false"]
+    compiled = compile_plan("llama-3.2-1b", str(path), sink, world_size=8, settings=settings)
+    assert compiled.lowered is not None, [d.message for d in sink]
+    base.write_text(
+        llama().replace("mlp.down_proj : rowwise\n", "mlp.down_proj : rowwise(-> partial)\n")
+    )
+    path.unlink()
+    for name in ("read", "text", "locate"):
+        monkeypatch.setattr(plan_files, name, lambda *_: pytest.fail("the plan was read again"))
+    assert flow(compiled, sink).verdict == "proved"
+    assert len(simulations) == 1
+    monkeypatch.undo()
+    assert judged("llama-3.2-1b", base, settings)[0].verdict == "refuted"
 
 
 PAIRS = """
@@ -481,8 +592,6 @@ def test_a_unit_that_is_never_called_where_nothing_is_split(tmp_path, monkeypatc
 
 
 def test_which_modules_are_called_is_run_once_for_a_configuration(monkeypatch):
-    from planc.diagnostic import Sink
-    from planc.model.load import load
     from planc.proof import called_modules
 
     facts = load("llama-3.2-1b", Sink())
@@ -537,7 +646,10 @@ def test_a_model_that_runs_itself_again_in_backward_keeps_its_blocks_in_the_root
         path.write_text(text)
         sink = Sink()
         compiled = compile_plan(facts, str(path), sink, world_size=4, settings=["tp=2"])
-        verdict = flow(compiled, str(path), ["tp=2"], sink)
+        verdict = flow(compiled, sink)
     assert verdict.verdict == ("unknown" if unit else "proved")
     assert ("again in the backward pass" in verdict.reason) == unit
+    sections = {s["name"]: s["verdict"] for s in verdict.document()["sections"]}
+    assert sections["tensor on tp"] == "proved"
+    assert sections["fsdp on dp_shard"] == ("unknown" if unit else "proved")
     assert ("PL504" in {d.code for d in sink}) == unit

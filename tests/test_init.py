@@ -5,6 +5,7 @@ tests/dist/test_coverage.py.
 """
 
 import json
+import tempfile
 import textwrap
 
 import pytest
@@ -119,8 +120,32 @@ def test_a_drafted_plan_is_laid_out_checked_and_proved(model, tmp_path):
         sink, settings = Sink(), ["tp=2", f"sequence_parallel={way}"]
         compiled = compile_plan(facts, str(path), sink, world_size=16, settings=settings)
         assert compiled.lowered is not None, [d.message for d in sink]
-        assert flow(compiled, str(path), settings, sink).verdict == "proved"
+        assert flow(compiled, sink).verdict == "proved"
         assert {d.code for d in sink} <= {"PL204"}, [d.message for d in sink]
+
+
+def test_drafting_reads_and_writes_no_plan(monkeypatch):
+    from planc.syntax import plan_files
+
+    monkeypatch.setattr(plan_files, "read", lambda *_: pytest.fail("a plan was read"))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: pytest.fail("a folder was made"))
+    _, made, _ = drafted("llama-3.2-1b")
+    assert made.outcome.verdict == "proved"
+
+
+def test_what_the_compiler_refuses_names_the_selector_of_the_rule():
+    from planc.draft.search import _refused
+    from planc.syntax import parse
+
+    sink = Sink()
+    text = "plan a for b\ntensor on tp {\n model.layers.* {\n  mlp.{a,b} : colwise\n }\n}\n"
+    text += "when tp > 1 {\n checkpoint {\n  model.layers.*   : full\n }\n}\n"
+    file = parse(Source("draft.plan", text), sink)
+    for what in ("mlp.{a,b} : colwise", "colwise", "model.layers.*   : full", "tensor on tp {"):
+        start = text.index(what)
+        sink.error("PL201", "no", file.origin.source.span(start, start + len(what)))
+    found = [part.subject for part in _refused(file, sink)]
+    assert found == ["mlp.{a,b}", "mlp.{a,b}", "model.layers.*", ""]
 
 
 def test_what_it_writes_is_what_one_would_write():
@@ -254,7 +279,7 @@ def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds
     path = tmp_path / "made.plan"
     path.write_text(made.text)
     compiled = compile_plan(facts, str(path), sink, world_size=8, settings=["tp=2"])
-    verdict = flow(compiled, str(path), ["tp=2"], sink)
+    verdict = flow(compiled, sink)
     assert verdict.verdict == "proved"
     assert [(k.modules, k.verdict) for k in verdict.kinds] == [(k, "proved") for k in kinds]
     units = [op for op in compiled.lowered.ops if type(op).__name__ == "FullyShard"]

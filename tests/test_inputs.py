@@ -107,7 +107,7 @@ def judged(model, plan, settings=("tp=2",)):
     compiled = compile_plan(model, str(plan), sink, world_size=8, settings=settings)
     assert compiled.lowered is not None, [d.message for d in sink]
     found = Sink()
-    return flow(compiled, str(plan), settings, found), list(found)
+    return flow(compiled, found), list(found)
 
 
 @pytest.mark.parametrize(("model", "plan", "tower"), SHIPPED)

@@ -48,7 +48,7 @@ def compiled(path):
 def judged(path, **more):
     found, sink = compiled(path)
     assert found.lowered is not None, [d.message for d in sink]
-    return flow(found, str(path), [], sink, **more), sink
+    return flow(found, sink, **more), sink
 
 
 def test_checking_runs_no_code(plan):

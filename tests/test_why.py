@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -39,8 +40,9 @@ def compiled_of(model, plan, settings=(), world_size=8):
 
 def ask(compiled, name, plan=True):
     sink = Sink()
-    own = compiled.plan if plan else None
-    answer = why(name, compiled.facts, compiled.lowered, own, sink)
+    if not plan:  # as one that was read back from JSON
+        compiled = replace(compiled, plan=None, applied=None)
+    answer = why(name, compiled, sink)
     assert not sink.failed and answer is not None, [d.message for d in sink]
     return answer
 
@@ -334,7 +336,7 @@ def test_the_root(llama):
 )
 def test_a_name_that_is_not_there(llama, name, told, help):
     sink = Sink()
-    assert why(name, llama.facts, llama.lowered, llama.plan, sink) is None
+    assert why(name, llama, sink) is None
     [found] = sink
     assert found.code == "PL130" and told in found.message
     assert (help is None) == (found.help is None) and (help or "") in (found.help or "")

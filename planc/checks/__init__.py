@@ -48,7 +48,6 @@ from planc.checks.unsplit_parameters import unsplit_parameters
 from planc.checks.unused_precision import unused_precision
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
-from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
 
 Rule = Callable[[Plan, Facts, Sink], None]
@@ -99,11 +98,10 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Runs every rule and adds the findings to the sink.
 
     Args:
-        plan: the elaborated plan.
-        facts: the model that the plan was elaborated for.
+        plan: the elaborated plan, with its adapters applied.
+        facts: the model that the plan was elaborated for, with the plan's adapters in it.
         sink: receives PL15x and PL16x (style targets, pairs and norms), PL18x (adapters), PL2xx
             (shapes and parameters), PL35x (axes), PL4xx (composition) and PL68x (4-bit weights).
     """
-    plan, facts = adapted(plan, facts)
     for rule in RULES:
         rule(plan, facts, sink)

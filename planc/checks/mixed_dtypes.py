@@ -25,7 +25,8 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
             if own.trains(parameter):
                 name = f"{own.modules}.{parameter.name}"
                 dtype = plan.dtype(parameter)
-                island = plan.load is not None and plan.load.dtype not in (None, dtype)
+                load = None if plan.load is None or plan.load.done else plan.load
+                island = load is not None and load.dtype not in (None, dtype)
                 found.setdefault(id(own.unit), {}).setdefault(dtype, (name, island))
     for key, by_type in found.items():
         if len(by_type) > 1:

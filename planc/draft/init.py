@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Sink
 from planc.draft.observe import run
@@ -14,18 +13,15 @@ from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Ran, Roles, roles
 from planc.draft.search import Search
 from planc.model import cache
-from planc.model.config import buildable
 from planc.model.facts import Facts
-from planc.model.layer_kinds import block_lists, sorts
-from planc.model.load import of_values
-from planc.model.small.shrink import shrink
+from planc.model.layer_kinds import block_lists
 from planc.proof.flow_findings import generic
+from planc.proof.small_case import RANKS, SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out
 from planc.trial.outcome import Outcome
 
-_RANKS = 2
-_Small = tuple[Facts | None, dict[str, Any], Any, str]
-_NOTHING: _Small = (None, {}, None, "the model has no configuration to shrink")
+if TYPE_CHECKING:
+    from planc.model.small.user_model import Makes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +47,11 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
         sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
             transformers' own plan that matches nothing).
     """
-    quiet = Sink()
-    small, values, maker, why = _NOTHING
-    if facts.code or buildable(facts.config):
-        small, values, maker, why = _small(facts, quiet)
-    known = small or facts
+    known, model, maker, why = _small(facts)
     made = run(maker) if maker is not None else None
     found = roles(known, made)
     page = _page(facts, known, found, made)
-    search = Search(known, values, found, made, page)
+    search = Search(known, model, found, made, page)
     if maker is None or made is None:
         why = why or "the small model does not run"
         outcome = Outcome(verdict="unknown", reason=why)
@@ -80,23 +72,22 @@ def draft(facts: Facts, sink: Sink) -> Drafted:
     )
 
 
-def _small(facts: Facts, sink: Sink) -> _Small:
-    """The small model's facts, its configuration, what builds it, or why there is none."""
-    from planc.model.small.user_model import maker_of
+def _small(facts: Facts) -> tuple[Facts, SmallModel | None, Makes | None, str]:
+    """The small model's facts, the model, what builds it, and why there is none.
 
+    Where there is none, the facts are those of the real model.
+    """
+    model = small_model(facts, {"tp": RANKS})
+    if isinstance(model, str):
+        return facts, None, None, model
+    quiet = Sink()
     try:
-        if facts.code:
-            return facts, {}, maker_of({}, facts.code), ""
-        values = shrink(facts.config, ranks={"tp": _RANKS}, blocks=sorts(facts))
-        values = json.loads(json.dumps(values, default=str))
-        values["architectures"] = [facts.name]
-        small = of_values(values, "the small model", sink)
+        small = model.facts(facts, quiet)
         if small is None:
-            errors = [d.message for d in sink]
-            return None, {}, None, errors[0] if errors else "it can't be built small"
-        return small, values, maker_of(values, ""), ""
+            return facts, None, None, next(d.message for d in quiet)
+        return small, model, model.maker(), ""
     except Exception as error:
-        return None, {}, None, f"it can't be built small: {error}"
+        return facts, None, None, f"it can't be built small: {error}"
 
 
 def _page(facts: Facts, known: Facts, found: Roles, ran: Ran | None) -> Draft:
@@ -158,8 +149,9 @@ def _tail(found: Roles, ran: Ran | None) -> list[str]:
 def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
     """What a reader should know: what stays whole and why, what could not be decided."""
     if outcome.verdict == "proved":
-        of = f"transformers {cache.version('transformers')}" if search.values else "this code"
-        on = "a small model" if search.values else "the model"
+        shrunk = search.small is not None and not search.small.code
+        of = f"transformers {cache.version('transformers')}" if shrunk else "this code"
+        on = "a small model" if shrunk else "the model"
         page.comment.append(
             f"Written by planc init for {of}; layout flow proved it on {on} (largest error "
             f"{outcome.worst:.0e})."

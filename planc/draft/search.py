@@ -8,13 +8,10 @@ to its next recipe. Each step takes something back, so it ends.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from planc.compiler import compile_plan
+from planc import compiler
 from planc.diagnostic import Severity, Sink
 from planc.draft.plan_text import Draft, render
 from planc.draft.recipes import Choice, Recipe, choices
@@ -23,6 +20,9 @@ from planc.model.facts import Facts, Module, Modules
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
 from planc.proof.layout_flow import judge
+from planc.proof.small_case import RANKS, SmallCase, SmallModel
+from planc.source import Source
+from planc.syntax import ast, parse
 from planc.trial.outcome import Outcome, Part
 
 _MOST = 60
@@ -33,14 +33,14 @@ _MOST = 60
 class Search:
     """Args:
     facts: of the small model.
-    values: its configuration.
+    small: what builds it; None where nothing can be run.
     roles: of its modules.
     ran: what a run of it showed.
     draft: what is filled in.
     """
 
     facts: Facts
-    values: dict[str, Any]
+    small: SmallModel | None
     roles: Roles
     ran: Ran | None
     draft: Draft
@@ -142,27 +142,18 @@ class Search:
         self._fill()
         if not any(self.draft.plain.values()):
             return Outcome(verdict="nothing", reason="no split of its parts was right")
-        settings = ["tp=2", "dp_shard=1"]
+        settings = [f"tp={RANKS}", "dp_shard=1"]
         if self.draft.sequence is not None:
             settings.append(f"sequence_parallel={str(sequence).lower()}")
         sink = Sink()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "draft.plan"
-            path.write_text(render(self.draft), encoding="utf-8")
-            compiled = compile_plan(self.facts, str(path), sink, world_size=2, settings=settings)
+        file = parse(Source("draft.plan", render(self.draft)), sink)
+        compiled = compiler.compile((file,), self.facts, sink, world_size=RANKS, settings=settings)
         if compiled.lowered is None:
-            return Outcome(verdict="refuted", parts=tuple(self._refused(sink)))
+            return Outcome(verdict="refuted", parts=tuple(_refused(file, sink)))
         if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
             return Outcome(verdict="nothing", reason="nothing of it can be split")
-        return judge(self.values, compiled)
-
-    def _refused(self, sink: Sink) -> Iterator[Part]:
-        """What the compiler refuses, as if a run had died there: the selectors say where."""
-        for found in sink:
-            if found.severity is Severity.ERROR:
-                texts = [label.span.text.partition(" :")[0].strip() for label in found.labels]
-                subject = next(filter(None, texts), "")
-                yield Part(kind="refused", subject=subject, detail=found.message)
+        assert self.small is not None
+        return judge(SmallCase(model=self.small, compiled=compiled))
 
     def _fill(self) -> None:
         """The rules of the recipes that are chosen now."""
@@ -299,6 +290,28 @@ class Search:
         around += f" & output(replicate -> shard(1){many}, local = false)"
         inner = {n: s for c in own for n, s in c.recipe.plain.items()}
         return {**inner, top: " & ".join(filter(None, [inner.get(top), around]))}
+
+
+def _refused(file: ast.File, sink: Sink) -> Iterator[Part]:
+    """What the compiler refuses, as if a run had died there: the rules' selectors say where."""
+    rules = [node for node in _rules(file.statements) if isinstance(node, ast.Rule)]
+    for found in sink:
+        if found.severity is Severity.ERROR:
+            spans = [label.span for label in found.labels]
+            targets = (rule.target for span in spans for rule in rules if rule.origin.has(span))
+            subject = next((target.origin.text for target in targets), "")
+            yield Part(kind="refused", subject=subject, detail=found.message)
+
+
+def _rules(nodes: Iterable[ast.Statement | ast.Item]) -> Iterator[ast.Statement | ast.Item]:
+    """Statements and items with all that is inside them."""
+    for node in nodes:
+        yield node
+        match node:
+            case ast.Section() | ast.Block():
+                yield from _rules(node.items)
+            case ast.When():
+                yield from _rules((*node.then, *node.otherwise))
 
 
 def _concerns(choice: Choice, inner: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.ops.configure import Configure
 from planc.ops.load import Load
 from planc.plan.ir import Plan
@@ -24,23 +24,13 @@ def configure(facts: Facts) -> Iterator[Configure]:
             yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
 
 
-def arrive(plan: Plan, facts: Facts) -> Iterator[Load]:
+def arrive(plan: Plan) -> Iterator[Load]:
     if plan.load is not None:
         own = plan.load
         yield Load(
             meta=own.meta,
             weights=own.weights,
             dtype=own.dtype,
-            fp32=tuple(_islands(plan, facts)),
+            fp32=own.fp32,
             place=own.origin.place,
         )
-
-
-def _islands(plan: Plan, facts: Facts) -> Iterator[Modules]:
-    """What a cast leaves in float32, or takes there, as modules with a parameter's name."""
-    if plan.load is None or plan.load.dtype is None:
-        return
-    for modules in facts.model.below():
-        for parameter in modules.module.parameters:
-            if "float" in parameter.dtype and plan.dtype(parameter) != plan.load.dtype:
-                yield Modules((*modules.path, parameter.name), modules.module)

@@ -34,7 +34,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
-from planc.plan.apply_adapters import AROUND, BASE_LAYER, adapted, styles
+from planc.plan.apply_adapters import AROUND, BASE_LAYER, styles
 from planc.plan.ir import CheckpointRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape
 
@@ -43,21 +43,20 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     """The ordered operations of a plan.
 
     Args:
-        plan: resolved and free of errors.
-        facts: the model that it was resolved for.
+        plan: resolved, free of errors, with its adapters applied.
+        facts: the model that it was resolved for, with the plan's adapters in it.
 
     Returns:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
         `replicate`, which only says that a module stays as it is.
     """
-    first: tuple[AnyOp, ...] = (*configure(facts), *arrive(plan, facts))
-    plan, facts = adapted(plan, facts)
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
     units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [
-        *first,
+        *configure(facts),
+        *arrive(plan),
         *adapt(plan),
         *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
         *_ties(facts, tensor, plan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from planc.diagnostic import Sink
@@ -11,26 +12,42 @@ from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 
 
-def read(
-    path: str, facts: Facts | None, world_size: int | None, settings: Sequence[str], sink: Sink
-) -> Lowered | None:
-    """The lowered plan of a JSON file, or None after a finding.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredFile:
+    """A lowered plan and the name of its file, for messages."""
 
-    Args:
-        path: the file.
-        facts: the model that it is meant for, where one was given.
-        world_size: the number of ranks that was asked for; a lowered plan has one of its own.
-        settings: what was to be set; nothing of a lowered plan can be.
-        sink: receives PL006 (can't be read), PL007, PL106, PL301 and PL650.
-    """
+    name: str
+    lowered: Lowered
+
+
+def read(path: str, sink: Sink) -> LoweredFile | None:
+    """The lowered plan of a JSON file, or None after PL006 (can't be read) or PL007."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         sink.error("PL006", f"cannot read {path}: {(error.strerror or str(error)).lower()}")
         return None
     lowered = loads(text, path, sink)
-    if lowered is None:
-        return None
+    return None if lowered is None else LoweredFile(name=path, lowered=lowered)
+
+
+def fitted(
+    file: LoweredFile,
+    facts: Facts | None,
+    world_size: int | None,
+    settings: Sequence[str],
+    sink: Sink,
+) -> Lowered | None:
+    """The lowered plan, or None where it is not for this run.
+
+    Args:
+        file: what `read` gave.
+        facts: the model that it is meant for, None where that could not be read.
+        world_size: the number of ranks that was asked for; a lowered plan has one of its own.
+        settings: what was to be set; nothing of a lowered plan can be.
+        sink: receives PL106, PL301 and PL650.
+    """
+    path, lowered = file.name, file.lowered
     errors = sink.errors
     for setting in settings:
         sink.error(
@@ -50,4 +67,4 @@ def read(
             f"{path} is lowered for {lowered.model}, the model is {facts.name}",
             help="lower the plan again for this model",
         )
-    return lowered if sink.errors == errors else None
+    return lowered if facts is not None and sink.errors == errors else None

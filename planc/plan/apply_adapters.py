@@ -63,7 +63,7 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules))
     root = _module(facts.root, tuple((r.modules.path, r) for r in rules), plan)
     if plan.load is not None:  # its cast comes before the adapters, and is in the facts by now
-        plan = replace(plan, load=replace(plan.load, dtype=None))
+        plan = replace(plan, load=replace(plan.load, done=True))
     if own_units and plan.fsdp is not None:
         own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
         plan = replace(plan, fsdp=replace(plan.fsdp, units=(*own, *plan.fsdp.units)))

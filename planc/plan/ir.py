@@ -70,16 +70,20 @@ class Load(Meaning):
         weights: how they arrive: `slices`, `rank0` or `checkpoint`; None where a call says it.
         dtype: torch's name of the type that parameters are kept in, None for the model's own.
         islands: whether those that the model says must stay in float32 stay there.
+        fp32: the parameters that the cast leaves in another dtype, by module and name.
+        done: whether the model's facts have these dtypes already, as they do with adapters.
     """
 
     meta: bool = False
     weights: str | None = None
     dtype: str | None = None
     islands: bool = True
+    fp32: tuple[Modules, ...] = ()
+    done: bool = False
 
     def kept(self, parameter: Parameter) -> str:
         """The type that a parameter is kept in."""
-        if self.dtype is None:
+        if self.dtype is None or self.done:
             return parameter.dtype
         return (parameter if self.islands else replace(parameter, island="")).cast(self.dtype)
 

@@ -1,22 +1,20 @@
 """Which modules a model's own code calls: what FSDP can gather in time, where no axis is split.
 
 A plain run of the small model tells it, once for a configuration whatever the plan: it is kept by
-the configuration and the library versions, so a warm check imports no torch.
+the configuration, the library versions and planc's sources, so a warm check imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from planc.model import cache
 from planc.model.facts import Facts
-from planc.model.layer_kinds import sorts
-from planc.model.small.shrink import shrink
 from planc.proof.flow_findings import generic
+from planc.proof.small_case import RANKS, SmallModel, small_model
+from planc.trial.source_digest import source_digest
 
-_FORMAT = 1
-_RANKS = 2  # as layout flow shrinks for one tensor axis, so that both look at the same model
+_FORMAT = 2
 
 
 def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
@@ -25,32 +23,25 @@ def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
     Args:
         facts: the model; code that it names was allowed.
     """
-    values: dict[str, Any] = {}
-    if not facts.code:
-        if "model_type" not in facts.config:
-            return None, "the model has no configuration to shrink"
-        try:
-            values = shrink(facts.config, ranks={"tp": _RANKS}, blocks=sorts(facts))
-        except Exception as error:
-            return None, f"the model cannot be shrunk: {error}"
-        values = json.loads(json.dumps(values, default=str))
-        values["architectures"] = [facts.name]
-    key = cache.named(f"calls {_FORMAT}", json.dumps(values, sort_keys=True))
-    kept = None if facts.code else cache.recall(key)
+    model = small_model(facts, {"tp": RANKS})  # as layout flow shrinks for one tensor axis
+    if isinstance(model, str):
+        return None, model
+    config = json.dumps(model.values, sort_keys=True)
+    key = cache.named(f"calls {_FORMAT}", config, *cache.also(model.values), source_digest())
+    kept = None if model.code else cache.recall(key)
     if isinstance(kept, list):
         return frozenset(map(str, kept)), ""
     try:
-        names = sorted(_run(values, facts.code))
+        names = sorted(_run(model))
     except Exception as error:
         return None, f"the small model does not run: {error}"
-    if not facts.code:  # which may change, and its name does not
+    if not model.code:  # which may change, and its name does not
         cache.keep(key, names)
     return frozenset(names), ""
 
 
-def _run(values: dict[str, Any], code: str) -> set[str]:
-    from planc.model.small.user_model import maker_of
+def _run(model: SmallModel) -> set[str]:
     from planc.trial.trace import called as run
 
-    maker = maker_of(values, code)
+    maker = model.maker()
     return {generic(name) for name in run(maker.build(0), maker.sample())}

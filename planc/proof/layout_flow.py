@@ -2,26 +2,22 @@
 
 The plan is compiled once more, for a small model of the same family on its tensor axes alone, and
 what `planc.trial.simulate` finds there is reported at the lines of the plan. What was found is kept
-by the digest of the small lowered plan, its configuration and the library versions, so a warm
-check imports no torch.
+by the digest of what is simulated (the tensor part of the small lowered plan), the configuration,
+the library versions and planc's own sources, so a warm check imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planc.codes import PRESUMED
-from planc.compiler import Compiled, compile_plan
+from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
 from planc.model import cache
-from planc.model.config import buildable
 from planc.model.facts import Facts, below
-from planc.model.layer_kinds import sorts
-from planc.model.load import of_values
-from planc.model.small.shrink import shrink
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.document import digest
@@ -30,16 +26,16 @@ from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
-from planc.proof import small_mesh
 from planc.proof.called_modules import called
 from planc.proof.flow_findings import refuted, uncalled, unstated
 from planc.proof.layer_verdicts import Kind, kinds
+from planc.proof.small_case import RANKS, SmallCase, small_case
 from planc.trial.outcome import Outcome, outcome_of
+from planc.trial.source_digest import source_digest
+from planc.trial.tensor_part import tensor_part
 
 _FORMAT = 6
 UNSEEN = "Megatron-FSDP runs on CUDA alone, where planc proves nothing"
-_RANKS = 2
-"""Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +75,18 @@ class Verdict:
     released: bool = False
 
     def _judged(self, section: Section) -> Section:
-        """A section as it comes out; units that are never called refute theirs."""
-        if self.gathered or not section.name.startswith(_DATA):
-            return section
-        return replace(section, verdict="refuted", by="simulation")
+        """A section with what the verdict as a whole depends on beyond the simulation's outcome.
+
+        FSDP units that are never called refute theirs; a kind of layer that is unknown, or units
+        that may have been released too early, leave unknown what was proved without them.
+        """
+        data = section.name.startswith(_DATA)
+        if data and not self.gathered:
+            return replace(section, verdict="refuted", by="simulation")
+        reason = self._again if data else self._unsettled if section.by == "simulation" else ""
+        if section.verdict == "proved" and self.verdict == "unknown" and reason:
+            return replace(section, verdict="unknown", reason=reason)
+        return section
 
     @property
     def unsettled(self) -> tuple[Kind, ...]:
@@ -100,13 +104,21 @@ class Verdict:
     @property
     def reason(self) -> str:
         """Why it is unknown."""
-        apart = "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
-        if not apart and self.released:
-            apart = (
-                f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
-                "when FSDP may have let its parameters go"
-            )
+        apart = self._unsettled or self._again
         return self.outcome.reason or (apart if self.verdict == "unknown" else "")
+
+    @property
+    def _unsettled(self) -> str:
+        return "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
+
+    @property
+    def _again(self) -> str:
+        if not self.released:
+            return ""
+        return (
+            f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
+            "when FSDP may have let its parameters go"
+        )
 
     @property
     def text(self) -> str:
@@ -145,22 +157,14 @@ _ERRORS = ("logits", "loss", "gradient")
 
 
 def flow(
-    compiled: Compiled,
-    plan: str,
-    settings: Iterable[str],
-    sink: Sink,
-    *,
-    strict: bool = False,
-    allow_code: bool = False,
+    compiled: Compiled, sink: Sink, *, strict: bool = False, allow_code: bool = False
 ) -> Verdict:
     """The verdict of layout flow on a compiled plan.
 
     Args:
-        compiled: without errors.
-        plan: as the user named it; it is read again.
-        settings: as the user gave them.
+        compiled: without errors; its files are compiled once more, for the small model.
         sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); where the plan is
-            proved, what structure only presumed is overruled.
+            proved, presumed findings are overruled.
         strict: whether unknown is an error.
         allow_code: whether styles of the plan's own may be imported.
     """
@@ -170,14 +174,18 @@ def flow(
     axes = {op.axis for op in lowered.ops if isinstance(op, Parallelize)}
     if not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
-    small: Outcome | tuple[dict[str, Any], Compiled]
+    small: SmallCase | str
     if lowered.code and not allow_code:
-        told = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
-        small = Outcome(verdict="unknown", reason=told)
+        small = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
     else:
-        small = _small(facts, ir, plan, list(settings), axes)
-    outcome = small if isinstance(small, Outcome) else judge(*small)
-    layers = () if isinstance(small, Outcome) else kinds(facts, small[1], outcome)
+        sizes = {a.name: RANKS if a.name in axes else 1 for a in ir.mesh.axes}
+        small = small_case(compiled, sizes, dict.fromkeys((*axes, "tp"), RANKS))
+    own, layers = None, tuple[Kind, ...]()
+    if isinstance(small, str):
+        outcome = Outcome(verdict="unknown", reason=small)
+    else:
+        outcome, own = judge(small), small.compiled.plan
+        layers = kinds(facts, small.compiled, outcome)
     sections = tuple(_sections(lowered, ir, outcome))
     released = bool(outcome.again) and _released(lowered, outcome.again)
     verdict = Verdict(outcome=outcome, kinds=layers, sections=sections, released=released)
@@ -185,12 +193,12 @@ def flow(
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
         _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
-    if not isinstance(small, Outcome) and small[1].plan is not None:
+    if own is not None:
         if outcome.verdict == "refuted":
-            refuted(outcome, small[1].plan, sink)
-        unstated(outcome, small[1].plan, sink)
+            refuted(outcome, own, sink)
+        unstated(outcome, own, sink)
         ran = {name for name, error in outcome.modules if error is not None}
-        if outcome.verdict == "proved" and uncalled(ran, small[1].plan, sink):
+        if outcome.verdict == "proved" and uncalled(ran, own, sink):
             verdict = replace(verdict, gathered=False)
     return verdict
 
@@ -240,70 +248,25 @@ def megatron(lowered: Lowered) -> bool:
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
 
-def _small(
-    facts: Facts, ir: Plan, plan: str, settings: list[str], axes: set[str]
-) -> Outcome | tuple[dict[str, Any], Compiled]:
-    """The plan compiled for a small model, or why that can't be."""
-    if facts.code:
-        return _own(facts, ir, plan, settings, axes)
-    if not buildable(facts.config):
-        return Outcome(verdict="unknown", reason="the model has no configuration to shrink")
-    quiet = Sink()
-    try:
-        values = shrink(
-            facts.config, ranks=dict.fromkeys((*axes, "tp"), _RANKS), blocks=sorts(facts)
-        )
-    except Exception as error:
-        return Outcome(verdict="unknown", reason=f"the model cannot be shrunk: {error}")
-    values = json.loads(json.dumps(values, default=str))
-    values["architectures"] = [facts.name]
-    known = of_values(values, "the small model", quiet)
-    if known is None:
-        return Outcome(verdict="unknown", reason=_first(quiet, "the model cannot be shrunk"))
-    sizes = {a.name: _RANKS if a.name in axes else 1 for a in ir.mesh.axes}
-    own = small_mesh.settings(settings, sizes)
-    compiled = compile_plan(known, plan, quiet, world_size=_RANKS ** len(axes), settings=own)
-    if compiled.lowered is None:
-        return Outcome(verdict="unknown", reason=_first(quiet, "the plan does not fit it"))
-    return values, compiled
-
-
-def _own(
-    facts: Facts, ir: Plan, plan: str, settings: list[str], axes: set[str]
-) -> Outcome | tuple[dict[str, Any], Compiled]:
-    """The plan for a model of the user's own, which is run as it is."""
-    quiet = Sink()
-    sizes = {a.name: _RANKS if a.name in axes else 1 for a in ir.mesh.axes}
-    own = small_mesh.settings(settings, sizes)
-    compiled = compile_plan(facts, plan, quiet, world_size=_RANKS ** len(axes), settings=own)
-    if compiled.lowered is None:
-        return Outcome(verdict="unknown", reason=_first(quiet, "the plan does not fit it"))
-    return {}, compiled
-
-
-def _first(sink: Sink, otherwise: str) -> str:
-    errors = [d.message for d in sink if d.severity is Severity.ERROR]
-    return f"{otherwise}: {errors[0]}" if errors else otherwise
-
-
-def judge(values: dict[str, Any], compiled: Compiled) -> Outcome:
+def judge(small: SmallCase) -> Outcome:
     """What a small lowered plan does, from the cache or by simulation."""
-    assert compiled.lowered is not None and compiled.facts is not None
-    code = compiled.facts.code
-    config = json.dumps(values, sort_keys=True)
-    key = cache.named(f"flow {_FORMAT}", digest(compiled.lowered), config, *cache.also(values))
-    own = bool(code or compiled.lowered.code)  # which may change, and the plan does not
+    lowered, model = small.compiled.lowered, small.model
+    assert lowered is not None
+    config = json.dumps(model.values, sort_keys=True)
+    part = digest(tensor_part(lowered))
+    also = cache.also(model.values)
+    key = cache.named(f"flow {_FORMAT}", part, config, *also, source_digest())
+    own = bool(model.code or lowered.code)  # which may change, and the plan does not
     kept = None if own else outcome_of(cache.recall(key))
     if kept is not None:
         return kept
-    from planc.model.small.user_model import maker_of
     from planc.trial.simulate import simulate
 
     try:
-        maker = maker_of(values, code)
+        maker = model.maker()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
-    outcome = simulate(lambda: maker.build(0), maker.sample(), compiled.lowered)
+    outcome = simulate(lambda: maker.build(0), maker.sample(), lowered)
     outcome = replace(outcome, unfed=maker.choice.missing)
     if outcome.verdict != "unknown" and not own:  # what is unknown now may be known elsewhere
         cache.keep(key, outcome.document())

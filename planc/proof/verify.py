@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from planc.checks import check
+from planc import compiler
+from planc.compiler import Compiled, Files
 from planc.diagnostic import Sink, one_of
-from planc.lowering import lower
-from planc.model.config import buildable
+from planc.lowering.lowered_file import LoweredFile
 from planc.model.facts import Facts
-from planc.model.layer_kinds import sorts
-from planc.model.load import load, of_values
-from planc.model.small.shrink import shrink
+from planc.model.load import load
 from planc.ops.compile import Compile
 from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
-from planc.plan import elaborate
 from planc.plan.ir import Plan
 from planc.proof.layout_flow import UNSEEN, megatron
-from planc.proof.small_mesh import not_reached, settings, sizes
+from planc.proof.small_case import SmallCase, small_case
+from planc.proof.small_mesh import not_reached, sizes
 from planc.proof.verify_findings import parted, troubled, unknown
-from planc.syntax.ast import File
-from planc.syntax.plan_files import read
 from planc.trial import certificate as store
 from planc.trial.launcher import (
     LIMITS,
@@ -57,17 +53,24 @@ class Proof:
 class _Case:
     """What is to be proved, and how far it got."""
 
-    files: tuple[File, ...]
     facts: Facts
-    plan: Plan
     lowered: Lowered
+    compiled: Compiled
     processes: int
-    settings: tuple[str, ...]
-    said: tuple[str, ...] = ()
-    small_said: tuple[str, ...] = ()
-    config: dict[str, Any] = field(default_factory=dict)
-    small: Plan | None = None
+    said: tuple[str, ...]
+    small: SmallCase | None = None
     run: Lowered | None = None
+    small_said: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.small.model.values if self.small else {}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the small model."""
+        assert self.small is not None and self.small.compiled.plan is not None
+        return self.small.compiled.plan
 
 
 def verify(
@@ -95,17 +98,17 @@ def verify(
         timeout: seconds for the processes, their start included.
     """
     world_size = world_size or processes
-    if plan.endswith(".json"):
-        unknown(sink, "a lowered plan is for one model, and not for a small one", "give the .plan")
-        return Proof(verdict="unknown")
     with nursery() as made:  # it imports torch while this compiles
-        files = read(plan, sink)
-        files = () if sink.failed else files
+        files = compiler.read(plan, sink)
+        if isinstance(files, LoweredFile):
+            told = "a lowered plan is for one model, and not for a small one"
+            unknown(sink, told, "give the .plan")
+            return Proof(verdict="unknown")
         facts = load(model, sink, allow_code=allow_code)
         case = _compiled(files, facts, sink, world_size, tuple(settings))
         if case is None:
             return Proof(verdict="unknown")
-        if case.lowered is not None and case.lowered.code and not allow_code:
+        if case.lowered.code and not allow_code:
             told = f"{case.lowered.code[0]} is code of the plan's own"
             unknown(sink, told, "look at it, then give --allow-code")
             return Proof(verdict="unknown")
@@ -121,73 +124,52 @@ def verify(
 
 
 def _compiled(
-    files: tuple[File, ...], facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
+    files: Files | None, facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
 ) -> _Case | None:
     """The plan for the real model, or None after findings.
 
     What the checks say does not stop it: the proof is what tells whether they are right.
     """
-    if facts is None or not files:
-        return None
-    plan = elaborate(files, facts, sink, world_size=world, settings=given)
-    if plan is None or sink.failed:
+    checks = Sink()
+    done = compiler.compile(files, facts, sink, world_size=world, settings=given, checks=checks)
+    if done.facts is None or done.lowered is None:
         return None
     return _Case(
-        files=files,
-        facts=facts,
-        plan=plan,
-        lowered=lower(plan, facts),
-        processes=world,
-        settings=given,
-        said=_checked(plan, facts),
+        facts=done.facts, lowered=done.lowered, compiled=done, processes=world, said=_codes(checks)
     )
 
 
-def _checked(plan: Plan, facts: Facts) -> tuple[str, ...]:
+def _codes(checks: Sink) -> tuple[str, ...]:
     """The codes of the errors that the checks find."""
-    sink = Sink()
-    check(plan, facts, sink)
-    return tuple(sorted({d.code for d in sink if d.severity == "error"}))
+    return tuple(sorted({d.code for d in checks if d.severity == "error"}))
 
 
 def _shrunken(case: _Case) -> str | None:
     """Makes the small case; gives the reason where there is none."""
-    axes = sizes(case.plan.mesh.axes, case.processes)
-    sink = Sink()
-    if case.facts.code:
-        facts: Facts | None = case.facts  # as it is: there is no configuration to make it small by
-    elif not buildable(case.facts.config):
-        return f"{case.facts.name} has no configuration that could be made small"
-    else:
-        case.config = shrink(case.facts.config, ranks=axes, blocks=sorts(case.facts))
-        facts = of_values(case.config, "the small model", sink)
-    if facts is not None and facts.name != case.facts.name:
-        return f"the small model is a {facts.name}, not a {case.facts.name}"
-    if facts is not None:
-        given = settings(case.settings, axes)
-        plan = elaborate(case.files, facts, sink, world_size=case.processes, settings=given)
-        if plan is not None and not sink.failed:
-            case.small = plan
-            case.run = single_precision(lower(plan, facts))
-            case.small_said = _checked(plan, facts)
-            return None
-    error = next(d for d in sink if d.severity == "error")
-    return f"the plan does not fit the small model: {error.message} ({error.code})"
+    assert case.compiled.plan is not None
+    axes, checks = sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
+    small = small_case(case.compiled, axes, axes, checks=checks)
+    if isinstance(small, str):
+        return small
+    assert small.compiled.lowered is not None
+    case.small, case.run = small, single_precision(small.compiled.lowered)
+    case.small_said = _codes(checks)
+    return None
 
 
 def _run(case: _Case, made: Nursery, sink: Sink, timeout: float) -> Proof:
-    assert case.run is not None and case.small is not None
+    assert case.run is not None
     found = made.compare(case.config, case.run, timeout=timeout, code=case.facts.code)
     places: tuple[str, ...] = ()
     reason: str | None = None
     heard = Sink()
     if isinstance(found, Trouble):
-        verdict, reason = troubled(found, case.small, case.run, heard)
+        verdict, reason = troubled(found, case.plan, case.run, heard)
     elif found.same:
         verdict = "verified"
     else:
         verdict = "refuted"
-        reason, places = parted(found, case.small, case.run, heard)
+        reason, places = parted(found, case.plan, case.run, heard)
     doubt = _doubt(case, verdict)
     if doubt:
         verdict, reason = "unknown", doubt
@@ -228,7 +210,7 @@ def _certificate(
         "verdict": verdict,
         "reason": reason,
         "plan": case.lowered.plan,
-        "plan_digest": _digest(case.files),
+        "plan_digest": _digest(case.compiled.files),
         "lowered": digest(case.lowered),
         "model": case.facts.name,
         "family": case.facts.family,
@@ -259,9 +241,9 @@ def _mesh(lowered: Lowered) -> list[dict[str, Any]]:
     return [{"name": a.name, "size": a.size} for a in lowered.axes]
 
 
-def _digest(files: tuple[File, ...]) -> str:
+def _digest(files: Files | None) -> str:
     whole = hashlib.sha256()
-    for file in files:
+    for file in files if isinstance(files, tuple) else ():
         whole.update(file.origin.source.text.encode())
     return whole.hexdigest()
 

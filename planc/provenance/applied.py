@@ -1,4 +1,7 @@
-"""The model as a lowered plan leaves it: what `why` looks into."""
+"""The model as a lowered plan from JSON leaves it: what `why` looks into.
+
+The compiler has it at hand for every other plan (`Compiled.applied`).
+"""
 
 from __future__ import annotations
 

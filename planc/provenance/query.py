@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from math import prod
 
+from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.emit import phrases
 from planc.lowering.memory import kept_shape
@@ -35,20 +36,21 @@ from planc.provenance.module_lookup import found
 _LONGEST = 100
 
 
-def why(name: str, facts: Facts, lowered: Lowered, plan: Plan | None, sink: Sink) -> Answer | None:
-    """What decided a module or a parameter, or None after PL130.
+def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
+    """What decided a module or a parameter; None after PL130, or where nothing was lowered.
 
     Args:
         name: a module or a parameter as torch calls it, with or without the names of wrappers;
             `root` or nothing is the model itself.
-        facts: the model.
-        lowered: the plan for it.
-        plan: the plan's meaning, None for one that was read back from JSON.
+        compiled: the plan for a model; one that was read back from JSON has operations alone.
         sink: receives PL130 for a name that is not there.
     """
-    kept, facts = as_applied(facts, lowered)
+    facts, lowered = compiled.facts, compiled.lowered
+    if facts is None or lowered is None:
+        return None
+    kept, facts = compiled.applied or as_applied(facts, lowered)
     named = found(name, facts, sink)
-    return None if named is None else _Question(facts, lowered, plan, kept, named).answer()
+    return None if named is None else _Question(facts, lowered, compiled.plan, kept, named).answer()
 
 
 class _Question:

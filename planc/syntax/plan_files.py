@@ -11,8 +11,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
-from weakref import WeakKeyDictionary
 
 from planc.diagnostic import Sink, meant, one_of
 from planc.resources import PLANS
@@ -186,7 +184,7 @@ def _bytes(place: Place) -> bytes:
     """
     limit = 4 * MAX_CHARACTERS + 4
     if place.path is None:
-        return _standard_input(limit)
+        return sys.stdin.buffer.read(limit)
     if place.revision is not None:
         return _at_revision(place.revision, place.path)[:limit]
     if place.path.is_dir():
@@ -195,17 +193,6 @@ def _bytes(place: Place) -> bytes:
         raise ValueError("it is not a regular file")
     with place.path.open("rb") as stream:
         return stream.read(limit)
-
-
-_READ: WeakKeyDictionary[BinaryIO, bytes] = WeakKeyDictionary()
-
-
-def _standard_input(limit: int) -> bytes:
-    """What came in, which can be read once: a proof compiles the plan again for a small model."""
-    stream = sys.stdin.buffer
-    if stream not in _READ:
-        _READ[stream] = stream.read(limit)
-    return _READ[stream]
 
 
 def _is_at_revision(revision: str, path: Path) -> bool:

@@ -1,8 +1,8 @@
 """What a proof found, as a JSON document, and where it is kept; imports no torch.
 
 The document's schema is `grammars/certificate.schema.json`. In planc's cache folder it is named by
-what it speaks of: the lowered plan, the model's configuration, and the versions that ran it. So
-`planc check` finds it again, and another torch makes it void.
+what it speaks of: the lowered plan, the model's configuration, and what ran it: the versions of the
+libraries and planc's own sources. So `planc check` finds it again, and another torch makes it void.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from planc import atomic_write
 from planc.model import cache
+from planc.trial.source_digest import source_digest
 
 FORMAT_VERSION = 1
 
@@ -29,7 +30,8 @@ def key_of(lowered: str, config: Mapping[str, Any]) -> str:
         lowered: the digest of the lowered plan, for the real model.
         config: the real model's configuration.
     """
-    text = json.dumps({"certificate": FORMAT_VERSION, "lowered": lowered})
+    own = {"certificate": FORMAT_VERSION, "planc": source_digest(), "lowered": lowered}
+    text = json.dumps(own)
     return hashlib.sha256(f"{text}\n{cache.key_of(dict(config))}".encode()).hexdigest()
 
 

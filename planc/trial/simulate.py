@@ -26,11 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.model.facts import below
 from planc.ops import styles as ir
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.configure import Configure
-from planc.ops.freeze import Freeze
+from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.executor import Worker
 from planc.runtime.lora import alone, missing_peft
 from planc.runtime.meshes import Meshes
@@ -41,6 +39,7 @@ from planc.trial.local_tensor_patch import Literals
 from planc.trial.numerics import FLOOR, named, relative
 from planc.trial.observed_layouts import by_rank, layouts, resized, says, stated
 from planc.trial.outcome import LIMIT, Outcome, Part
+from planc.trial.tensor_part import tensor_part
 from planc.trial.trace import Call, Trace, line_of
 
 
@@ -70,7 +69,7 @@ def simulate(
     if distributed.is_initialized():
         return Outcome(verdict="unknown", reason="a process group is running in this process")
     # made outside the simulation, where random numbers would differ by rank
-    lowered = told_apart(lowered)
+    lowered = told_apart(tensor_part(lowered))
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     runs = _Runs(alone(make(), lowered), alone(make(), lowered), lowered)
@@ -134,7 +133,7 @@ def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
     styled = set(_styled(runs.lowered))
     try:
         for op in runs.lowered.ops:
-            if isinstance(op, Configure | Parallelize | Tie | Freeze | Checkpoint):
+            if not isinstance(op, Adapt):  # which the model has already
                 worker.run(op)
         with mine.of(worker.modules), redistributions(mine, styled, runs.implicit):
             output = model(**inputs)

@@ -28,12 +28,12 @@ from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.draft.init import draft
 from planc.model.facts import Facts, Modules
-from planc.model.layer_kinds import block_lists, sorts
+from planc.model.layer_kinds import block_lists
 from planc.model.load import of_values
-from planc.model.small.shrink import shrink
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
+from planc.proof.small_case import small_model
 from planc.resources import PLANS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -166,9 +166,8 @@ def models(name, sink):
     facts = of_values(configuration(name), name, sink)
     if facts is None:
         return None, None, None
-    values = shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts))
-    values = {**json.loads(json.dumps(values, default=str)), "architectures": [facts.name]}
-    return facts, values, of_values(values, "the small model", sink)
+    small = small_model(facts, {"tp": 2})
+    return facts, small.values, small.facts(facts, sink)
 
 
 def judged(found, case, settings, pool, mark=""):
@@ -181,7 +180,7 @@ def judged(found, case, settings, pool, mark=""):
     compiled = compile_plan(case.facts, case.plan, sink, world_size=WORLD, settings=settings)
     if compiled.lowered is None:
         return f"planc check: {first(sink)} {sorted({d.code for d in sink})}"
-    found[f"flow{mark}"] = flow(compiled, case.plan, settings, sink).verdict
+    found[f"flow{mark}"] = flow(compiled, sink).verdict
     if not mark:
         found |= splits(compiled)
     small = compile_plan(case.small, case.plan, sink, world_size=WORLD, settings=settings)

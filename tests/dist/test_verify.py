@@ -363,6 +363,13 @@ def test_the_certificate_of_other_versions_is_void(tmp_path, monkeypatch):
     assert store.key_of("a" * 64, {}) != key
 
 
+def test_the_certificate_of_other_sources_of_planc_is_void(monkeypatch):
+    key = store.key_of("a" * 64, {})
+    assert store.key_of("a" * 64, {}) == key
+    monkeypatch.setattr(store, "source_digest", lambda: "of other sources")
+    assert store.key_of("a" * 64, {}) != key
+
+
 def test_reading_a_certificate_imports_no_torch():
     code = "import sys, planc.trial.certificate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

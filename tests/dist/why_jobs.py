@@ -20,7 +20,7 @@ def shapes(family, plan, overrides):
     planc.apply(model, plan, overrides=overrides, device_type="cpu")
     found = []
     for name, parameter in model.named_parameters():
-        answer = why(name, compiled.facts, compiled.lowered, compiled.plan, sink)
+        answer = why(name, compiled, sink)
         [held] = answer.held
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         found.append((name, held.shard, tuple(local.shape), held.at_rest, local.nbytes))

@@ -23,17 +23,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from planc.checks import check
-from planc.compiler import Compiled
+from planc import compiler
 from planc.diagnostic import Sink
-from planc.lowering import lower
 from planc.model.facts import Facts
 from planc.model.load import of_values
 from planc.ops.document import digest, dumps
-from planc.plan import elaborate
 from planc.proof.layout_flow import flow
 from planc.resources import PLANS
-from planc.syntax.plan_files import read
 
 FAMILIES = {
     "llama": "llama",
@@ -69,25 +65,22 @@ class Case:
 
 
 def compiled(case, world=4):
-    """(elaborated without error, what check says, the lowered plan in spite of it)."""
-    facts, path, settings = case.facts, case.path, case.settings
-    sink = Sink()
-    files = read(str(path), sink)
-    plan = (
-        None if sink.failed else elaborate(files, facts, sink, world_size=world, settings=settings)
+    """(the plan, lowered in spite of what the checks find, or not elaborated; all findings)."""
+    sink, checks = Sink(), Sink()
+    files = compiler.read(str(case.path), sink)
+    done = compiler.compile(
+        files, case.facts, sink, world_size=world, settings=case.settings, checks=checks
     )
-    if plan is None or sink.failed:
-        return None, sink, None
-    check(plan, facts, sink)
-    return plan, sink, lower(plan, facts)
+    for found in checks:
+        sink.add(found)
+    return done, sink
 
 
-def verdict(case, plan, sink, lowered):
+def verdict(done, sink):
     """`refuted`, `unknown` or `passed`, as `planc check` would say."""
     if sink.failed:
         return "refuted"
-    known = Compiled(facts=case.facts, plan=plan, lowered=lowered)
-    found = flow(known, str(case.path), case.settings, sink)
+    found = flow(done, sink)
     if sink.failed:
         return "refuted"
     return "unknown" if found.verdict == "unknown" else "passed"
@@ -115,11 +108,12 @@ class Truth:
 def family(case, plan, truth, counts, surprises):
     """All mutants of one family's plan under one setting."""
     base = Case(case.model, case.facts, PLANS / f"{plan}.plan", case.settings)
-    seen = {digest(compiled(base)[2])}
+    seen = {compiled(base)[0].digest}
     for what, files in track(list(texts(plan)), f"{case.model} {case.settings[-1]}"):
         for name, text in files.items():
             (case.path.parent / name).write_text(text)
-        ir, sink, lowered = compiled(case)
+        done, sink = compiled(case)
+        lowered = done.lowered
         if lowered is None:
             counts[case.model, "cannot be elaborated", "refuted"] += 1
             continue
@@ -127,7 +121,7 @@ def family(case, plan, truth, counts, surprises):
             continue
         seen.add(digest(lowered))
         real = truth.of(case.model, lowered)
-        said = verdict(case, ir, sink, lowered)
+        said = verdict(done, sink)
         counts[case.model, real, said] += 1
         if (real == "right") == (said == "refuted"):
             codes = sorted({d.code for d in sink if d.severity == "error"})

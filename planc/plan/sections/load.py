@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from planc.diagnostic import Label, meant, one_of
+from planc.model.facts import Facts, Modules
 from planc.plan.call_arguments import word
 from planc.plan.evaluate import describe
 from planc.plan.ir import Load
@@ -63,7 +65,15 @@ def load(program: Program) -> Load | None:
         origin=next(s.setting.origin for s in said.values() if s.value),
     )
     program.scope.kept = found.kept
-    return found
+    return replace(found, fp32=tuple(_islands(found, program.facts)))
+
+
+def _islands(load: Load, facts: Facts) -> Iterator[Modules]:
+    """What a cast leaves in float32, or takes there, as modules with a parameter's name."""
+    for modules in facts.model.below() if load.dtype is not None else ():
+        for parameter in modules.module.parameters:
+            if "float" in parameter.dtype and load.kept(parameter) != load.dtype:
+                yield Modules((*modules.path, parameter.name), modules.module)
 
 
 def _setting(item: ast.Setting, said: dict[str, _Said], program: Program) -> None:

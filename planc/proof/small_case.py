@@ -1,0 +1,125 @@
+"""The one way from a compiled plan to a small model of the same family, with the plan for it.
+
+A model of transformers or of diffusers is shrunk: its resolved configuration becomes a small one,
+as JSON has it, for the same class. A user's own code is run as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from planc import compiler
+from planc.compiler import Compiled
+from planc.diagnostic import Sink
+from planc.model.config import buildable
+from planc.model.facts import Facts
+from planc.model.layer_kinds import sorts
+from planc.model.load import of_values
+from planc.model.small.shrink import shrink
+from planc.proof import small_mesh
+
+if TYPE_CHECKING:
+    from planc.model.small.user_model import Makes
+
+RANKS = 2
+"""Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallModel:
+    """What is built and run in the place of a model.
+
+    Args:
+        values: the small configuration; empty for a model of the user's own.
+        code: the factory of a model of the user's own, empty for any other.
+    """
+
+    values: dict[str, Any]
+    code: str = ""
+
+    def maker(self) -> Makes:
+        """Builds the model with weights, and its inputs; imports torch. Raises as `maker_of`."""
+        from planc.model.small.user_model import maker_of
+
+        return maker_of(self.values, self.code)
+
+    def facts(self, model: Facts, sink: Sink) -> Facts | None:
+        """The facts of the small model, or None after a finding.
+
+        Args:
+            model: what it is the small model of.
+            sink: receives what is wrong (PL60x).
+        """
+        return model if self.code else of_values(self.values, "the small model", sink)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallCase:
+    """A small model and the plan compiled for it, without errors."""
+
+    model: SmallModel
+    compiled: Compiled
+
+
+def small_model(facts: Facts, ranks: Mapping[str, int]) -> SmallModel | str:
+    """The small model of a model, or why there is none.
+
+    Args:
+        facts: of the model.
+        ranks: the sizes of mesh axes by name, as `shrink` takes them.
+    """
+    if facts.code:
+        return SmallModel(values={}, code=facts.code)
+    if not buildable(facts.config):
+        return f"{facts.name} has no configuration that could be made small"
+    try:
+        values = shrink(facts.config, ranks=ranks, blocks=sorts(facts))
+    except Exception as error:
+        return f"the model cannot be shrunk: {error}"
+    values = json.loads(json.dumps(values, default=str))
+    return SmallModel(values={**values, "architectures": [facts.name]})
+
+
+def small_case(
+    compiled: Compiled,
+    sizes: Mapping[str, int],
+    ranks: Mapping[str, int],
+    *,
+    checks: Sink | None = None,
+) -> SmallCase | str:
+    """The plan for a small model on a small mesh, or why that can't be.
+
+    Args:
+        compiled: the plan for the real model.
+        sizes: of the small mesh's axes by name.
+        ranks: what heads, widths and experts of the small model must divide by, by axis.
+        checks: receives what the checks find, which then stops nothing.
+    """
+    assert compiled.facts is not None
+    model = small_model(compiled.facts, ranks)
+    if isinstance(model, str):
+        return model
+    quiet = Sink()
+    facts = model.facts(compiled.facts, quiet)
+    if facts is None:
+        return f"the model cannot be shrunk: {_first(quiet)}"
+    if facts.name != compiled.facts.name:
+        return f"the small model is a {facts.name}, not a {compiled.facts.name}"
+    settings = small_mesh.settings(compiled.settings, dict(sizes))
+    world = prod(sizes.values())
+    small = compiler.compile(
+        compiled.files, facts, quiet, world_size=world, settings=settings, checks=checks
+    )
+    if small.lowered is None:
+        return f"the plan does not fit the small model: {_first(quiet)}"
+    return SmallCase(model=model, compiled=small)
+
+
+def _first(sink: Sink) -> str:
+    """The first error, as a reason."""
+    error = next(d for d in sink if d.severity == "error")
+    return f"{error.message} ({error.code})"
