@@ -12,6 +12,7 @@ from lowered import llama, modules, moved, plans, rule, with_ops
 from planc.diagnostic import Sink
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps, loads
+from planc.ops.schema import schema as generated
 from planc.ops.styles import Change, Colwise, Input, Replicate, Shard
 from planc.resources import GRAMMARS
 
@@ -46,6 +47,7 @@ def test_llama_there_and_back(golden):
 
 def test_the_schema_is_one_and_takes_what_is_written():
     schema = json.loads((GRAMMARS / "lowered.schema.json").read_text())
+    assert schema == generated()  # `make pages` writes it anew
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(json.loads(dumps(llama())), schema)
 

@@ -18,8 +18,7 @@ from planc.diffing.render import render as diff_of
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
 from planc.ops.document import digest, dumps, loads
-from planc.ops.megatron_fsdp import MegatronShard
-from planc.plan.sections.megatron_fsdp import OPTIONS
+from planc.ops.megatron_fsdp import OPTIONS, MegatronShard
 from planc.provenance.query import why
 
 BLOCKS = "model.layers.* : unit"

@@ -7,7 +7,9 @@ emitted Python spells out. It names modules by path and holds no torch object.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from planc.ops.base import Axes, Count, Form, Name, Size, key
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
@@ -19,10 +21,13 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    name: str
-    size: int
+    name: Name
+    size: Size
     inferred: bool = False
     place: str = field(default="", compare=False)
+
+
+_MESH = Form({"minItems": 1, "maxItems": 16})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +46,15 @@ class Lowered:
         gathered: bytes of the largest unit while it is gathered.
     """
 
-    plan: str
-    model: str
-    family: str
-    layers: int
-    axes: tuple[MeshAxis, ...]
-    data: tuple[str, ...]
+    plan: Name
+    model: Name
+    family: Name
+    layers: Count
+    axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
+    data: Axes
+    parameters: Count = 0
+    gathered: Count = 0
     ops: tuple[AnyOp, ...]
-    parameters: int = 0
-    gathered: int = 0
 
     @property
     def code(self) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
+from planc.ops.base import Axis, Dims, Name, Op, Where
 from planc.ops.styles import Style
 
 
@@ -13,9 +14,13 @@ from planc.ops.styles import Style
 class Shape:
     """A parameter's shape before and after an operation, on the rank that holds most."""
 
-    name: str
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
+    name: Name
+    shape: Dims
+    local: Dims
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        if len(self.shape) != len(self.local):
+            yield (), "shape and local have different numbers of dims"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +28,7 @@ class Parallelize(Op):
     """`parallelize_module(module, mesh[axis], style)` for each module."""
 
     modules: Modules
-    axis: str
+    axis: Axis
     style: Style
     shapes: tuple[Shape, ...] = ()
 
@@ -35,5 +40,5 @@ class Tie(Op):
     Both are torch names of parameters, such as `lm_head.weight`.
     """
 
-    parameter: str
-    source: str
+    parameter: Name
+    source: Name
