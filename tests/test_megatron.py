@@ -283,7 +283,7 @@ def test_the_document_comes_back():
 )
 def test_a_document_that_is_wrong(field, value, said):
     data = json.loads(dumps(lowered(FULL)))
-    data["ops"][1][field] = value
+    data["stages"][0]["ops"][1][field] = value
     found = Sink()
     assert loads(json.dumps(data), "it", found) is None
     assert any(said in d.message for d in found), [d.message for d in found]

@@ -29,7 +29,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
-from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
@@ -86,9 +86,13 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
             for a in plan.mesh.axes
         ),
         data=_data(plan),
-        ops=tuple(ops),
-        parameters=at_rest(units, holdings) + scales(plan),
-        gathered=max((u.gathered for u in units), default=0),
+        stages=(
+            Stage(
+                parameters=at_rest(units, holdings) + scales(plan),
+                gathered=max((u.gathered for u in units), default=0),
+                ops=tuple(ops),
+            ),
+        ),
     )
 
 

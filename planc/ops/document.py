@@ -128,7 +128,7 @@ def _known(data: Any, name: str, sink: Sink) -> bool:
     return False
 
 
-def _written(value: Any, indent: str = "", levels: int = 3) -> str:
+def _written(value: Any, indent: str = "", levels: int = 5) -> str:
     """JSON with a line for each field of an operation; what is inside a field stays on its line."""
     if not levels or not isinstance(value, dict | list) or not value:
         return json.dumps(value)

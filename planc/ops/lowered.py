@@ -6,7 +6,8 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from planc.ops.base import Axes, Count, Form, Name, Size, key
@@ -16,18 +17,44 @@ from planc.ops.registry import AnyOp
 from planc.ops.styles import Custom
 from planc.ops.tensor_parallel import Parallelize
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
+    """An axis of the mesh.
+
+    Args:
+        name: as the plan calls it.
+        size: the number of ranks along it.
+        inferred: whether its size was `auto`.
+        place: what decided the size.
+    """
+
     name: Name
     size: Size
     inferred: bool = False
     place: str = field(default="", compare=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What the ranks of one pipeline stage run, and what they hold.
+
+    Args:
+        parameters: bytes of parameters that one rank holds at rest.
+        gathered: bytes of the largest unit while it is gathered.
+        ops: in the order in which `apply` runs them.
+    """
+
+    parameters: Count = 0
+    gathered: Count = 0
+    ops: tuple[AnyOp, ...]
+
+
 _MESH = Form({"minItems": 1, "maxItems": 16})
+_ONE = Form({"minItems": 1, "maxItems": 1})
+"""No plan has a pipeline section yet, so every rank runs the only stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +68,7 @@ class Lowered:
         layers: the length of its longest list of blocks.
         axes: the mesh, outermost first.
         data: the axes over which the data differs; sampler rank and size follow from them.
-        ops: in the order in which `apply` runs them.
-        parameters: bytes of parameters that one rank holds at rest.
-        gathered: bytes of the largest unit while it is gathered.
+        stages: of the pipeline, the first one first.
     """
 
     plan: Name
@@ -52,9 +77,33 @@ class Lowered:
     layers: Count
     axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
     data: Axes
-    parameters: Count = 0
-    gathered: Count = 0
-    ops: tuple[AnyOp, ...]
+    stages: Annotated[tuple[Stage, ...], _ONE]
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that this process runs: what applies a plan, or counts one rank's memory,
+        asks for it and not for `ops`."""
+        (only,) = self.stages
+        return only
+
+    @property
+    def ops(self) -> tuple[AnyOp, ...]:
+        """The operations of all stages, in order: what a reader of the whole plan asks for."""
+        return tuple(op for stage in self.stages for op in stage.ops)
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of parameters that a rank holds at rest, of the stage that holds most."""
+        return max(stage.parameters for stage in self.stages)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the largest unit of any stage while it is gathered."""
+        return max(stage.gathered for stage in self.stages)
+
+    def with_ops(self, ops: Iterable[AnyOp]) -> Lowered:
+        """The same plan with other operations in its only stage."""
+        return replace(self, stages=(replace(self.stage, ops=tuple(ops)),))
 
     @property
     def code(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 from planc.ops.base import OMIT, Form, Name, Pairs, Plain, Size, Some, key, kind_of, text
-from planc.ops.base import Literal as Literal
+from planc.ops.base import Literal as Literal  # noqa: PLC0414 - for users of this module
 
 
 @dataclass(frozen=True, slots=True)

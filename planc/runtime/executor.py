@@ -78,7 +78,7 @@ def apply_lowered(
     with _without_collection():
         modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
         worker = Worker(model, modules, meshes, lowered)
-        for op in lowered.ops:
+        for op in lowered.stage.ops:
             try:
                 worker.run(op)
             except Exception as error:

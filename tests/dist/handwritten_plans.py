@@ -7,7 +7,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.fsdp import FullyShard
-from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.styles import (
     Change,
     Colwise,
@@ -79,7 +79,7 @@ def llama(
         layers=2,
         axes=tuple(MeshAxis(name=n, size=s, place="x.plan:3") for n, s in axes.items()),
         data=tuple(n for n in axes if n in names),
-        ops=(*ops, *units),
+        stages=(Stage(ops=(*ops, *units)),),
     )
 
 
@@ -122,7 +122,7 @@ def restyled(lowered, path, style):
         else:
             ops.append(op)
     assert tuple(ops) != lowered.ops, f"the plan has no style on {path}"
-    return replace(lowered, ops=tuple(ops))
+    return lowered.with_ops(tuple(ops))
 
 
 def unreduced(lowered):
@@ -138,4 +138,4 @@ def shaped(lowered, path, name, shape):
         else op
         for op in lowered.ops
     ]
-    return replace(lowered, ops=tuple(ops))
+    return lowered.with_ops(tuple(ops))
