@@ -8,6 +8,7 @@ from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import Save
+from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
@@ -123,9 +124,9 @@ def llama(*, layers=32, ranks=64, tp=8, checkpoint=True):
         family="llama",
         layers=layers,
         axes=(
-            MeshAxis(name="pp", size=1, place="plans/llama.plan:9"),
+            MeshAxis(name="pp", size=1, role=AxisRole.STAGE, place="plans/llama.plan:9"),
             MeshAxis(name="dp_shard", size=shards, inferred=True, place="plans/llama.plan:10"),
-            MeshAxis(name="tp", size=tp, place=f"--set tp={tp}"),
+            MeshAxis(name="tp", size=tp, role=AxisRole.TENSOR, place=f"--set tp={tp}"),
         ),
         data=("dp_shard",),
         stages=(
@@ -414,7 +415,13 @@ def plans(draw):
         family="any",
         layers=draw(st.integers(0, 10)),
         axes=tuple(
-            MeshAxis(name=n, size=s, inferred=draw(st.booleans()), place=draw(places))
+            MeshAxis(
+                name=n,
+                size=s,
+                role=draw(st.sampled_from(AxisRole)),
+                inferred=draw(st.booleans()),
+                place=draw(places),
+            )
             for n, s in zip(AXES, sizes, strict=True)
         ),
         data=draw(st.sampled_from([(), ("dp_shard",), ("dp_shard", "ep")])),

@@ -87,7 +87,7 @@ def _small(facts: Facts, sink: Sink) -> _Small:
     try:
         if facts.code:
             return facts, {}, maker_of({}, facts.code), ""
-        values = shrink(facts.config, ranks={"tp": _RANKS}, blocks=sorts(facts))
+        values = shrink(facts.config, ranks=_RANKS, blocks=sorts(facts))
         values = json.loads(json.dumps(values, default=str))
         values["architectures"] = [facts.name]
         small = of_values(values, "the small model", sink)

@@ -26,6 +26,7 @@ from planc.lowering.memory import Holdings
 from planc.lowering.rng import draws
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
@@ -35,7 +36,7 @@ from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import AROUND, BASE_LAYER, adapted, styles
-from planc.plan.ir import CheckpointRule, Plan, TensorRule
+from planc.plan.ir import Axis, CheckpointRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape
 
 
@@ -76,23 +77,29 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *settings(plan, facts),
         *draws(plan, facts),
     ]
+    stage = Stage(
+        parameters=at_rest(units, holdings) + scales(plan),
+        gathered=max((u.gathered for u in units), default=0),
+        ops=tuple(ops),
+    )
     return Lowered(
         plan=plan.name,
         model=facts.name,
         family=facts.family,
         layers=_layers(facts.root),
-        axes=tuple(
-            MeshAxis(name=a.name, size=a.size, inferred=a.inferred, place=a.origin.place)
-            for a in plan.mesh.axes
-        ),
+        axes=tuple(map(_axis, plan.mesh.axes)),
         data=_data(plan),
-        stages=(
-            Stage(
-                parameters=at_rest(units, holdings) + scales(plan),
-                gathered=max((u.gathered for u in units), default=0),
-                ops=tuple(ops),
-            ),
-        ),
+        stages=(stage,),
+    )
+
+
+def _axis(axis: Axis) -> MeshAxis:
+    return MeshAxis(
+        name=axis.name,
+        size=axis.size,
+        role=axis.role,
+        inferred=axis.inferred,
+        place=axis.origin.place,
     )
 
 
@@ -154,8 +161,10 @@ def _data(plan: Plan) -> tuple[str, ...]:
     """
     if plan.fsdp is None:
         return ()
-    names = {*plan.fsdp.shard, *plan.fsdp.replicate} - {"cp"}
-    return tuple(a.name for a in plan.mesh.axes if a.name in names)
+    names = {*plan.fsdp.shard, *plan.fsdp.replicate}
+    return tuple(
+        a.name for a in plan.mesh.axes if a.name in names and a.role is not AxisRole.SEQUENCE
+    )
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:

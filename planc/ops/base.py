@@ -6,7 +6,27 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, TypeVar
+
+
+class AxisRole(StrEnum):
+    """What the ranks along a mesh axis share out among them.
+
+    `planc.plan.mesh_axes` decides it; nothing else looks at the name of an axis.
+    """
+
+    DATA = "data"
+    """Samples: each rank reads other ones."""
+    SEQUENCE = "sequence"
+    """The tokens of one sample."""
+    TENSOR = "tensor"
+    """The features of one weight."""
+    EXPERT = "expert"
+    """Whole experts."""
+    STAGE = "stage"
+    """Layers, as stages of a pipeline."""
+
 
 Where = tuple[str | int, ...]
 """A place in a JSON document: the keys and indices that lead there."""

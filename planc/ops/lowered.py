@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from planc.ops.base import Axes, Count, Form, Name, Size, key
+from planc.ops.base import Axes, AxisRole, Count, Form, Name, Size, key
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
@@ -27,12 +27,14 @@ class MeshAxis:
     Args:
         name: as the plan calls it.
         size: the number of ranks along it.
+        role: what its ranks share out.
         inferred: whether its size was `auto`.
         place: what decided the size.
     """
 
     name: Name
     size: Size
+    role: AxisRole = AxisRole.DATA
     inferred: bool = False
     place: str = field(default="", compare=False)
 
@@ -124,7 +126,8 @@ class Lowered:
         units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
         # a unit may lie on tensor ranks too, which have the same gradients
-        names &= {*self.data, "cp"}
+        context = (a.name for a in self.axes if a.role is AxisRole.SEQUENCE)
+        names &= {*self.data, *context}
         return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:

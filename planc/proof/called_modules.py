@@ -30,7 +30,7 @@ def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
         if "model_type" not in facts.config:
             return None, "the model has no configuration to shrink"
         try:
-            values = shrink(facts.config, ranks={"tp": _RANKS}, blocks=sorts(facts))
+            values = shrink(facts.config, ranks=_RANKS, blocks=sorts(facts))
         except Exception as error:
             return None, f"the model cannot be shrunk: {error}"
         values = json.loads(json.dumps(values, default=str))

@@ -22,6 +22,7 @@ from planc.model.layer_kinds import sorts
 from planc.model.load import of_values
 from planc.model.small.shrink import shrink
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
@@ -252,9 +253,9 @@ def _small(
         return Outcome(verdict="unknown", reason="the model has no configuration to shrink")
     quiet = Sink()
     try:
-        values = shrink(
-            facts.config, ranks=dict.fromkeys((*axes, "tp"), _RANKS), blocks=sorts(facts)
-        )
+        roles = {a.role for a in ir.mesh.axes if a.name in axes}
+        ranks: dict[str, int] = dict.fromkeys((*roles, AxisRole.TENSOR), _RANKS)
+        values = shrink(facts.config, ranks=ranks, blocks=sorts(facts))
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the model cannot be shrunk: {error}")
     values = json.loads(json.dumps(values, default=str))

@@ -159,7 +159,10 @@ def _shrunken(case: _Case) -> str | None:
     elif not buildable(case.facts.config):
         return f"{case.facts.name} has no configuration that could be made small"
     else:
-        case.config = shrink(case.facts.config, ranks=axes, blocks=sorts(case.facts))
+        ranks: dict[str, int] = {}
+        for axis in case.plan.mesh.axes:
+            ranks[axis.role] = ranks.get(axis.role, 1) * axes[axis.name]
+        case.config = shrink(case.facts.config, ranks=ranks, blocks=sorts(case.facts))
         facts = of_values(case.config, "the small model", sink)
     if facts is not None and facts.name != case.facts.name:
         return f"the small model is a {facts.name}, not a {case.facts.name}"

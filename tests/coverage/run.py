@@ -166,7 +166,7 @@ def models(name, sink):
     facts = of_values(configuration(name), name, sink)
     if facts is None:
         return None, None, None
-    values = shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts))
+    values = shrink(facts.config, ranks={"tensor": 2}, blocks=sorts(facts))
     values = {**json.loads(json.dumps(values, default=str)), "architectures": [facts.name]}
     return facts, values, of_values(values, "the small model", sink)
 

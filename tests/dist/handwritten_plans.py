@@ -20,6 +20,7 @@ from planc.ops.styles import (
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.tensor_parallel import Shape as ParameterShape
+from planc.plan.mesh_axes import role_of
 
 BLOCKS = "model.layers[0:2]"
 DIGEST = "0123456789abcdef" * 4
@@ -77,7 +78,10 @@ def llama(
         model="LlamaForCausalLM",
         family="llama",
         layers=2,
-        axes=tuple(MeshAxis(name=n, size=s, place="x.plan:3") for n, s in axes.items()),
+        axes=tuple(
+            MeshAxis(name=n, size=s, role=role_of(n, tensor=("tp",), data=names), place="x.plan:3")
+            for n, s in axes.items()
+        ),
         data=tuple(n for n in axes if n in names),
         stages=(Stage(ops=(*ops, *units)),),
     )
