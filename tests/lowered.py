@@ -53,7 +53,7 @@ def rule(path, style, *shape, split=None, tp=8, line=0, axis="tp"):
     local = tuple(n // tp if i == split else n for i, n in enumerate(shape))
     shapes = (Shape(name="weight", shape=shape, local=local),) if shape else ()
     place = f"plans/llama.plan:{line}" if line else ""
-    return Parallelize(modules=modules(path), axis=axis, style=style, shapes=shapes, place=place)
+    return Parallelize(modules=modules(path), axes=(axis,), style=style, shapes=shapes, place=place)
 
 
 def unit(*paths, reshard=True, nbytes=0, gathered=0, line=0, group=False, **more):
@@ -351,7 +351,7 @@ any_op = st.one_of(
     st.builds(
         Parallelize,
         modules=paths,
-        axis=st.sampled_from(["tp", "ep"]),
+        axes=st.sampled_from([("tp",), ("ep",)]),
         style=any_style,
         shapes=some_shapes,
         place=places,

@@ -143,7 +143,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         data["stages"][0]["ops"][2]["style"]["name"] = "diagonal"
         data["stages"][0]["ops"][3]["modules"] = "model layers"
         data["stages"][0]["ops"][4]["colour"] = "red"
-        del data["stages"][0]["ops"][5]["axis"]
+        del data["stages"][0]["ops"][5]["axes"]
         data["stages"][0]["ops"][-1]["reshard"] = None
         data["stages"][0]["ops"].append({"op": "explode"})
         data["stages"][0]["ops"].append(3)
@@ -159,9 +159,9 @@ def test_all_that_is_wrong_is_said_with_its_place():
         '"sequence", "input", "output", "replicate", "mla_kv", "parameters", "experts", '
         '"features", "attributes" or "python"',
         'x.json, at stages[0].ops[3].modules: "model layers" is not a set of modules',
-        'x.json, at stages[0].ops[4]: "colour" is not known here; known are op, modules, axis, '
+        'x.json, at stages[0].ops[4]: "colour" is not known here; known are op, modules, axes, '
         "style, shapes and place",
-        "x.json, at stages[0].ops[5]: axis is missing",
+        "x.json, at stages[0].ops[5]: axes is missing",
         "x.json, at stages[0].ops[20].reshard: null is not of type boolean or integer",
         'x.json, at stages[0].ops[21].op: "explode" is not "configure", "load", "adapt", '
         '"parallelize", "tie", "freeze", "quantize", "checkpoint", "compile", "fully_shard", '
@@ -174,7 +174,7 @@ def test_what_no_schema_can_say():
     def change(data):
         data["mesh"][1]["name"] = "tp"
         data["data"] = ["dp"]
-        data["stages"][0]["ops"][1]["axis"] = "ep"
+        data["stages"][0]["ops"][1]["axes"] = ["ep"]
         data["stages"][0]["ops"][2]["modules"] = "model.layers[0:16,16:32].mlp"
         data["stages"][0]["ops"][3]["modules"] = "model.layers[5:3].mlp"
         data["stages"][0]["ops"][4]["shapes"][0]["local"] = [1]
@@ -198,7 +198,7 @@ def test_what_no_schema_can_say():
             'x.json, at stages[0].ops[18].members[1]: "model.norm[3:3]" is not a set of modules',
             "x.json, at stages[0].ops[19].members: only a group has several members",
             f'x.json, at data[0]: the mesh has no axis "dp"; {mesh}',
-            f'x.json, at stages[0].ops[1].axis: the mesh has no axis "ep"; {mesh}',
+            f'x.json, at stages[0].ops[1].axes[0]: the mesh has no axis "ep"; {mesh}',
             f'x.json, at stages[0].ops[17].shard[0]: the mesh has no axis "dp_shard"; {mesh}',
             f'x.json, at stages[0].ops[17].replicate[0]: the mesh has no axis "nodes"; {mesh}',
             f'x.json, at stages[0].ops[18].shard[0]: the mesh has no axis "dp_shard"; {mesh}',

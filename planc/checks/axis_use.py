@@ -27,6 +27,8 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
     for i, rule in enumerate(split):
         for other in split[:i]:
             both = rule.modules.overlap(other.modules)
+            # torch 2.13 refuses it: `distribute_tensor` takes no DTensor of another mesh, and
+            # no style works over two dimensions; shapes and bytes would be right
             if other.axis != rule.axis and both is not None:
                 sink.error(
                     "PL352",

@@ -37,7 +37,7 @@ from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import AROUND, BASE_LAYER, adapted, styles
 from planc.plan.ir import Axis, CheckpointRule, Plan, TensorRule
-from planc.plan.local_shapes import local_shape
+from planc.plan.local_shapes import local_shape, ruled
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -60,7 +60,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     ops: list[AnyOp] = [
         *first,
         *adapt(plan),
-        *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
+        *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_freeze(tensor, plan),
         *_joined(
@@ -190,19 +190,28 @@ def _block(rule: TensorRule) -> tuple[str, ...]:
     return key[: len(key) - key[::-1].index("[]")] if "[]" in key else ()
 
 
-def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:
-    module = rule.modules.module
-    return Parallelize(
-        modules=rule.modules,
-        axis=rule.axis,
-        style=rule.style,
-        shapes=tuple(
-            Shape(name=p.name, shape=p.shape, local=local_shape(p, rule, plan))
-            for p in module.parameters
-            if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
-        ),
-        place=rule.origin.place,
-    )
+def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
+    """The operations of rules in their order; one over another axis splits what those before it
+    leave, so that its modules are parted by the rules on them."""
+    for i, rule in enumerate(rules):
+        module = rule.modules.module
+        earlier = [r for r in rules[:i] if r.axis != rule.axis]
+        for modules, before in ruled(rule.modules, earlier):
+            yield Parallelize(
+                modules=modules,
+                axes=(rule.axis,),
+                style=rule.style,
+                shapes=tuple(
+                    Shape(
+                        name=p.name,
+                        shape=local_shape(p, before, plan),
+                        local=local_shape(p, (*before, rule), plan),
+                    )
+                    for p in module.parameters
+                    if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
+                ),
+                place=rule.origin.place,
+            )
 
 
 def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:

@@ -270,6 +270,11 @@ def style_name(style: Style) -> str:
     return kind_of(type(style))
 
 
+def mesh_dims(style: Style) -> int:
+    """How many dimensions of a mesh a style takes: one, as all of torch 2.13's `ParallelStyle`s."""
+    return 1
+
+
 def _parts(style: Colwise | Rowwise | Held) -> list[str]:
     parts = style.parts if isinstance(style.parts, int) else list(style.parts)
     said = [f"parts = {parts}"] if parts != 1 else []

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planc.model.facts import Modules
-from planc.ops.base import Axis, Dims, Name, Op, Where
-from planc.ops.styles import Style
+from planc.ops.base import Axis, Dims, Name, Op, Some, Where
+from planc.ops.styles import Style, mesh_dims, style_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,22 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize(Op):
-    """`parallelize_module(module, mesh[axis], style)` for each module."""
+    """`parallelize_module(module, mesh[axes], style)` for each module.
+
+    Args:
+        axes: the part of the mesh that the style takes, outermost first.
+        shapes: of the parameters that it splits; several operations on a module split in turn.
+    """
 
     modules: Modules
-    axis: Axis
+    axes: Some[Axis]
     style: Style
     shapes: tuple[Shape, ...] = ()
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        dims = mesh_dims(self.style)
+        if len(self.axes) != dims:
+            yield ("axes",), f"{style_name(self.style)} takes {dims} axis, not {len(self.axes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,8 @@ class Mesh(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule(Meaning):
-    """A style on a set of modules, over one axis."""
+    """A style on a set of modules, over the axis of its section; rules over other axes may be on
+    the same modules."""
 
     modules: Modules
     axis: str

@@ -63,7 +63,7 @@ def llama(
     ops = [Configure(name="use_cache", value=False, reason="no cache")]
     if axes.get("tp", 1) > 1:
         ops += [
-            Parallelize(modules=modules(path), axis="tp", style=style, place=f"x.plan:{line}")
+            Parallelize(modules=modules(path), axes=("tp",), style=style, place=f"x.plan:{line}")
             for line, (path, style) in enumerate(styles(sequence).items(), start=10)
         ]
         if tied:

@@ -247,7 +247,7 @@ def test_what_torch_refuses_names_the_line_the_operation_and_the_module(four):
         assert result["codes"] == ["PL492"]
         assert "torch refused fully_shard (x.plan:40) of model.layers.0: " in result["text"]
         assert result["cause"].splitlines()[0] in result["text"] and "3" in result["cause"]
-    style = Parallelize(modules=modules(f"{BLOCKS}.mlp.act_fn"), axis="tp", style=Colwise())
+    style = Parallelize(modules=modules(f"{BLOCKS}.mlp.act_fn"), axes=("tp",), style=Colwise())
     wrong = llama(AXES).with_ops((*llama(AXES).ops[:1], style))
     for result in four.run("failing_models.refused", lowered=wrong):
         assert "torch refused parallelize of model.layers.0.mlp.act_fn: " in result["text"]
