@@ -42,9 +42,11 @@ coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real proc
 	$(BIN)/python -W ignore tests/coverage/theirs.py
 	$(BIN)/python -W ignore tests/coverage/page.py > docs/coverage.md
 
-pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, indexes, outputs in docs
+pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the schema of lowered plans, indexes, outputs in docs
 	PYTHONHASHSEED=0 $(BIN)/python -W ignore -m planc.syntax.grammar > grammars/plan.table.new
 	mv grammars/plan.table.new grammars/plan.table.json
+	$(BIN)/python -m planc.ops.schema > grammars/lowered.schema.new
+	mv grammars/lowered.schema.new grammars/lowered.schema.json
 	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md
 	$(BIN)/python -m pytest tests/test_docs.py --update
 

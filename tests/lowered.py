@@ -8,13 +8,14 @@ from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import Save
+from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
-from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
 from planc.ops.rng import Draw
@@ -52,7 +53,7 @@ def rule(path, style, *shape, split=None, tp=8, line=0, axis="tp"):
     local = tuple(n // tp if i == split else n for i, n in enumerate(shape))
     shapes = (Shape(name="weight", shape=shape, local=local),) if shape else ()
     place = f"plans/llama.plan:{line}" if line else ""
-    return Parallelize(modules=modules(path), axis=axis, style=style, shapes=shapes, place=place)
+    return Parallelize(modules=modules(path), axes=(axis,), style=style, shapes=shapes, place=place)
 
 
 def unit(*paths, reshard=True, nbytes=0, gathered=0, line=0, group=False, **more):
@@ -112,7 +113,6 @@ def styles(layers, tp):
 
 def llama(*, layers=32, ranks=64, tp=8, checkpoint=True):
     """A llama of 8B with tensor and sequence parallelism, checkpointing and FSDP."""
-    block = f"model.layers[0:{layers}]"
     shards = ranks // tp
     whole = {"layer": 436_224_000 // tp, "vocabulary": 1_050_673_152 // tp}
     bare = {name: count // shards for name, count in whole.items()}
@@ -124,28 +124,45 @@ def llama(*, layers=32, ranks=64, tp=8, checkpoint=True):
         family="llama",
         layers=layers,
         axes=(
-            MeshAxis(name="pp", size=1, place="plans/llama.plan:9"),
+            MeshAxis(name="pp", size=1, role=AxisRole.STAGE, place="plans/llama.plan:9"),
             MeshAxis(name="dp_shard", size=shards, inferred=True, place="plans/llama.plan:10"),
-            MeshAxis(name="tp", size=tp, place=f"--set tp={tp}"),
+            MeshAxis(name="tp", size=tp, role=AxisRole.TENSOR, place=f"--set tp={tp}"),
         ),
         data=("dp_shard",),
-        ops=(
-            Configure(name="use_cache", value=False, reason="training keeps no key/value cache"),
-            *(styles(layers, tp) if tp > 1 else ()),
-            *([Checkpoint(modules=modules(block), place="plans/llama.plan:42")] * checkpoint),
-            unit(f"model.layers[0:{layers - 1}]", **layer),
-            unit(f"model.layers[{layers - 1}]", reshard=False, **layer),
-            unit("model.embed_tokens", line=52, **vocabulary),
-            unit("model.norm", "lm_head", reshard=False, line=53, **vocabulary),
-            unit("root", reshard=False, line=55),
+        stages=(
+            Stage(
+                ops=_ops(layers, tp, layer, vocabulary, checkpoint),
+                parameters=layers * bare["layer"] + 2 * bare["vocabulary"],
+                gathered=whole["vocabulary"],
+            ),
         ),
-        parameters=layers * bare["layer"] + 2 * bare["vocabulary"],
-        gathered=whole["vocabulary"],
+    )
+
+
+def _ops(layers, tp, layer, vocabulary, checkpoint):
+    block = modules(f"model.layers[0:{layers}]")
+    return (
+        Configure(name="use_cache", value=False, reason="training keeps no key/value cache"),
+        *(styles(layers, tp) if tp > 1 else ()),
+        *([Checkpoint(modules=block, place="plans/llama.plan:42")] * checkpoint),
+        unit(f"model.layers[0:{layers - 1}]", **layer),
+        unit(f"model.layers[{layers - 1}]", reshard=False, **layer),
+        unit("model.embed_tokens", line=52, **vocabulary),
+        unit("model.norm", "lm_head", reshard=False, line=53, **vocabulary),
+        unit("root", reshard=False, line=55),
     )
 
 
 def with_ops(lowered, *ops):
-    return dataclasses.replace(lowered, ops=tuple(ops))
+    return lowered.with_ops(ops)
+
+
+def with_fields(lowered, **changes):
+    """The plan with other fields, of its own or of its only stage."""
+    of_stage = {n: v for n, v in changes.items() if n in Stage.__dataclass_fields__}
+    rest = {n: v for n, v in changes.items() if n not in of_stage}
+    stage = dataclasses.replace(lowered.stage, **of_stage)
+    return dataclasses.replace(lowered, **rest, stages=(stage,))
 
 
 def moved(lowered, lines=100):
@@ -158,7 +175,7 @@ def moved(lowered, lines=100):
     def each(nodes):
         return tuple(dataclasses.replace(n, place=place(n.place)) for n in nodes)
 
-    return dataclasses.replace(lowered, ops=each(lowered.ops), axes=each(lowered.axes))
+    return dataclasses.replace(lowered.with_ops(each(lowered.ops)), axes=each(lowered.axes))
 
 
 # Any lowered plan --------------------------------------------------------------------------------
@@ -334,7 +351,7 @@ any_op = st.one_of(
     st.builds(
         Parallelize,
         modules=paths,
-        axis=st.sampled_from(["tp", "ep"]),
+        axes=st.sampled_from([("tp",), ("ep",)]),
         style=any_style,
         shapes=some_shapes,
         place=places,
@@ -398,11 +415,21 @@ def plans(draw):
         family="any",
         layers=draw(st.integers(0, 10)),
         axes=tuple(
-            MeshAxis(name=n, size=s, inferred=draw(st.booleans()), place=draw(places))
+            MeshAxis(
+                name=n,
+                size=s,
+                role=draw(st.sampled_from(AxisRole)),
+                inferred=draw(st.booleans()),
+                place=draw(places),
+            )
             for n, s in zip(AXES, sizes, strict=True)
         ),
         data=draw(st.sampled_from([(), ("dp_shard",), ("dp_shard", "ep")])),
-        ops=tuple(draw(st.lists(any_op, max_size=7))),
-        parameters=draw(counts),
-        gathered=draw(counts),
+        stages=(
+            Stage(
+                ops=tuple(draw(st.lists(any_op, max_size=7))),
+                parameters=draw(counts),
+                gathered=draw(counts),
+            ),
+        ),
     )

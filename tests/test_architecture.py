@@ -123,6 +123,25 @@ def test_only_the_runtime_calls_torch_distributed():
             assert f" {call}" not in text, f"{path} calls {call}"
 
 
+def test_one_module_knows_axes_by_their_names():
+    """What an axis is for is its role: a plan may call its axes as it likes."""
+    names = {"dp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", "dp_cp", "ep_shard"}
+    table = PACKAGE / "plan" / "mesh_axes.py"
+    found = {
+        path: sorted(
+            names
+            & {
+                n.value
+                for n in ast.walk(ast.parse(path.read_text()))
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }
+        )
+        for path in FILES
+    }
+    assert found.pop(table)
+    assert not any(found.values()), {str(p): n for p, n in found.items() if n}
+
+
 def test_only_model_imports_transformers():
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

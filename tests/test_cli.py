@@ -95,7 +95,7 @@ def test_output_to_a_file_is_whole_or_nothing(planc, tmp_path):
     file = tmp_path / "lowered.json"
     assert planc("lower", *GOOD, "--format", "json", "-o", file)[:2] == (0, "")
     whole = file.read_text()
-    assert json.loads(whole)["format_version"] == 1
+    assert json.loads(whole)["format_version"] == 2
     assert planc("lower", "llama-3.1-8b", "llama", "--set", "tp=0", "-o", file)[0] == 1
     assert file.read_text() == whole  # an error leaves the file as it was
     assert planc("lower", *GOOD, "-o", tmp_path / "no" / "folder")[0] == 2
@@ -254,7 +254,7 @@ def test_files_that_cannot_be_read(planc, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format_version": 2}', '{"format_version": 1}', "{" * 9]
+    "text", ["", "[]", '{"format_version": 1}', '{"format_version": 2}', "{" * 9]
 )
 def test_a_lowered_plan_that_is_none(planc, tmp_path, text):
     file = tmp_path / "p.json"

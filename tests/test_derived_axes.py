@@ -10,10 +10,11 @@ from planc.diffing.compare import compare
 from planc.diffing.render import render as diff_text
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
+from planc.ops.base import AxisRole
 from planc.ops.document import digest, dumps, loads
 from planc.ops.fsdp import Divide, FullyShard
 from planc.plan import elaborate
-from planc.plan.mesh_axes import axes_of, known
+from planc.plan.mesh_axes import axes_of, known, role_of
 from planc.source import Source
 from planc.syntax import parse
 
@@ -265,3 +266,33 @@ def test_mistakes(name):
 def test_a_name_may_be_near():
     findings = judged(MESH + section(on="dp_shard_cpp"), "mixtral-8x7b", world=16)[2]
     assert "did you mean `dp_shard_cp`" in findings[0].help
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "data", "role"),
+    [
+        ("pp", (), (), AxisRole.STAGE),
+        ("cp", (), ("cp",), AxisRole.SEQUENCE),
+        ("ep", (), (), AxisRole.EXPERT),
+        ("tp", (), (), AxisRole.TENSOR),
+        ("tp", (), ("tp",), AxisRole.DATA),
+        ("gpu", ("gpu",), (), AxisRole.TENSOR),
+        ("node", ("gpu",), ("node",), AxisRole.DATA),
+        ("dp_shard", (), (), AxisRole.DATA),
+    ],
+)
+def test_what_an_axis_is_for(name, tensor, data, role):
+    assert role_of(name, tensor=tensor, data=data) is role
+
+
+def test_a_plan_gives_its_axes_their_roles():
+    """By the sections that work over them, where the name says nothing."""
+    mesh = "mesh {\n node = auto\n gpu = 4\n pp = 1\n cp = 1\n}\n"
+    tensor = "tensor on gpu {\n lm_head : colwise(-> replicate)\n}\n"
+    plan, _, _ = judged(f"plan t for llama\n{mesh}{tensor}fsdp on node * cp {{\n root : unit\n}}\n")
+    assert {a.name: a.role.value for a in plan.mesh.axes} == {
+        "node": "data",
+        "gpu": "tensor",
+        "pp": "stage",
+        "cp": "sequence",
+    }

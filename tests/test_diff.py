@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowered import any_op, llama, modules, moved, plans, rule, unit, with_ops
+from lowered import any_op, llama, modules, moved, plans, rule, unit, with_fields, with_ops
 
 from planc.diagnostic import Sink
 from planc.diffing.compare import compare
@@ -72,7 +72,7 @@ def test_an_edit_of_the_plan(golden):
 
 
 def test_another_model(golden):
-    new = dataclasses.replace(
+    new = with_fields(
         llama(layers=36), model="Qwen3ForCausalLM", family="qwen3", parameters=1, gathered=2
     )
     norms = rule("model.layers[0:36].self_attn.q_norm", Sequence(dim=2, local=True), line=8)
@@ -299,7 +299,7 @@ def test_the_rest():
 
 
 def changed(**changes):
-    return render(compare(llama(), dataclasses.replace(llama(), **changes))).splitlines()
+    return render(compare(llama(), with_fields(llama(), **changes))).splitlines()
 
 
 def test_the_order_of_axes():

@@ -46,7 +46,7 @@ def small(family):
         values[part] |= fields
     values["architectures"] = [name]
     facts = of_values(values, family, Sink())
-    less = shrink(facts.config, ranks={"tp": 2}, blocks=sorts(facts))
+    less = shrink(facts.config, ranks={"tensor": 2}, blocks=sorts(facts))
     return Maker({**json.loads(json.dumps(less, default=str)), "architectures": [name]})
 
 

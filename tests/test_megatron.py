@@ -18,8 +18,7 @@ from planc.diffing.render import render as diff_of
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
 from planc.ops.document import digest, dumps, loads
-from planc.ops.megatron_fsdp import MegatronShard
-from planc.plan.sections.megatron_fsdp import OPTIONS
+from planc.ops.megatron_fsdp import OPTIONS, MegatronShard
 from planc.provenance.query import why
 
 BLOCKS = "model.layers.* : unit"
@@ -284,7 +283,7 @@ def test_the_document_comes_back():
 )
 def test_a_document_that_is_wrong(field, value, said):
     data = json.loads(dumps(lowered(FULL)))
-    data["ops"][1][field] = value
+    data["stages"][0]["ops"][1][field] = value
     found = Sink()
     assert loads(json.dumps(data), "it", found) is None
     assert any(said in d.message for d in found), [d.message for d in found]

@@ -111,8 +111,8 @@ def test_local_shapes():
     shapes = {p.name: p for p in experts.module.parameters}
     held = (("gate_up_proj", Held(layout=Shard(1), parts=2)), ("down_proj", Held(layout=Shard(2))))
     rule, plan = lowered_rule(experts, Experts(held=held))
-    assert local_shape(shapes["gate_up_proj"], rule, plan) == (8, 2 * 14336 // 4, 4096)
-    assert local_shape(shapes["down_proj"], rule, plan) == (8, 4096, 14336 // 4)
+    assert local_shape(shapes["gate_up_proj"], (rule,), plan) == (8, 2 * 14336 // 4, 4096)
+    assert local_shape(shapes["down_proj"], (rule,), plan) == (8, 4096, 14336 // 4)
 
 
 def lowered_rule(modules: Modules, style):

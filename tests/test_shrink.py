@@ -48,7 +48,7 @@ def trained(config):
 
 
 def test_the_ratio_of_heads_stays():
-    small = shrink(shipped("llama-3.1-8b"), ranks={"tp": 2})
+    small = shrink(shipped("llama-3.1-8b"), ranks={"tensor": 2})
     assert (small["num_attention_heads"], small["num_key_value_heads"]) == (8, 2)
     assert small["hidden_size"] == 8 * 16
     assert small["num_hidden_layers"] == 2
@@ -138,7 +138,7 @@ def test_the_first_dense_layers_of_an_moe_leave_room_for_a_sparse_one():
 
 def test_experts_divide_by_ep():
     config = {"model_type": "x", "num_experts": 128, "num_experts_per_tok": 8}
-    small = shrink(config, ranks={"ep": 4})
+    small = shrink(config, ranks={"expert": 4})
     assert small["num_experts"] == 8 and small["num_experts_per_tok"] == 2
 
 

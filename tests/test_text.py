@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from hypothesis import given
-from lowered import llama, modules, plans, rule, unit, with_ops
+from lowered import llama, modules, plans, rule, unit, with_fields, with_ops
 
 from planc.emit import phrases
 from planc.emit.text import render
@@ -13,7 +13,7 @@ from planc.ops.aten_operators import Save
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest
-from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.styles import (
     Change,
     Colwise,
@@ -49,9 +49,7 @@ def test_a_line_has_no_more_than_a_hundred_columns():
 
 
 def test_a_reason_without_words():
-    plan = dataclasses.replace(
-        llama(), ops=(Configure(name="use_cache", value=False, reason="\r"),)
-    )
+    plan = llama().with_ops((Configure(name="use_cache", value=False, reason="\r"),))
     assert "configure   use_cache = false\n" in render(plan, digest="0" * 64)
 
 
@@ -71,10 +69,10 @@ def test_any_plan(plan):
 
 def test_head():
     axes = (MeshAxis(name="dp_shard", size=16384, inferred=True), MeshAxis(name="tp", size=1))
-    plan = dataclasses.replace(llama(), axes=axes, layers=0, ops=())
+    plan = with_fields(llama(), axes=axes, layers=0, ops=())
     assert render(plan, digest="9f31c2aa00bb11").splitlines() == [
         "llama for LlamaForCausalLM, 16,384 ranks                              "
-        "lowered 9f31c2aa00bb, format 1",
+        "lowered 9f31c2aa00bb, format 2",
         "",
         "mesh        dp_shard 16384 (auto) | tp 1",
         "data        split 16,384 ways, over dp_shard",
@@ -274,7 +272,15 @@ def test_table():
 
 
 def test_a_plan_without_layers_and_data_says_so():
-    plan = Lowered(plan="p", model="M", family="m", layers=0, axes=llama().axes, data=(), ops=())
+    plan = Lowered(
+        plan="p",
+        model="M",
+        family="m",
+        layers=0,
+        axes=llama().axes,
+        data=(),
+        stages=(Stage(ops=()),),
+    )
     lines = render(plan, digest="0" * 64).splitlines()
     assert lines[0].startswith("p for M, 64 ranks  ")
     assert lines[3] == "data        the same on every rank"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planc.checks.queries import active, weighted
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
+from planc.ops.base import AxisRole
 from planc.plan.ir import Plan
 
 
@@ -26,6 +27,8 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
     for i, rule in enumerate(split):
         for other in split[:i]:
             both = rule.modules.overlap(other.modules)
+            # torch 2.13 refuses it: `distribute_tensor` takes no DTensor of another mesh, and
+            # no style works over two dimensions; shapes and bytes would be right
             if other.axis != rule.axis and both is not None:
                 sink.error(
                     "PL352",
@@ -34,12 +37,14 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
                     Label(span=other.origin, text=f"over {other.axis}"),
                     help="keep one of the two",
                 )
-    context = plan.mesh.axis("cp")
-    if section is not None and context is not None and context.size > 1 and "cp" in used:
+    for context in plan.mesh.of_role(AxisRole.SEQUENCE):
+        if section is None or context.size == 1 or context.name not in used:
+            continue
         sink.warning(
             "PL351",
-            f"the {context.size} ranks of cp read the same batch, and nothing splits its sequence",
-            Label(span=context.origin, text=f"cp is {context.size}"),
+            f"the {context.size} ranks of {context.name} read the same batch, and nothing splits "
+            "its sequence",
+            Label(span=context.origin, text=f"{context.name} is {context.size}"),
             Label(span=section.origin, text="only parameters are sharded over it"),
-            help="context parallelism is not supported yet: set `cp = 1`",
+            help=f"context parallelism is not supported yet: set `{context.name} = 1`",
         )

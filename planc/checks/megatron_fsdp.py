@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from planc.checks.queries import active
 from planc.diagnostic import Sink, one_of
 from planc.model.facts import Facts, Modules
+from planc.ops.megatron_fsdp import STRATEGIES
 from planc.plan.ir import Fsdp, Megatron, Plan, Unit
 from planc.plan.parameter_owners import owned
 from planc.plan.sections.fsdp_policies import DTYPES
-from planc.plan.sections.megatron_fsdp import STRATEGIES
 from planc.source import Span
 
 _WHOLE = STRATEGIES[-1]

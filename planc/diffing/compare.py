@@ -35,7 +35,7 @@ class Change:
 
     Args:
         kind: one of `planc.diffing.entries.KINDS`.
-        over: the axis of a tensor-parallel style.
+        over: the axes of a tensor-parallel style.
         label: what it is about, where that is not a set of modules.
         modules: the sets that change alike; they differ in their last name alone.
         subject: the same for a person: `self_attn.{q,k,v}_proj`.
@@ -45,7 +45,7 @@ class Change:
     """
 
     kind: str
-    over: str = ""
+    over: tuple[str, ...] = ()
     label: str = ""
     modules: tuple[Modules, ...] = ()
     subject: str = field(default="", compare=False)
@@ -165,7 +165,7 @@ class _Reasons:
         names = [*(a.name for a in old.axes), *(a.name for a in new.axes)]
         self.sizes = {n: (old.axis_size(n), new.axis_size(n)) for n in dict.fromkeys(names)}
         ops = [op for op in (*old.ops, *new.ops) if isinstance(op, Parallelize)]
-        self.tensor = tuple(dict.fromkeys(op.axis for op in ops))
+        self.tensor = tuple(dict.fromkeys(axis for op in ops for axis in op.axes))
         shapes = (n for a, b in pairs.changed for n, _, _ in differences(a, b))
         self.resized = any(_models(old, new)) or any(n.endswith(".shape") for n in shapes)
 
@@ -181,7 +181,7 @@ class _Reasons:
     def absent(self, entry: Entry) -> str:
         """Why an operation comes or goes."""
         if entry.kind.startswith("tensor"):
-            return self.to_one([entry.over])
+            return self.to_one(entry.over)
         return self.to_one(self.tensor) if entry.kind in ("tie", "random") else ""
 
     def between(self, old: Entry, parts: Iterable[Part]) -> str:
@@ -190,7 +190,7 @@ class _Reasons:
         telling = [p for p in parts if not phrases.alike(p.old, p.new)] or parts
         names = {p.name: p for p in telling}
         if old.kind == "tensor":
-            return self.moved([old.over]) if all(n.endswith(".local") for n in names) else ""
+            return self.moved(old.over) if all(n.endswith(".local") for n in names) else ""
         if old.kind != "fsdp" or self.resized or names.keys() - _FOLLOWS:
             return ""
         axes: list[str] = []

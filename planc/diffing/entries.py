@@ -57,7 +57,7 @@ class Entry:
 
     Args:
         kind: one of `KINDS`.
-        over: the axis of a tensor-parallel style.
+        over: the axes of a tensor-parallel style.
         label: what it is about, where that is not a set of modules.
         modules: the set.
         style: of a tensor-parallel rule.
@@ -67,7 +67,7 @@ class Entry:
     """
 
     kind: str
-    over: str = ""
+    over: tuple[str, ...] = ()
     label: str = ""
     modules: Modules | None = None
     style: ir.Style | None = None
@@ -187,7 +187,7 @@ def _tensor(op: Parallelize) -> Entry:
     facts += [(f"{s.name}.local", s.local) for s in op.shapes]
     return Entry(
         kind=kind,
-        over=op.axis,
+        over=op.axes,
         modules=phrases.layer(op.modules),
         style=op.style,
         facts=tuple(facts),

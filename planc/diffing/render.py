@@ -202,7 +202,7 @@ def _whole(change: Change) -> str:
             return f"{parts['strategy']}, over {_listed(parts['shard'])}"
         case "megatron unit" | "random":
             return "drawn alike on all ranks" if change.kind == "random" else ""
-    over = "" if change.reason else f" on {change.over}"  # a reason names the axis
+    over = "" if change.reason else f" on {' * '.join(change.over)}"  # a reason names the axis
     return ", ".join([f"{parts['style']}{over}", *_locals(change.parts)])
 
 
@@ -268,7 +268,7 @@ def document(delta: Delta) -> dict[str, Any]:
 def _entry(change: Change) -> dict[str, Any]:
     return {
         "kind": change.kind,
-        "axis": change.over,
+        "axis": " * ".join(change.over),
         "subject": change.subject,
         "modules": [str(m) for m in change.modules],
         "parts": [

@@ -16,7 +16,7 @@ from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists
 from planc.proof.flow_findings import generic
-from planc.proof.small_case import RANKS, SmallModel, small_model
+from planc.proof.small_case import SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out
 from planc.trial.outcome import Outcome
 
@@ -77,7 +77,7 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, Makes | None, str]:
 
     Where there is none, the facts are those of the real model.
     """
-    model = small_model(facts, {"tp": RANKS})
+    model = small_model(facts)
     if isinstance(model, str):
         return facts, None, None, model
     quiet = Sink()

@@ -168,11 +168,11 @@ def _four_bits(lowered: Lowered) -> Iterator[str]:
 
 def _tensor(lowered: Lowered) -> Iterator[str]:
     ops = [op for op in lowered.ops if isinstance(op, Parallelize)]
-    for axis in dict.fromkeys(op.axis for op in ops):
-        yield _head("tensor", f"on {phrases.axes([axis], lowered)}")
+    for axes in dict.fromkeys(op.axes for op in ops):
+        yield _head("tensor", f"on {phrases.axes(axes, lowered)}")
         blocks: dict[str, list[Parallelize]] = {}
         for op in ops:
-            if op.axis == axis:
+            if op.axes == axes:
                 named = replace(op, modules=phrases.layer(op.modules))
                 blocks.setdefault(phrases.block(op.modules), []).append(named)
         for block, inside in blocks.items():

@@ -26,17 +26,18 @@ from planc.lowering.memory import Holdings
 from planc.lowering.rng import draws
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
-from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import AROUND, BASE_LAYER, styles
-from planc.plan.ir import CheckpointRule, Plan, TensorRule
-from planc.plan.local_shapes import local_shape
+from planc.plan.ir import Axis, CheckpointRule, Plan, TensorRule
+from planc.plan.local_shapes import local_shape, ruled
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -58,7 +59,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *configure(facts),
         *arrive(plan),
         *adapt(plan),
-        *_joined(_parallelize(r, plan) for r in _ordered([*_on_layers(tensor, plan), *derived])),
+        *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_freeze(tensor, plan),
         *_joined(
@@ -75,19 +76,29 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *settings(plan, facts),
         *draws(plan, facts),
     ]
+    stage = Stage(
+        parameters=at_rest(units, holdings) + scales(plan),
+        gathered=max((u.gathered for u in units), default=0),
+        ops=tuple(ops),
+    )
     return Lowered(
         plan=plan.name,
         model=facts.name,
         family=facts.family,
         layers=_layers(facts.root),
-        axes=tuple(
-            MeshAxis(name=a.name, size=a.size, inferred=a.inferred, place=a.origin.place)
-            for a in plan.mesh.axes
-        ),
+        axes=tuple(map(_axis, plan.mesh.axes)),
         data=_data(plan),
-        ops=tuple(ops),
-        parameters=at_rest(units, holdings) + scales(plan),
-        gathered=max((u.gathered for u in units), default=0),
+        stages=(stage,),
+    )
+
+
+def _axis(axis: Axis) -> MeshAxis:
+    return MeshAxis(
+        name=axis.name,
+        size=axis.size,
+        role=axis.role,
+        inferred=axis.inferred,
+        place=axis.origin.place,
     )
 
 
@@ -149,8 +160,10 @@ def _data(plan: Plan) -> tuple[str, ...]:
     """
     if plan.fsdp is None:
         return ()
-    names = {*plan.fsdp.shard, *plan.fsdp.replicate} - {"cp"}
-    return tuple(a.name for a in plan.mesh.axes if a.name in names)
+    names = {*plan.fsdp.shard, *plan.fsdp.replicate}
+    return tuple(
+        a.name for a in plan.mesh.axes if a.name in names and a.role is not AxisRole.SEQUENCE
+    )
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
@@ -176,19 +189,28 @@ def _block(rule: TensorRule) -> tuple[str, ...]:
     return key[: len(key) - key[::-1].index("[]")] if "[]" in key else ()
 
 
-def _parallelize(rule: TensorRule, plan: Plan) -> Parallelize:
-    module = rule.modules.module
-    return Parallelize(
-        modules=rule.modules,
-        axis=rule.axis,
-        style=rule.style,
-        shapes=tuple(
-            Shape(name=p.name, shape=p.shape, local=local_shape(p, rule, plan))
-            for p in module.parameters
-            if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
-        ),
-        place=rule.origin.place,
-    )
+def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
+    """The operations of rules in their order; one over another axis splits what those before it
+    leave, so that its modules are parted by the rules on them."""
+    for i, rule in enumerate(rules):
+        module = rule.modules.module
+        earlier = [r for r in rules[:i] if r.axis != rule.axis]
+        for modules, before in ruled(rule.modules, earlier):
+            yield Parallelize(
+                modules=modules,
+                axes=(rule.axis,),
+                style=rule.style,
+                shapes=tuple(
+                    Shape(
+                        name=p.name,
+                        shape=local_shape(p, before, plan),
+                        local=local_shape(p, (*before, rule), plan),
+                    )
+                    for p in module.parameters
+                    if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
+                ),
+                place=rule.origin.place,
+            )
 
 
 def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:

@@ -72,10 +72,10 @@ class Holdings:
                 count=count,
             )
             for own in owned(plan, facts)
-            for part, rule in ruled(own.modules, rules)
+            for part, on in ruled(own.modules, rules)
             for parameter in part.module.parameters
             if (count := tied.own(part, parameter))
-            for local in [_local(part, parameter, rule, plan)]
+            for local in [_local(part, parameter, on, plan)]
         ]
 
     def ranks(self, held: Holding) -> int:
@@ -102,13 +102,16 @@ class Holdings:
 
 
 def _local(
-    part: Modules, parameter: Parameter, rule: TensorRule | None, plan: Plan
+    part: Modules, parameter: Parameter, rules: tuple[TensorRule, ...], plan: Plan
 ) -> tuple[int, ...]:
-    """The shape that a rule leaves; of a 4-bit weight, whose dims are gone, its share of bytes."""
-    if rule is None or part.module.cls != FOUR_BIT or parameter.name != "weight":
-        return local_shape(parameter, rule, plan)
-    split = weight_split(rule.style, rule.modules.module.kind, "weight", 2)
-    return (-(-parameter.shape[0] // (plan.mesh.size(rule.axis) if split else 1)), 1)
+    """The shape that rules leave; of a 4-bit weight, whose dims are gone, its share of bytes."""
+    if not rules or part.module.cls != FOUR_BIT or parameter.name != "weight":
+        return local_shape(parameter, rules, plan)
+    left = parameter.shape[0]
+    for rule in rules:
+        if weight_split(rule.style, rule.modules.module.kind, "weight", 2):
+            left = -(-left // plan.mesh.size(rule.axis))
+    return (left, 1)
 
 
 def kept_shape(

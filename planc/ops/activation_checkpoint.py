@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planc.model.facts import Modules
 from planc.ops.aten_operators import Save
-from planc.ops.base import Op
+from planc.ops.base import OMIT, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class Checkpoint(Op):
     """
 
     modules: Modules
-    save: tuple[Save, ...] = ()
-    offload: bool = False
-    pin: bool = True
-    preserve_rng: bool = True
-    early_stop: bool = True
+    save: tuple[Save, ...] = field(default=(), metadata=OMIT)
+    offload: bool = field(default=False, metadata=OMIT)
+    pin: bool = field(default=True, metadata=OMIT)
+    preserve_rng: bool = field(default=True, metadata=OMIT)
+    early_stop: bool = field(default=True, metadata=OMIT)

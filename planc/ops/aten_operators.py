@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from planc.ops.base import Operator, Size, Some
 from planc.resources import GRAMMARS
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -53,9 +54,9 @@ class Save:
         ops: torch's names: namespace, operator, overload.
     """
 
-    name: str
-    every: int = 1
-    ops: tuple[str, ...]
+    name: Operator
+    every: Size = 1
+    ops: Some[Operator]
 
 
 @cache

@@ -1,8 +1,128 @@
-"""What every operation has."""
+"""What every operation has, and how the values of its fields are written in JSON."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, TypeVar
+
+
+class AxisRole(StrEnum):
+    """What the ranks along a mesh axis share out among them.
+
+    `planc.plan.mesh_axes` decides it; nothing else looks at the name of an axis.
+    """
+
+    DATA = "data"
+    """Samples: each rank reads other ones."""
+    SEQUENCE = "sequence"
+    """The tokens of one sample."""
+    TENSOR = "tensor"
+    """The features of one weight."""
+    EXPERT = "expert"
+    """Whole experts."""
+    STAGE = "stage"
+    """Layers, as stages of a pipeline."""
+
+
+Where = tuple[str | int, ...]
+"""A place in a JSON document: the keys and indices that lead there."""
+
+OMIT = {"omit": True}
+"""Metadata of a dataclass field that is left out of the JSON at its default."""
+
+
+def key(name: str) -> dict[str, str]:
+    """Metadata of a dataclass field that has another name in the JSON."""
+    return {"key": name}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """How values of an annotated type are written, and which of them are allowed.
+
+    Args:
+        schema: keywords of JSON Schema, beyond those that follow from the type.
+        name: of the definition in the schema that other types refer to; empty for none.
+        write: makes JSON of a value.
+        read: makes a value of JSON; raises ValueError, with a message, for what is none.
+        axis: whether the value is the name of an axis, which the mesh must have.
+        pairs: whether a tuple of pairs is written as an object.
+        tag: the key by which an object says which dataclass of a union it is.
+    """
+
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    write: Callable[[Any], Any] = _same
+    read: Callable[[Any], Any] = _same
+    axis: bool = False
+    pairs: bool = False
+    tag: str = ""
+
+
+def text(name: str, title: str, pattern: str, *, axis: bool = False, most: int = 200) -> Form:
+    """A text of one pattern. JSON Schema's `$` also matches before a newline at the end."""
+    pattern = f"^{pattern}$(?!\\n)"
+    schema = {"title": title, "type": "string", "pattern": pattern, "maxLength": most}
+    return Form(schema, name=name, axis=axis)
+
+
+T = TypeVar("T")
+Name = Annotated[str, text("name", "a name", r"[\w.-]+")]
+Axis = Annotated[str, text("axis", "a name", r"[\w.-]+", axis=True)]
+Axes = tuple[Axis, ...]
+Operator = Annotated[str, text("operator", "the name of an operator", r"\w+(\.\w+)*")]
+Count = Annotated[int, Form({"minimum": 0, "maximum": 2**63 - 1}, name="count")]
+Size = Annotated[int, Form({"minimum": 1, "maximum": 2**31 - 1}, name="size")]
+ShardDim = Annotated[int, Form({"minimum": 0, "maximum": 100})]
+Positive = Annotated[int | float, Form({"type": "number", "exclusiveMinimum": 0})]
+Dims = Annotated[tuple[Count, ...], Form({"maxItems": 16}, name="dims")]
+Dtype = Annotated[str, Form({"enum": ["float16", "bfloat16", "float32", "float64"]})]
+Some = Annotated[tuple[T, ...], Form({"minItems": 1})]
+Pairs = Annotated[tuple[tuple[Name, T], ...], Form(pairs=True)]
+
+
+Literal = int | float | str | bool | None | tuple["Literal", ...]
+
+
+def _listed(value: Literal) -> Any:
+    return [_listed(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Literal:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+Plain = Annotated[
+    Any,
+    Form(
+        {
+            "type": ["null", "boolean", "number", "string", "array"],
+            "items": {"$ref": "#/$defs/literal"},
+        },
+        name="literal",
+        write=_listed,
+        read=_frozen,
+    ),
+]
+
+
+def choice(*values: object) -> Form:
+    """One of several values."""
+    return Form({"enum": list(values)})
+
+
+def kind_of(cls: type) -> str:
+    """What the JSON calls a dataclass of a union: `KIND`, or else its name with underscores."""
+    given = getattr(cls, "KIND", "")
+    return given or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,4 +131,19 @@ class Op:
     place: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
     """
 
+    KIND: ClassVar[str] = ""
+
     place: str = field(default="", compare=False)
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        """What is wrong with the operation and its type does not say: where in it, and what."""
+        yield from ()
+
+
+def short(value: Any) -> str:
+    """A JSON value for a message, cut where it is long."""
+    return cut(json.dumps(value))
+
+
+def cut(message: str) -> str:
+    return message if len(message) <= 80 else f"{message[:77]}..."

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
+from planc.ops.base import (
+    OMIT,
+    Axes,
+    Axis,
+    Count,
+    Dtype,
+    Form,
+    Op,
+    Positive,
+    ShardDim,
+    Size,
+    Some,
+    Where,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,9 +28,9 @@ class Spread:
     """Parameters in and below modules that lie otherwise than the rest of their unit."""
 
     modules: Modules
-    shard: tuple[str, ...]
-    replicate: tuple[str, ...] = ()
-    shard_dim: int = 0
+    shard: Some[Axis]
+    replicate: Axes = field(default=(), metadata=OMIT)
+    shard_dim: ShardDim = field(default=0, metadata=OMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,22 +53,28 @@ class FullyShard(Op):
         spreads: parameters inside that lie otherwise, outer modules before inner.
     """
 
-    members: tuple[Modules, ...]
+    members: Some[Modules]
     group: bool = False
-    shard: tuple[str, ...]
-    replicate: tuple[str, ...] = ()
-    reshard: bool | int
-    param: str | None = None
-    reduce: str | None = None
-    output: str | None = None
+    shard: Axes
+    replicate: Axes = ()
+    reshard: bool | Size
+    param: Dtype | None = None
+    reduce: Dtype | None = None
+    output: Dtype | None = None
     cast_inputs: bool = True
-    nbytes: int = 0
-    gathered: int = 0
-    ignored: tuple[Modules, ...] = ()
-    shard_dim: int = 0
-    offload: bool = False
-    pin: bool = False
-    spreads: tuple[Spread, ...] = ()
+    nbytes: Count = 0
+    gathered: Count = 0
+    ignored: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+    shard_dim: ShardDim = field(default=0, metadata=OMIT)
+    offload: bool = field(default=False, metadata=OMIT)
+    pin: bool = field(default=False, metadata=OMIT)
+    spreads: tuple[Spread, ...] = field(default=(), metadata=OMIT)
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        if not self.shard and not self.replicate:
+            yield (), "a unit works over no axis"
+        if not self.group and len(self.members) > 1:
+            yield ("members",), "only a group has several members"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +86,11 @@ class Divide(Op):
         units: those that more ranks add up, after all others; empty for every unit.
     """
 
-    factor: int | float
-    units: tuple[Modules, ...] = ()
+    factor: Positive
+    units: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+
+
+Depth = Annotated[int, Form({"minimum": 0, "maximum": 1_000_000})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +103,9 @@ class Prefetch(Op):
         forward, backward: how many entries ahead are gathered; 0 leaves it to FSDP.
     """
 
-    units: tuple[Modules, ...]
-    forward: int = 0
-    backward: int = 0
+    units: Some[Modules]
+    forward: Depth = 0
+    backward: Depth = 0
 
     @property
     def returning(self) -> tuple[Modules, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
+from planc.ops.base import OMIT, Dtype, Op, choice
 from planc.ops.peft_pattern import pattern_of
 
 
@@ -23,9 +24,9 @@ class Load(Op):
     """
 
     meta: bool = False
-    weights: str | None = None
-    dtype: str | None = None
-    fp32: tuple[Modules, ...] = ()
+    weights: Annotated[str, choice("slices", "rank0", "checkpoint")] | None = None
+    dtype: Dtype | None = None
+    fp32: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
     @property
     def pattern(self) -> str:

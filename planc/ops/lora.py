@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
+from planc.ops.base import Count, Dtype, Form, Op, Positive, Size, Some, choice
 from planc.ops.peft_pattern import pattern_of
 
 
@@ -22,13 +23,13 @@ class Adapt(Op):
         seed: of their first values, so that every rank has the same.
     """
 
-    members: tuple[Modules, ...]
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    dtype: str | None = None
-    init: str = "default"
-    seed: int = 0
+    members: Some[Modules]
+    rank: Size
+    alpha: Positive
+    dropout: Annotated[float, Form({"minimum": 0, "exclusiveMaximum": 1})] = 0.0
+    dtype: Dtype | None = None
+    init: Annotated[str, choice("default", "gaussian", "random")] = "default"
+    seed: Count = 0
 
     @property
     def pattern(self) -> str:

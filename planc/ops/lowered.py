@@ -6,23 +6,57 @@ emitted Python spells out. It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
+from planc.ops.base import Axes, AxisRole, Count, Form, Name, Size, key
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Custom
 from planc.ops.tensor_parallel import Parallelize
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    name: str
-    size: int
+    """An axis of the mesh.
+
+    Args:
+        name: as the plan calls it.
+        size: the number of ranks along it.
+        role: what its ranks share out.
+        inferred: whether its size was `auto`.
+        place: what decided the size.
+    """
+
+    name: Name
+    size: Size
+    role: AxisRole = AxisRole.DATA
     inferred: bool = False
     place: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What the ranks of one pipeline stage run, and what they hold.
+
+    Args:
+        parameters: bytes of parameters that one rank holds at rest.
+        gathered: bytes of the largest unit while it is gathered.
+        ops: in the order in which `apply` runs them.
+    """
+
+    parameters: Count = 0
+    gathered: Count = 0
+    ops: tuple[AnyOp, ...]
+
+
+_MESH = Form({"minItems": 1, "maxItems": 16})
+_ONE = Form({"minItems": 1, "maxItems": 1})
+"""No plan has a pipeline section yet, so every rank runs the only stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +70,42 @@ class Lowered:
         layers: the length of its longest list of blocks.
         axes: the mesh, outermost first.
         data: the axes over which the data differs; sampler rank and size follow from them.
-        ops: in the order in which `apply` runs them.
-        parameters: bytes of parameters that one rank holds at rest.
-        gathered: bytes of the largest unit while it is gathered.
+        stages: of the pipeline, the first one first.
     """
 
-    plan: str
-    model: str
-    family: str
-    layers: int
-    axes: tuple[MeshAxis, ...]
-    data: tuple[str, ...]
-    ops: tuple[AnyOp, ...]
-    parameters: int = 0
-    gathered: int = 0
+    plan: Name
+    model: Name
+    family: Name
+    layers: Count
+    axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
+    data: Axes
+    stages: Annotated[tuple[Stage, ...], _ONE]
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that this process runs: what applies a plan, or counts one rank's memory,
+        asks for it and not for `ops`."""
+        (only,) = self.stages
+        return only
+
+    @property
+    def ops(self) -> tuple[AnyOp, ...]:
+        """The operations of all stages, in order: what a reader of the whole plan asks for."""
+        return tuple(op for stage in self.stages for op in stage.ops)
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of parameters that a rank holds at rest, of the stage that holds most."""
+        return max(stage.parameters for stage in self.stages)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the largest unit of any stage while it is gathered."""
+        return max(stage.gathered for stage in self.stages)
+
+    def with_ops(self, ops: Iterable[AnyOp]) -> Lowered:
+        """The same plan with other operations in its only stage."""
+        return replace(self, stages=(replace(self.stage, ops=tuple(ops)),))
 
     @property
     def code(self) -> tuple[str, ...]:
@@ -70,7 +126,8 @@ class Lowered:
         units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
         # a unit may lie on tensor ranks too, which have the same gradients
-        names &= {*self.data, "cp"}
+        context = (a.name for a in self.axes if a.role is AxisRole.SEQUENCE)
+        names &= {*self.data, *context}
         return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
+from planc.ops.base import Axes, Axis, Count, Dtype, Form, Name, Op, Pairs, Some, choice
 from planc.ops.fsdp import FullyShard
+
+OPTIONS = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "report_nan_in_param_grad": False,
+    "average_in_collective": False,
+    "disable_bucketing": False,
+    "keep_fp8_transpose_cache": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+    "disable_symmetric_registration": False,
+    "enable_fine_grained_param_gather": False,
+    "maxpool_double_buffer": False,
+}
+"""The keywords of `fully_shard_model` that a plan can set, and their defaults there."""
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+OUTER = ("no_shard", "optim")
+_SETTABLE = Form(
+    {
+        "properties": {name: {"const": not default} for name, default in OPTIONS.items()},
+        "additionalProperties": False,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +55,20 @@ class MegatronShard(Op):
         gathered: bytes of the largest unit while it is gathered.
     """
 
-    members: tuple[Modules, ...]
-    classes: tuple[str, ...]
-    shard: tuple[str, ...]
-    replicate: tuple[str, ...] = ()
-    strategy: str = "optim_grads_params"
-    outer: str = "no_shard"
-    main_params: str | None = "float32"
-    main_grads: str | None = None
-    grad_comm: str | None = None
+    members: Some[Modules]
+    classes: Some[Name]
+    shard: Some[Axis]
+    replicate: Axes = ()
+    strategy: Annotated[str, choice(*STRATEGIES)] = "optim_grads_params"
+    outer: Annotated[str, choice(*OUTER)] = "no_shard"
+    main_params: Dtype | None = "float32"
+    main_grads: Dtype | None = None
+    grad_comm: Dtype | None = None
     summed: bool = False
     experts: bool = False
-    options: tuple[tuple[str, bool], ...] = ()
-    nbytes: int = 0
-    gathered: int = 0
+    options: Annotated[Pairs[bool], _SETTABLE] = ()
+    nbytes: Count = 0
+    gathered: Count = 0
 
     def units(self) -> Iterator[FullyShard]:
         """Each set of units, and the root around them, as torch's own FSDP would have it."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
+from planc.ops.base import Op, Some, choice
+
+Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +24,9 @@ class Quantize(Op):
         block: the weights that share a scale.
     """
 
-    members: tuple[Modules, ...]
-    kind: str
-    storage: str
-    compute: str | None = None
+    members: Some[Modules]
+    kind: Annotated[str, choice("nf4", "fp4")]
+    storage: Float
+    compute: Float | None = None
     double: bool = False
-    block: int = 64
+    block: Annotated[int, choice(*(2**i for i in range(5, 13)))] = 64

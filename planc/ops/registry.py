@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.base import Op
+from planc.ops.base import Form, Op
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
@@ -15,7 +17,7 @@ from planc.ops.quantization import Quantize
 from planc.ops.rng import Draw
 from planc.ops.tensor_parallel import Parallelize, Tie
 
-AnyOp = (
+AnyOp = Annotated[
     Configure
     | Load
     | Adapt
@@ -28,9 +30,10 @@ AnyOp = (
     | FullyShard
     | MegatronShard
     | Divide
-    | Draw
     | Prefetch
-)
+    | Draw,
+    Form(tag="op"),
+]
 
 
 def units_of(op: Op) -> tuple[FullyShard, ...]:

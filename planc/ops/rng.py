@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planc.ops.base import Op
+from planc.ops.base import Axis, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,5 +16,5 @@ class Draw(Op):
         fields: what draws, as `name = value` of the configuration; for the reader.
     """
 
-    axis: str
+    axis: Axis
     fields: tuple[str, ...] = field(default=(), compare=False)

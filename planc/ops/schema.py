@@ -1,74 +1,178 @@
-"""Judges the JSON of a lowered plan: by its schema, and by what a schema cannot say."""
+"""The JSON Schema of a lowered plan, generated from its types, and what it says of a document.
+
+`python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is what it printed.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, assert_never
 
 from planc.diagnostic import one_of
-from planc.model.facts import Module, Modules, parse_path
-from planc.resources import GRAMMARS
+from planc.ops.base import Form, Where, cut, kind_of, short
+from planc.ops.codec import Either, Leaf, Many, Named, Record, Shape, Tagged, shape_of
+from planc.ops.lowered import FORMAT_VERSION, Lowered
 
-_MOST = 50  # findings; more of them help nobody
-_UNKNOWN = Module(cls="", kind="other")
-
-Where = tuple[str | int, ...]
+Schema = dict[str, Any]
 
 
-def findings(data: Any) -> list[tuple[str, str]]:
-    """Where in the document, such as `ops[3].style.input`, and what is wrong there.
+@cache
+def schema() -> Schema:
+    """The schema of a lowered plan."""
+    definitions = _Definitions()
+    shape = shape_of(Lowered)
+    assert isinstance(shape, Record)
+    body = definitions.object(shape, {"format_version": {"const": FORMAT_VERSION}})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A lowered plan",
+        **body,
+        "description": "What `planc lower --format json` writes and `planc.apply` runs: the torch "
+        "calls of a plan for one model on one mesh, in order. Bytes and shapes are those of the "
+        "rank that holds most.",
+        "$defs": dict(sorted(definitions.made.items())),
+    }
 
-    Args:
-        data: parsed JSON, an object.
-    """
-    try:
-        problems = _against_schema(data) or list(_against_itself(data))
-    except RecursionError:
-        return [("the top", "it nests too deep")]
-    said = [
-        (_path(where), text if isinstance(text, str) else _said(text))
-        for where, text in problems[:_MOST]
-    ]
-    if len(problems) > _MOST:
-        said.append(("further places", f"{len(problems) - _MOST:,} more findings"))
+
+@dataclass(slots=True)
+class _Definitions:
+    """Schemas of types; `made` has those that others refer to."""
+
+    made: dict[str, Schema] = field(default_factory=dict)
+
+    def of(self, shape: Shape) -> Schema:
+        """The schema of one type, or a reference to it."""
+        match shape:
+            case Leaf():
+                return self._named(shape.form, {**shape.form.schema})
+            case Many():
+                return self._named(
+                    shape.form, {"type": "array", "items": self.of(shape.item), **shape.form.schema}
+                )
+            case Named():
+                body = {"propertyNames": self.of(shape.name)}
+                body["additionalProperties"] = self.of(shape.item)
+                return self._named(shape.form, {"type": "object", **body, **shape.form.schema})
+            case Either():
+                return self._named(shape.form, self._either(shape))
+            case Tagged():
+                return self._tagged(shape)
+            case Record():
+                return self._record(shape, {})
+        assert_never(shape)
+
+    def _named(self, form: Form, body: Schema) -> Schema:
+        if not form.name:
+            return body
+        known = self.made.setdefault(form.name, body)
+        assert known == body, f"two definitions are called {form.name}"
+        return {"$ref": f"#/$defs/{form.name}"}
+
+    def _either(self, shape: Either) -> Schema:
+        """One schema of several: a keyword judges the values of its own type alone."""
+        bodies = [self._resolved(self.of(s)) for s in (*shape.plain, shape.listed) if s]
+        values = [v for body in bodies for v in body.get("enum", ())]
+        if values:
+            return {"enum": [*values, None]}
+        joined = {k: v for body in bodies for k, v in body.items()}
+        kinds = [body["type"] for body in bodies]
+        return {**joined, "type": kinds, **shape.form.schema}
+
+    def _resolved(self, body: Schema) -> Schema:
+        name = body.get("$ref", "").removeprefix("#/$defs/")
+        return self.made[name] if name else body
+
+    def _tagged(self, shape: Tagged) -> Schema:
+        rules = []
+        for kind, record in shape.kinds.items():
+            tagged = {shape.key: {"enum": [kind]}}
+            only = {"type": "object", "required": [shape.key], "properties": tagged}
+            rules.append({"if": only, "then": self._record(record, {shape.key: {"const": kind}})})
+        return self._named(
+            Form(name=shape.key if shape.key != "name" else "style"),
+            {
+                "type": "object",
+                "required": [shape.key],
+                "properties": {shape.key: {"enum": list(shape.kinds)}},
+                "allOf": rules,
+            },
+        )
+
+    def _record(self, record: Record, extra: Schema) -> Schema:
+        if record.row:
+            items = [self.of(f.shape) for f in record.fields]
+            count = {"minItems": len(items), "maxItems": len(items)}
+            body: Schema = {"type": "array", "prefixItems": items, "items": False, **count}
+        else:
+            body = self.object(record, extra)
+        return self._named(Form(name=kind_of(record.cls)), body)
+
+    def object(self, record: Record, extra: Schema) -> Schema:
+        """The schema of a dataclass as an object; `extra` are properties before its own."""
+        properties = dict(extra)
+        said = _arguments(record.cls)
+        for each in record.fields:
+            about = {"description": said[each.name]} if each.name in said else {}
+            # what is left out at its default is not written at its default
+            omit = {"not": {"const": _plain(each.default)}} if each.omit else {}
+            properties[each.key] = {**about, **self.of(each.shape), **omit}
+        return {
+            "description": _first(record.cls),
+            "type": "object",
+            "additionalProperties": False,
+            "required": [*extra, *(f.key for f in record.fields if not f.omit)],
+            "properties": properties,
+        }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _first(cls: type) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+
+
+def _arguments(cls: type) -> dict[str, str]:
+    """What docstrings say of fields below `Args:`, of one or of several by commas."""
+    said: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        lines = (base.__doc__ or "").partition("Args:")[2]
+        for names, about in re.findall(r"^ {4,8}([\w, ]+): (.*(?:\n {9,}.*)*)", lines, re.M):
+            said |= dict.fromkeys(names.split(", "), " ".join(about.split()))
     return said
 
 
-def modules_of(path: str) -> Modules:
-    """A set whose structure is not known: a lowered plan names modules and no more.
-
-    Raises:
-        ValueError: the text is no path of modules.
-    """
-    return Modules(parse_path(path), _UNKNOWN)
+# What it says of a document -----------------------------------------------------------------------
 
 
-def _against_schema(data: Any) -> list[tuple[Where, Any]]:
-    """All that the schema does not allow, as jsonschema's findings."""
+@cache
+def _validator() -> Any:
     import jsonschema
 
-    schema = json.loads((GRAMMARS / "lowered.schema.json").read_text(encoding="utf-8"))
     base = jsonschema.Draft202012Validator
     # the schema language takes 8.0 for an integer; torch does not
     strict = base.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-    validator = jsonschema.validators.create(base.META_SCHEMA, base.VALIDATORS, type_checker=strict)
-    found = sorted(validator(schema).iter_errors(data), key=lambda p: _order(p.absolute_path))
+    kind = jsonschema.validators.create(base.META_SCHEMA, base.VALIDATORS, type_checker=strict)
+    return kind(schema())
+
+
+def against_schema(data: Any) -> list[tuple[Where, str]]:
+    """All that the schema does not allow: where in the document, and what is wrong there."""
+    found = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
     # jsonschema has a finding for each field that an object lacks; one for the object will do
     once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in found}
-    return [(tuple(p.absolute_path), p) for p in once.values()]
+    return [(tuple(p.absolute_path), _said(p)) for p in once.values()]
 
 
 def _order(path: Iterable[str | int]) -> list[tuple[int, str]]:
     return [(p, "") if isinstance(p, int) else (-1, p) for p in path]
-
-
-def _path(path: Iterable[str | int]) -> str:
-    """`ops[3].style.input`, or `the top`."""
-    keys = (
-        f"[{p}]" if isinstance(p, int) else f".{p if p.isidentifier() else short(p)}" for p in path
-    )
-    return _cut("".join(keys).removeprefix(".")) or "the top"
 
 
 def _said(problem: Any) -> str:
@@ -78,7 +182,7 @@ def _said(problem: Any) -> str:
         case "additionalProperties":
             known = problem.schema["properties"]
             unknown = one_of([short(k) for k in value if k not in known], last="and")
-            return f"{_cut(unknown)} is not known here; known are {one_of(known, last='and')}"
+            return f"{cut(unknown)} is not known here; known are {one_of(known, last='and')}"
         case "required":
             missing = [n for n in rule if n not in value]
             return f"{one_of(missing, last='and')} {'is' if len(missing) == 1 else 'are'} missing"
@@ -87,72 +191,18 @@ def _said(problem: Any) -> str:
         case "enum" | "const":
             allowed = rule if problem.validator == "enum" else [rule]
             return f"{short(value)} is not {one_of([json.dumps(v) for v in allowed])}"
+        case "not":
+            return f"{short(value)} is the default, which is left out"
         case "type":
             return f"{short(value)} is not of type {one_of([rule] if type(rule) is str else rule)}"
         case "minimum" | "maximum":
             side = "less" if problem.validator == "minimum" else "more"
             return f"{short(value)} is {side} than {rule}"
-    return _cut(problem.message)
+        case "minItems" | "maxItems":
+            side = "fewer" if problem.validator == "minItems" else "more"
+            return f"there are {side} than {rule} here: {short(value)}"
+    return cut(problem.message)
 
 
-def short(value: Any) -> str:
-    """A JSON value for a message, cut where it is long."""
-    return _cut(json.dumps(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _against_itself(data: dict[str, Any]) -> Iterator[tuple[Where, str]]:
-    """What a schema cannot say: that axes are of the mesh, and that sets of modules are written
-    as `dumps` writes them."""
-    names = [axis["name"] for axis in data["mesh"]]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            yield ("mesh", i, "name"), f"the mesh has two axes of the name {short(name)}"
-    uses: list[tuple[Where, str]] = [(("data", i), axis) for i, axis in enumerate(data["data"])]
-    for i, op in enumerate(data["ops"]):
-        uses += [(("ops", i, "axis"), op["axis"])] if "axis" in op else []
-        for field in ("shard", "replicate"):
-            uses += [(("ops", i, field, j), axis) for j, axis in enumerate(op.get(field, ()))]
-        for k, spread in enumerate(op.get("spreads", ())):
-            for field in ("shard", "replicate"):
-                own = enumerate(spread.get(field, ()))
-                uses += [(("ops", i, "spreads", k, field, j), axis) for j, axis in own]
-        yield from _op_problems(i, op)
-    for path, axis in uses:
-        if axis not in names:
-            yield path, f"the mesh has no axis {short(axis)}; it has {one_of(names, last='and')}"
-
-
-def _op_problems(at: int, op: dict[str, Any]) -> Iterator[tuple[Where, str]]:
-    paths: list[tuple[Where, str]] = []
-    if "modules" in op:
-        paths.append((("ops", at, "modules"), op["modules"]))
-    for field in ("members", "ignored", "units", "fp32"):
-        paths += [(("ops", at, field, i), m) for i, m in enumerate(op.get(field, ()))]
-    for i, spread in enumerate(op.get("spreads", ())):
-        paths.append((("ops", at, "spreads", i, "modules"), spread["modules"]))
-        axes = [*spread["shard"], *spread.get("replicate", ())]
-        if len(set(axes)) < len(axes):
-            yield ("ops", at, "spreads", i), f"an axis is named twice: {', '.join(axes)}"
-    for where, text in paths:
-        try:
-            canonical = str(modules_of(text))
-        except ValueError:
-            canonical = ""
-        if not canonical or "[]" in canonical:
-            yield where, f"{short(text)} is not a set of modules"
-        elif canonical != text:
-            yield where, f"{short(text)} is written {short(canonical)}"
-    axes = [*op.get("shard", ()), *op.get("replicate", ())]
-    if len(set(axes)) < len(axes):
-        yield ("ops", at), f"an axis is named twice: {', '.join(axes)}"
-    if op["op"] in ("fully_shard", "megatron_shard") and not axes:
-        yield ("ops", at), "a unit works over no axis"
-    if op["op"] == "fully_shard" and not op["group"] and len(op["members"]) > 1:
-        yield ("ops", at, "members"), "only a group has several members"
-    for i, shape in enumerate(op.get("shapes", ())):
-        if len(shape["shape"]) != len(shape["local"]):
-            yield ("ops", at, "shapes", i), "shape and local have different numbers of dims"
+if __name__ == "__main__":
+    print(json.dumps(schema(), indent=2))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar
+
+from planc.ops.base import OMIT, Form, Name, Pairs, Plain, Size, Some, key, kind_of, text
+from planc.ops.base import Literal as Literal  # noqa: PLC0414 - for users of this module
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +36,21 @@ class Partial:
         return "partial"
 
 
-Layout = Replicate | Shard | Partial
+def _layout(text: str) -> Replicate | Shard | Partial:
+    found = re.fullmatch(r"shard\((.*)\)", text)
+    return Shard(int(found[1])) if found else Partial() if text == "partial" else Replicate()
 
-Parts = int | tuple[int, ...]
+
+Layout = Annotated[
+    Replicate | Shard | Partial,
+    replace(
+        text("layout", "a layout", r"(replicate|partial|shard\((0|-?[1-9][0-9]?)\))"),
+        write=str,
+        read=_layout,
+    ),
+]
+
+Parts = Size | Some[Size]
 """What lies side by side in one dim: a number of equal parts, or the size of each."""
 
 
@@ -53,9 +70,9 @@ class Colwise:
     input: Layout = Replicate()
     output: Layout = Shard(-1)
     local: bool = True
-    parts: Parts = 1
-    interleaved: bool = False
-    transposed: bool = False
+    parts: Parts = field(default=1, metadata=OMIT)
+    interleaved: bool = field(default=False, metadata=OMIT)
+    transposed: bool = field(default=False, metadata=OMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +87,9 @@ class Rowwise:
     input: Layout = Shard(-1)
     output: Layout = Replicate()
     local: bool = True
-    parts: Parts = 1
-    interleaved: bool = False
-    transposed: bool = False
+    parts: Parts = field(default=1, metadata=OMIT)
+    interleaved: bool = field(default=False, metadata=OMIT)
+    transposed: bool = field(default=False, metadata=OMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +99,7 @@ class Sequence:
     torch's `SequenceParallel`; its defaults are dim 1, not local.
     """
 
-    dim: int = 1
+    dim: Annotated[int, Form({"minimum": -16, "maximum": 16})] = 1
     local: bool = False
 
 
@@ -105,7 +122,7 @@ class Input:
     """
 
     positional: tuple[Change | None, ...] = ()
-    named: tuple[tuple[str, Change], ...] = ()
+    named: Pairs[Change] = ()
     local: bool = False
 
 
@@ -125,7 +142,9 @@ class Replicated:
         summed: the gradient of each rank is a part of a sum over the axis.
     """
 
-    summed: bool = False
+    KIND: ClassVar[str] = "replicate"
+
+    summed: Annotated[bool, Form({"const": True})] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +156,7 @@ class MlaKv:
             projection, so that their gradient is a part of a sum.
     """
 
-    rope: int
+    rope: Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +171,8 @@ class Held:
     """
 
     layout: Layout
-    parts: Parts = 1
-    interleaved: bool = False
+    parts: Parts = field(default=1, metadata=OMIT)
+    interleaved: bool = field(default=False, metadata=OMIT)
 
     def __str__(self) -> str:
         if isinstance(self.layout, Shard):
@@ -161,11 +180,14 @@ class Held:
         return str(self.layout)
 
 
+_SOME = Form({"minProperties": 1})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
     """Bare parameters that the ranks split; the module's forward sees its rank's own."""
 
-    held: tuple[tuple[str, Held], ...]
+    held: Annotated[Pairs[Held], _SOME] = field(metadata=key("parameters"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +202,10 @@ class Experts:
         local: whether a local tensor is handed on, and not a DTensor.
     """
 
-    held: tuple[tuple[str, Held], ...]
+    held: Annotated[Pairs[Held], _SOME] = field(metadata=key("parameters"))
     input: Layout = Replicate()
     output: Layout = Replicate()
-    local: bool = True
+    local: bool = field(default=True, metadata=OMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,10 +221,11 @@ class Attributes:
         names: of the attributes, those of the module itself.
     """
 
-    names: tuple[str, ...]
+    names: Annotated[Some[Name], Form({"uniqueItems": True})] = field(metadata=key("attributes"))
 
 
-Literal = int | float | str | bool | None | tuple["Literal", ...]
+_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
+_KEYWORDS = Form({"propertyNames": dict(text("", "a name", _WORD).schema)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +238,15 @@ class Custom:
         arguments: by name, of the class.
     """
 
-    name: str
-    path: str
-    arguments: tuple[tuple[str, Literal], ...] = ()
+    KIND: ClassVar[str] = "python"
+
+    name: Name = field(metadata=key("style"))
+    path: Annotated[str, text("", "package.module:Class", rf"{_WORD}([.]{_WORD})*:{_WORD}")]
+    arguments: Annotated[Pairs[Plain], _KEYWORDS] = ()
 
 
 Bare = Parameters | Experts
-Style = (
+Style = Annotated[
     Colwise
     | Rowwise
     | Sequence
@@ -233,17 +258,21 @@ Style = (
     | Experts
     | Features
     | Attributes
-    | Custom
-)
-
-_NAMES: dict[type, str] = {Replicated: "replicate", MlaKv: "mla_kv"}
+    | Custom,
+    Form(tag="name"),
+]
 
 
 def style_name(style: Style) -> str:
     """The word that a plan uses for it."""
     if isinstance(style, Custom):
         return style.name
-    return _NAMES.get(type(style), type(style).__name__.lower())
+    return kind_of(type(style))
+
+
+def mesh_dims(style: Style) -> int:
+    """How many dimensions of a mesh a style takes: one, as all of torch 2.13's `ParallelStyle`s."""
+    return 1
 
 
 def _parts(style: Colwise | Rowwise | Held) -> list[str]:

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
-from planc.ops.styles import Style
+from planc.ops.base import Axis, Dims, Name, Op, Some, Where
+from planc.ops.styles import Style, mesh_dims, style_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """A parameter's shape before and after an operation, on the rank that holds most."""
 
-    name: str
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
+    name: Name
+    shape: Dims
+    local: Dims
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        if len(self.shape) != len(self.local):
+            yield (), "shape and local have different numbers of dims"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize(Op):
-    """`parallelize_module(module, mesh[axis], style)` for each module."""
+    """`parallelize_module(module, mesh[axes], style)` for each module.
+
+    Args:
+        axes: the part of the mesh that the style takes, outermost first.
+        shapes: of the parameters that it splits; several operations on a module split in turn.
+    """
 
     modules: Modules
-    axis: str
+    axes: Some[Axis]
     style: Style
     shapes: tuple[Shape, ...] = ()
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        dims = mesh_dims(self.style)
+        if len(self.axes) != dims:
+            yield ("axes",), f"{style_name(self.style)} takes {dims} axis, not {len(self.axes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,5 +50,5 @@ class Tie(Op):
     Both are torch names of parameters, such as `lm_head.weight`.
     """
 
-    parameter: str
-    source: str
+    parameter: Name
+    source: Name

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from planc.diagnostic import Sink, meant, one_of
 from planc.model.facts import Facts
+from planc.ops.base import AxisRole
 from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
 from planc.plan.mesh import solve
-from planc.plan.mesh_axes import axes_of, expanded, known
+from planc.plan.mesh_axes import axes_of, expanded, known, role_of
 from planc.plan.program import Program, gather, origin_of, require
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.adapters import adapters
@@ -61,7 +63,7 @@ def elaborate(
     program = _program(facts, sink, world_size)
     gather(files, program, settings, SECTIONS)
     _family(program)
-    mesh = solve(program)
+    mesh = _with_roles(solve(program), program)
     if mesh is None or program.header is None:
         return None
     broken: set[str] = set()
@@ -126,6 +128,21 @@ def _family(program: Program) -> None:
     )
 
 
+def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
+    """The mesh with the role of each axis. Its sizes are needed before sections are known."""
+    if mesh is None:
+        return None
+
+    def named(*sections: str) -> tuple[str, ...]:
+        found = (s for s in program.sections if s.name in sections)
+        return expanded((a.path for s in found for a in (*s.axes, *s.replicate)), mesh.names)
+
+    tensor, data = named("tensor"), named("fsdp", "replicate")
+    axes = (replace(a, role=role_of(a.name, tensor=tensor, data=data)) for a in mesh.axes)
+    program.mesh = replace(mesh, axes=tuple(axes))
+    return program.mesh
+
+
 def _axes(program: Program, mesh: Mesh) -> None:
     """Checks that every `on` names an axis, and that a section uses every axis with several
     ranks.
@@ -147,13 +164,15 @@ def _axes(program: Program, mesh: Mesh) -> None:
         for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
     for sized in mesh.axes:
-        if sized.name == "ep" and sized.size > 1:
+        if sized.role is AxisRole.EXPERT and sized.size > 1:
             program.sink.error(
                 "PL380",
-                f"`ep = {sized.size}`: experts on ranks of their own are not supported yet",
+                f"`{sized.name} = {sized.size}`: experts on ranks of their own are not supported "
+                "yet",
                 sized.origin,
                 facts=["it would be taken out of dp_shard * cp * tp, which is ep_shard without it"],
-                help="set `ep = 1`, and shard experts by `unit(on = ep_shard, shard_dim = auto)`",
+                help=f"set `{sized.name} = 1`, and shard experts by `unit(on = ep_shard, "
+                "shard_dim = auto)`",
             )
         elif sized.size > 1 and sized.name not in used:
             program.sink.error(

@@ -12,6 +12,7 @@ from math import prod
 
 from planc.model.facts import Modules, Parameter
 from planc.ops.aten_operators import Save
+from planc.ops.base import AxisRole
 from planc.ops.styles import Style
 from planc.source import Span
 
@@ -27,6 +28,7 @@ class Axis(Meaning):
 
     name: str
     size: int
+    role: AxisRole = AxisRole.DATA
     inferred: bool = False
 
 
@@ -43,6 +45,9 @@ class Mesh(Meaning):
     def axis(self, name: str) -> Axis | None:
         return next((a for a in self.axes if a.name == name), None)
 
+    def of_role(self, role: AxisRole) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.role is role)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.axes)
@@ -54,7 +59,8 @@ class Mesh(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule(Meaning):
-    """A style on a set of modules, over one axis."""
+    """A style on a set of modules, over the axis of its section; rules over other axes may be on
+    the same modules."""
 
     modules: Modules
     axis: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from planc.model.facts import Modules, Parameter
-from planc.ops.styles import part_sizes, weight_split
+from planc.ops.styles import Split, part_sizes, weight_split
 from planc.plan.ir import Plan, TensorRule
 
 AUTO = -1
@@ -17,32 +17,44 @@ def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:
     return 0 < dim < len(local) and local[dim] % ranks == 0
 
 
-def local_shape(parameter: Parameter, rule: TensorRule | None, plan: Plan) -> tuple[int, ...]:
-    """The shape that a rule leaves of a parameter, on the rank that holds most."""
-    local = list(parameter.shape)
-    if rule is not None and local:
-        kind, ranks = rule.modules.module.kind, plan.mesh.size(rule.axis)
-        split = weight_split(rule.style, kind, parameter.name, len(local))
+def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -> tuple[int, ...]:
+    """The shape that rules leave of a parameter, on the rank that holds most.
+
+    Each rule splits what those before it leave; of a dim whose parts are split alike, each part.
+    """
+    shape = parameter.shape
+    dims: dict[int, list[Split]] = {}
+    ranks: dict[int, list[int]] = {}
+    for rule in rules if shape else ():
+        split = weight_split(rule.style, rule.modules.module.kind, parameter.name, len(shape))
         if split is not None:
-            sizes = part_sizes(split, local[split.dim]) if split.packed else (local[split.dim],)
-            local[split.dim] = sum(-(-size // ranks) for size in sizes)
+            dims.setdefault(split.dim, []).append(split)
+            ranks.setdefault(split.dim, []).append(plan.mesh.size(rule.axis))
+    local = list(shape)
+    for dim, splits in dims.items():
+        packed = next((s for s in splits if s.packed), None)
+        sizes = part_sizes(packed, shape[dim]) if packed else (shape[dim],)
+        for count in ranks[dim]:
+            sizes = tuple(-(-size // count) for size in sizes)
+        local[dim] = sum(sizes)
     return tuple(local)
 
 
 def ruled(
     modules: Modules, rules: Iterable[TensorRule]
-) -> Iterator[tuple[Modules, TensorRule | None]]:
-    """The modules, split by the rule that decides them."""
-    left = [modules]
+) -> list[tuple[Modules, tuple[TensorRule, ...]]]:
+    """The modules, by the rules on them: each part with all of its rules, in their order."""
+    parts: list[tuple[Modules, tuple[TensorRule, ...]]] = [(modules, ())]
     for rule in rules:
-        for part in list(left):
+        split = []
+        for part, found in parts:
             both = part.overlap(rule.modules)
-            if both is not None:
-                left.remove(part)
-                left.extend(part.minus(both))
-                yield both, rule
-    for part in left:
-        yield part, None
+            if both is None:
+                split.append((part, found))
+            else:
+                split += [(both, (*found, rule)), *((rest, found) for rest in part.minus(both))]
+        parts = split
+    return parts
 
 
 def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:

@@ -9,6 +9,7 @@ from math import prod
 from planc.diagnostic import Label, meant, one_of
 from planc.plan.evaluate import describe, evaluate, truth
 from planc.plan.ir import Axis, Mesh
+from planc.plan.mesh_axes import SHARD
 from planc.plan.program import Program
 from planc.plan.scope import Failed
 from planc.source import Span
@@ -203,9 +204,9 @@ def _fixed(sizes: _Sizes, program: Program) -> int | None:
     if world is None or world == product:
         return 1
     told = "make one axis `auto`"
-    shard = sizes.by_name.get("dp_shard", 0)
+    shard = sizes.by_name.get(SHARD, 0)
     if shard and world % (product // shard) == 0:
-        told = f"dp_shard = {world // (product // shard)} would fit, or `auto`"
+        told = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
     section = next(iter(program.named("mesh")))
     program.sink.error(
         "PL301",

@@ -1,4 +1,5 @@
-"""Axes that follow from those of a mesh, by the names that training systems give them.
+"""What axes are for, and the axes that follow from those of a mesh, by the names that training
+systems give them. No other module compares the name of an axis with a text.
 
 A mesh has what is written in its section. Its product of axes goes by a name of its own in
 torchtitan and in NeMo AutoModel, and a plan may use that name wherever several axes may stand.
@@ -8,14 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from planc.ops.base import AxisRole
+
+DATA = "dp"
+SHARD = "dp_shard"  # the axis that most plans leave the rest of the ranks to
 DERIVED = {
-    "dp": ("dp_replicate", "dp_shard"),  # ranks that read different data
+    DATA: ("dp_replicate", "dp_shard"),  # ranks that read different data
     "dp_shard_cp": ("dp_shard", "cp"),  # ranks that FSDP splits parameters over
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # ranks that a loss is averaged over
     # Experts are split over no tensor axis, so its ranks share them too. (`ep` of these ranks
     # would exchange tokens; without expert parallelism there is 1.)
     "ep_shard": ("dp_shard", "cp", "tp"),
 }
+
+
+_ROLES = {
+    "pp": AxisRole.STAGE,
+    "cp": AxisRole.SEQUENCE,
+    "ep": AxisRole.EXPERT,
+}
+"""Axes whose name alone says what they are for; the names are torchtitan's."""
+
+
+def role_of(name: str, *, tensor: Collection[str], data: Collection[str]) -> AxisRole:
+    """What the ranks along an axis share out.
+
+    Args:
+        name: the axis.
+        tensor: axes of tensor sections.
+        data: axes of fsdp and replicate sections.
+    """
+    if name in _ROLES:
+        return _ROLES[name]
+    if name in tensor:
+        return AxisRole.TENSOR
+    return AxisRole.TENSOR if name == "tp" and name not in data else AxisRole.DATA
 
 
 def axes_of(name: str, mesh: Collection[str]) -> tuple[str, ...]:

@@ -61,6 +61,6 @@ def held(
     for own in found:
         if (own.spread or own.unit) is not part or own.unit is None:
             continue
-        for modules, rule in ruled(own.modules, rules):
+        for modules, found_rules in ruled(own.modules, rules):
             for parameter in modules.module.parameters:
-                yield f"{modules}.{parameter.name}", local_shape(parameter, rule, plan)
+                yield f"{modules}.{parameter.name}", local_shape(parameter, found_rules, plan)

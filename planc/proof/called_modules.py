@@ -11,7 +11,7 @@ import json
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.proof.flow_findings import generic
-from planc.proof.small_case import RANKS, SmallModel, small_model
+from planc.proof.small_case import SmallModel, small_model
 from planc.trial.source_digest import source_digest
 
 _FORMAT = 2
@@ -23,7 +23,7 @@ def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
     Args:
         facts: the model; code that it names was allowed.
     """
-    model = small_model(facts, {"tp": RANKS})  # as layout flow shrinks for one tensor axis
+    model = small_model(facts)
     if isinstance(model, str):
         return None, model
     config = json.dumps(model.values, sort_keys=True)

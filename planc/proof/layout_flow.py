@@ -171,7 +171,7 @@ def flow(
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
-    axes = {op.axis for op in lowered.ops if isinstance(op, Parallelize)}
+    axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     if not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     small: SmallCase | str
@@ -179,7 +179,7 @@ def flow(
         small = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
     else:
         sizes = {a.name: RANKS if a.name in axes else 1 for a in ir.mesh.axes}
-        small = small_case(compiled, sizes, dict.fromkeys((*axes, "tp"), RANKS))
+        small = small_case(compiled, sizes)
     own, layers = None, tuple[Kind, ...]()
     if isinstance(small, str):
         outcome = Outcome(verdict="unknown", reason=small)
@@ -277,9 +277,11 @@ def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[Section]
     """What each kind of section comes to; those of an axis of one rank lower to nothing."""
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
-    axes = dict.fromkeys(op.axis for op in lowered.ops if isinstance(op, Parallelize))
-    for axis in axes:
-        yield Section(name=f"tensor on {axis}", verdict=run, by=by, reason=outcome.reason)
+    every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))
+    for axes in every:
+        yield Section(
+            name=f"tensor on {' * '.join(axes)}", verdict=run, by=by, reason=outcome.reason
+        )
     if any(isinstance(op, Checkpoint) for op in lowered.ops):
         reason = outcome.reason
         if run == "refuted":

@@ -20,6 +20,7 @@ from planc.model.facts import Facts
 from planc.model.layer_kinds import sorts
 from planc.model.load import of_values
 from planc.model.small.shrink import shrink
+from planc.ops.base import AxisRole
 from planc.proof import small_mesh
 
 if TYPE_CHECKING:
@@ -65,13 +66,15 @@ class SmallCase:
     compiled: Compiled
 
 
-def small_model(facts: Facts, ranks: Mapping[str, int]) -> SmallModel | str:
+def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallModel | str:
     """The small model of a model, or why there is none.
 
     Args:
         facts: of the model.
-        ranks: the sizes of mesh axes by name, as `shrink` takes them.
+        ranks: what heads, widths and experts must divide by, by the role of a mesh axis; by
+            default one tensor axis of `RANKS`.
     """
+    ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
     if facts.code:
         return SmallModel(values={}, code=facts.code)
     if not buildable(facts.config):
@@ -87,7 +90,6 @@ def small_model(facts: Facts, ranks: Mapping[str, int]) -> SmallModel | str:
 def small_case(
     compiled: Compiled,
     sizes: Mapping[str, int],
-    ranks: Mapping[str, int],
     *,
     checks: Sink | None = None,
 ) -> SmallCase | str:
@@ -96,10 +98,13 @@ def small_case(
     Args:
         compiled: the plan for the real model.
         sizes: of the small mesh's axes by name.
-        ranks: what heads, widths and experts of the small model must divide by, by axis.
         checks: receives what the checks find, which then stops nothing.
     """
-    assert compiled.facts is not None
+    assert compiled.facts is not None and compiled.plan is not None
+    ranks: dict[str, int] = {}
+    for axis in compiled.plan.mesh.axes:
+        ranks[axis.role] = ranks.get(axis.role, 1) * sizes[axis.name]
+    ranks[AxisRole.TENSOR] = max(RANKS, ranks.get(AxisRole.TENSOR, 1))
     model = small_model(compiled.facts, ranks)
     if isinstance(model, str):
         return model

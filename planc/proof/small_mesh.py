@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
+from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.plan.ir import Axis
 
-_FIRST = ("tp", "dp_shard", "dp_replicate", "ep", "cp", "pp")
+_FIRST = (
+    AxisRole.TENSOR,
+    AxisRole.DATA,
+    AxisRole.EXPERT,
+    AxisRole.SEQUENCE,
+    AxisRole.STAGE,
+)
 """Which axes get the processes, where there are not enough for all."""
 
 
@@ -22,11 +29,15 @@ def sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
         axes: of the real mesh.
         processes: how many there are.
     """
+    axes = tuple(axes)
+    inner_first = axes[::-1]
     real = {a.name: a.size for a in axes}
     if prod(real.values()) == processes:
         return real
     small = dict.fromkeys(real, 1)
-    wide = sorted((n for n, s in real.items() if s > 1), key=_rank)
+    # of one role the innermost axis first: it shards, where one around it replicates
+    ranked = [a.name for a in sorted(inner_first, key=lambda a: _FIRST.index(a.role))]
+    wide = [name for name in ranked if real[name] > 1]
     left = processes
     for factor in _factors(processes):
         if not wide:
@@ -35,7 +46,7 @@ def sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
         small[name] *= factor
         left //= factor
     if left > 1 and small:  # all axes have one rank: the first takes what there is
-        small[min(small, key=_rank)] *= left
+        small[ranked[0]] *= left
     return small
 
 
@@ -52,10 +63,6 @@ def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:
     alone = {a.name for a in small.axes if a.size == 1}
     axes = [f"{a.name} = {a.size}" for a in real.axes if a.size > 1 and a.name in alone]
     return (*axes, *lines)
-
-
-def _rank(name: str) -> int:
-    return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
 
 def _factors(number: int) -> list[int]:

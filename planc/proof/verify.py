@@ -148,7 +148,7 @@ def _shrunken(case: _Case) -> str | None:
     """Makes the small case; gives the reason where there is none."""
     assert case.compiled.plan is not None
     axes, checks = sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
-    small = small_case(case.compiled, axes, axes, checks=checks)
+    small = small_case(case.compiled, axes, checks=checks)
     if isinstance(small, str):
         return small
     assert small.compiled.lowered is not None

@@ -128,7 +128,7 @@ class _Question:
         layouts = phrases.flow(op.style)
         style = f"{style_name(op.style)} {layouts}".strip()
         target = self._part(len(op.modules.path))
-        said = f"{style}, on {phrases.axes([op.axis], self.lowered)}"
+        said = f"{style}, on {phrases.axes(op.axes, self.lowered)}"
         if isinstance(op.style, Custom):
             said += "; code of the plan's own, so shapes and bytes are those without it"
         return self._reason(said, target, op)
@@ -291,7 +291,7 @@ class _Question:
                 place = rule.origin.place
                 style = style_name(rule.style)
                 return f"{style} has no effect: {rule.axis} has one rank ({place})"
-        axes = dict.fromkeys([op.axis for op in self.styles])
+        axes = dict.fromkeys(axis for op in self.styles for axis in op.axes)
         if not self.at.module.parameters:
             return "no rule"
         if not axes:
@@ -306,9 +306,9 @@ class _Question:
             for shape in op.shapes if self._is(op) else ():
                 if shape.name == parameter.name:
                     split = weight_split(op.style, kind, shape.name, len(shape.local))
-                    ranks = self.lowered.axis_size(op.axis)
+                    ranks = self.lowered.axis_size(*op.axes)
                     if self.at.module.cls == FOUR_BIT and shape.name == "weight":
-                        local = (-(-parameter.shape[0] // ranks), 1)  # of a column of bytes
+                        local = (-(-local[0] // ranks), 1)  # of a column of bytes
                         continue
                     local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()

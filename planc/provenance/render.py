@@ -141,7 +141,8 @@ def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
         answer: what was found.
         lowered: the plan that it was found in; each reason carries its operation.
     """
-    ops = json.loads(dumps(lowered))["ops"]
+    stages = json.loads(dumps(lowered))["stages"]
+    ops = [op for stage in stages for op in stage["ops"]]
     fields = asdict(answer)
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
     fields["class"], fields["parameters"] = fields.pop("cls"), fields.pop("held")

@@ -78,7 +78,7 @@ def apply_lowered(
     with _without_collection():
         modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
         worker = Worker(model, modules, meshes, lowered)
-        for op in lowered.ops:
+        for op in lowered.stage.ops:
             try:
                 worker.run(op)
             except Exception as error:
@@ -184,7 +184,7 @@ class Worker:
             case Load():
                 arrive(self.model, op)
             case Parallelize():
-                mesh, style = self.meshes.part(op.axis), build(op.style)
+                mesh, style = self.meshes.root[op.axes], build(op.style)
                 for self.at in op.modules.names():
                     # by name, and not by a dictionary of names, which torch would search for again
                     parallelize_module(self.modules[self.at], mesh, style)

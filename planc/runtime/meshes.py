@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
 from planc.ops.lowered import Lowered
-from planc.plan.mesh_axes import axes_of
+from planc.plan.mesh_axes import DATA, axes_of
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
@@ -117,7 +117,7 @@ class Meshes:
         """
         if name in self._sizes:
             return self.root[name]
-        if name == "dp" and self._data:
+        if name == DATA and self._data:
             return self.part(*self._data)
         if name == "loss" and self._averaged:
             return self.part(*self._averaged)

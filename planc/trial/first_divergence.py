@@ -83,7 +83,8 @@ def taker(run: Run, lowered: Lowered) -> Take:
 def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
     """The layouts of local outputs, as the styles of a plan have them."""
     for op in lowered.ops:
-        if isinstance(op, Parallelize) and lowered.axis_size(op.axis) > 1:
+        if isinstance(op, Parallelize) and lowered.axis_size(*op.axes) > 1:
+            (axis,) = op.axes  # the layouts of a style that takes one
             layout: ir.Layout | None = None
             match op.style:
                 case ir.Colwise() if op.style.parts != 1 and not op.style.interleaved:
@@ -97,7 +98,7 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
                     layout = change.target if change else None
             if layout is not None:
                 for name in op.modules.names():
-                    yield name, (op.axis, layout)
+                    yield name, (axis, layout)
 
 
 @contextmanager

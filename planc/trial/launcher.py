@@ -195,7 +195,7 @@ def told_apart(lowered: Lowered) -> Lowered:
         for op in lowered.ops
         if not isinstance(op, Quantize)
     )
-    return replace(lowered, ops=ops)
+    return lowered.with_ops(ops)
 
 
 def single_precision(lowered: Lowered) -> Lowered:
@@ -216,7 +216,7 @@ def single_precision(lowered: Lowered) -> Lowered:
         for op in lowered.ops
         if not isinstance(op, Compile | Load)
     )
-    return replace(lowered, ops=ops)
+    return lowered.with_ops(ops)
 
 
 def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:

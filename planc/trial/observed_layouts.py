@@ -33,7 +33,7 @@ def stated(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
         if isinstance(op, Parallelize):
             for which, layout in _inputs(op.style):
                 for name in op.modules.names():
-                    yield name, which, layout, op.axis
+                    yield name, which, layout, op.axes[0]
 
 
 def _inputs(style: ir.Style) -> Iterator[tuple[str, ir.Layout]]:

@@ -8,7 +8,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
-from planc.ops.lowered import Lowered
+from planc.ops.lowered import Lowered, Stage
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 SIMULATED = (Configure, Adapt, Parallelize, Tie, Freeze, Checkpoint)
@@ -22,5 +22,8 @@ def tensor_part(lowered: Lowered) -> Lowered:
 
     So two plans with the same tensor part have the same outcome, which is kept by its digest.
     """
-    ops = tuple(op for op in lowered.ops if isinstance(op, SIMULATED))
-    return replace(lowered, plan="", data=(), parameters=0, gathered=0, ops=ops)
+    stages = tuple(
+        Stage(ops=tuple(op for op in stage.ops if isinstance(op, SIMULATED)))
+        for stage in lowered.stages
+    )
+    return replace(lowered, plan="", data=(), stages=stages)

@@ -166,7 +166,7 @@ def models(name, sink):
     facts = of_values(configuration(name), name, sink)
     if facts is None:
         return None, None, None
-    small = small_model(facts, {"tp": 2})
+    small = small_model(facts)
     return facts, small.values, small.facts(facts, sink)
 
 

@@ -103,7 +103,7 @@ def refused():
     styled = [op for op in lowered.ops if isinstance(op, Parallelize)]
     norm = next(op.modules for op in styled if str(op.modules) == "model.norm")
     bad = replace(styled[0], modules=norm, shapes=(), place="mine.plan:8")
-    apply_lowered(model, replace(lowered, ops=(bad,)), digest="same", device_type="cpu")
+    apply_lowered(model, lowered.with_ops((bad,)), digest="same", device_type="cpu")
 
 
 def wrong_plan():

@@ -1,7 +1,5 @@
 """What goes wrong when a plan is applied, on every rank of a pool."""
 
-from dataclasses import replace
-
 from handwritten_plans import DIGEST, llama, modules
 from numerics import build
 from torch import distributed
@@ -88,7 +86,7 @@ def nested():
     lowered = llama(AXES, checkpoint=True)
     inner = Checkpoint(modules=modules("model.layers[0:2].mlp"))
     at = next(i for i, op in enumerate(lowered.ops) if isinstance(op, Checkpoint))
-    lowered = replace(lowered, ops=(*lowered.ops[: at + 1], inner, *lowered.ops[at + 1 :]))
+    lowered = lowered.with_ops((*lowered.ops[: at + 1], inner, *lowered.ops[at + 1 :]))
     model = build("llama")
     apply_lowered(model, lowered, digest=DIGEST, device_type="cpu")
     return [name for name, m in model.named_modules() if type(m).__name__ == "CheckpointWrapper"]

@@ -7,7 +7,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.fsdp import FullyShard
-from planc.ops.lowered import Lowered, MeshAxis
+from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.styles import (
     Change,
     Colwise,
@@ -20,6 +20,7 @@ from planc.ops.styles import (
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.tensor_parallel import Shape as ParameterShape
+from planc.plan.mesh_axes import role_of
 
 BLOCKS = "model.layers[0:2]"
 DIGEST = "0123456789abcdef" * 4
@@ -62,7 +63,7 @@ def llama(
     ops = [Configure(name="use_cache", value=False, reason="no cache")]
     if axes.get("tp", 1) > 1:
         ops += [
-            Parallelize(modules=modules(path), axis="tp", style=style, place=f"x.plan:{line}")
+            Parallelize(modules=modules(path), axes=("tp",), style=style, place=f"x.plan:{line}")
             for line, (path, style) in enumerate(styles(sequence).items(), start=10)
         ]
         if tied:
@@ -77,9 +78,12 @@ def llama(
         model="LlamaForCausalLM",
         family="llama",
         layers=2,
-        axes=tuple(MeshAxis(name=n, size=s, place="x.plan:3") for n, s in axes.items()),
+        axes=tuple(
+            MeshAxis(name=n, size=s, role=role_of(n, tensor=("tp",), data=names), place="x.plan:3")
+            for n, s in axes.items()
+        ),
         data=tuple(n for n in axes if n in names),
-        ops=(*ops, *units),
+        stages=(Stage(ops=(*ops, *units)),),
     )
 
 
@@ -122,7 +126,7 @@ def restyled(lowered, path, style):
         else:
             ops.append(op)
     assert tuple(ops) != lowered.ops, f"the plan has no style on {path}"
-    return replace(lowered, ops=tuple(ops))
+    return lowered.with_ops(tuple(ops))
 
 
 def unreduced(lowered):
@@ -138,4 +142,4 @@ def shaped(lowered, path, name, shape):
         else op
         for op in lowered.ops
     ]
-    return replace(lowered, ops=tuple(ops))
+    return lowered.with_ops(tuple(ops))

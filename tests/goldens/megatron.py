@@ -1,6 +1,6 @@
 """t for LlamaForCausalLM on 8 ranks.
 
-Written by planc from the lowered plan aadf469b9661; it needs CUDA, megatron_fsdp and
+Written by planc from the lowered plan 1da3a311fc3c; it needs CUDA, megatron_fsdp and
 torch alone.
 
     model = parallelize(model, build_mesh("cuda"))

@@ -291,12 +291,12 @@ def _main(calls: str) -> str:
 
 def _tensor(ops: Sequence[AnyOp], lowered: Lowered) -> Lines:
     styled = [op for op in ops if isinstance(op, Parallelize)]
-    names = {axis: variable(axis) for axis in dict.fromkeys(op.axis for op in styled)}
-    for axis, name in names.items():
-        yield f"{IN}{name} = mesh[{quoted(axis)}]"
-    for (axis, block), group in groupby(styled, key=lambda op: (op.axis, _block(op.modules))):
+    names = {axes: variable("_".join(axes)) for axes in dict.fromkeys(op.axes for op in styled)}
+    for axes, name in names.items():
+        yield f"{IN}{name} = mesh[{', '.join(map(quoted, axes))}]"
+    for (axes, block), group in groupby(styled, key=lambda op: (op.axes, _block(op.modules))):
         for batch in _batches(group, len(block)):
-            yield from _styles(names[axis], batch, len(block), lowered)
+            yield from _styles(names[axes], batch, len(block), lowered)
     ties = [op for op in ops if isinstance(op, Tie)]
     if ties:
         yield f"{IN}# a split weight is a new parameter: what was one is tied again"

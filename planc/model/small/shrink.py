@@ -50,8 +50,8 @@ def shrink(
     Args:
         config: the fields, `model_type` among them: best the resolved ones (`Facts.config`), for
             what a file leaves to the family's defaults can't be shrunk.
-        ranks: the sizes of the mesh axes by name, of which `tp` and `ep` matter here; a number
-            alone is `tp`. Heads, widths and vocabulary divide by `tp`, experts by `ep`.
+        ranks: how many ranks there are by the role of a mesh axis (`AxisRole`); a number alone is
+            `tensor`. Heads, widths and vocabulary divide by `tensor`, experts by `expert`.
         layers: the least number of layers; there are more where the model has more kinds.
         blocks: what each block is made of, by the length of its list (`layer_kinds.sorts`):
             kinds that the configuration does not tell apart, such as the first, dense layers.
@@ -60,12 +60,12 @@ def shrink(
         Fields for `AutoConfig.for_model`: those of `config`, smaller. Dropout is off. Of a model
         of diffusers, those of its class.
     """
-    axes = {"tp": ranks} if isinstance(ranks, int) else dict(ranks)
+    roles = {"tensor": ranks} if isinstance(ranks, int) else dict(ranks)
     if diffused(config):
         from planc.model.small import diffusers_model
 
-        return diffusers_model.shrink(config, tp=axes.get("tp", 1))
-    made = _Shrinker(axes.get("tp", 1), axes.get("ep", 1), layers, blocks or {})
+        return diffusers_model.shrink(config, tp=roles.get("tensor", 1))
+    made = _Shrinker(roles.get("tensor", 1), roles.get("expert", 1), layers, blocks or {})
     small = made.config(config)
     towers(config, small)
     return small

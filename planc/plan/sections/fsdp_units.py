@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planc.diagnostic import meant, one_of
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
+from planc.ops.base import AxisRole
 from planc.plan.call_arguments import Arguments, unknown
 from planc.plan.ir import Precision, Unit
 from planc.plan.local_shapes import AUTO
@@ -100,8 +101,7 @@ def _staged(scope: Scope) -> bool:
     gathered by default: torchtitan's rule (`reshard_after_forward = "default"`).
     """
     mesh = scope.solve()
-    stages = mesh.axis("pp") if mesh else None
-    return stages is not None and stages.size > 1
+    return mesh is not None and any(a.size > 1 for a in mesh.of_role(AxisRole.STAGE))
 
 
 def _dim(arguments: Arguments) -> int:

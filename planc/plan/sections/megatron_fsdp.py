@@ -6,6 +6,7 @@ Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolic
 from __future__ import annotations
 
 from planc.diagnostic import Label, Sink, one_of
+from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.ir import Megatron
 from planc.plan.scope import Failed, Scope
@@ -14,24 +15,7 @@ from planc.syntax import ast
 
 NAME = "megatron"
 SETTINGS = ("backend", "strategy", "outer_strategy")
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-OUTER = ("no_shard", "optim")
 DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
-OPTIONS = {
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "report_nan_in_param_grad": False,
-    "average_in_collective": False,
-    "disable_bucketing": False,
-    "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "disable_symmetric_registration": False,
-    "enable_fine_grained_param_gather": False,
-    "maxpool_double_buffer": False,
-}
-"""The keywords of `fully_shard_model` that a plan can set, and their defaults there."""
 
 Line = ast.Setting | ast.Directive
 Lines = dict[str, Line]

@@ -213,7 +213,7 @@ def custom(call: ast.Call, path: str, scope: Scope) -> Custom | None:
             arguments.wrong(call, f"`{name}` is a path of modules, and not a value")
     if not arguments.done():
         return None
-    return Custom(name=call.name, path=path, arguments=tuple(given))  # type: ignore[arg-type]
+    return Custom(name=call.name, path=path, arguments=tuple(given))
 
 
 def _mla_kv(call: ast.Call, scope: Scope) -> MlaKv | None:

@@ -1,0 +1,301 @@
+"""Dataclasses as JSON and back, by the types of their fields.
+
+A dataclass is an object, or an array where its fields are positional; a member of a union of
+dataclasses also has a tag, the name of its kind. A tuple is an array, or an object where its type
+says that it is one of pairs. Modules and layouts are texts. A field with `OMIT` is left out at its
+default; one that equality ignores is no part of the digest. Nothing else is said of an operation
+to write it, to read it and to generate the schema. (The idea is sqlglot's serde.py.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, Union, assert_never, get_args, get_origin, get_type_hints
+
+from planc.model.facts import Module, Modules, parse_path
+from planc.ops.base import Form, Where, kind_of, short, text
+
+_UNKNOWN = Module(cls="", kind="other")
+_INDEX = r"\[[0-9]{1,5}(:[0-9]{1,5}){0,2}(,[0-9]{1,5}(:[0-9]{1,5}){0,2})*\]"
+
+
+def modules_of(path: str) -> Modules:
+    """A set of modules as it is written; its structure is not known.
+
+    Raises:
+        ValueError: the text is no set of modules, or is written in another way.
+    """
+    try:
+        modules = Modules(parse_path(path), _UNKNOWN)
+    except ValueError:
+        modules = None
+    if modules is None or "[]" in str(modules):
+        raise ValueError(f"{short(path)} is not a set of modules")
+    if str(modules) != path:
+        raise ValueError(f"{short(path)} is written {short(str(modules))}")
+    return modules
+
+
+_PATH = rf"(\w+|{_INDEX})(\.\w+|{_INDEX})*"
+_MODULES = dataclasses.replace(
+    text("path", "a set of modules", _PATH, most=2000), write=str, read=modules_of
+)
+_NONE = Form()
+_PLAIN: dict[Any, Form] = {
+    str: Form({"type": "string"}),
+    bool: Form({"type": "boolean"}),
+    int: Form({"type": "integer"}),
+    float: Form({"type": "number"}),
+    type(None): Form({"type": "null"}),
+    Any: _NONE,
+    Modules: _MODULES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value that is one text, number or truth value in JSON."""
+
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """An array."""
+
+    item: Shape
+    form: Form = _NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An object whose keys are names; a tuple of pairs."""
+
+    name: Shape
+    item: Shape
+    form: Form = _NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """Plain values, or an array.
+
+    Args:
+        plain: values that are themselves in JSON.
+        listed: the array, where there may be one.
+    """
+
+    plain: tuple[Leaf, ...]
+    listed: Shape | None
+    form: Form = _NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a dataclass.
+
+    Args:
+        name: in Python.
+        key: in JSON.
+        omit: whether it is left out of the JSON at its default.
+        compared: whether it is a part of the digest.
+    """
+
+    name: str
+    key: str
+    shape: Shape
+    omit: bool
+    default: Any
+    compared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A dataclass; `row` where it is an array of its fields."""
+
+    cls: type
+    fields: tuple[Field, ...]
+    row: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """A union of dataclasses; `key` has the name of the kind."""
+
+    key: str
+    kinds: Mapping[str, Record]
+    form: Form
+
+
+Shape = Leaf | Many | Named | Either | Record | Tagged
+
+
+@cache
+def shape_of(hint: Any) -> Shape:
+    """The JSON of a type.
+
+    Raises:
+        TypeError: the type has no form in JSON.
+    """
+    if get_origin(hint) is Annotated:
+        inner, *forms = get_args(hint)
+        return _annotated(inner, forms)
+    if hint in _PLAIN:
+        return Leaf(_PLAIN[hint])
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        values = {"enum": [e.value for e in hint]}
+        return Leaf(Form(values, write=lambda e: e.value, read=hint))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _record(hint)
+    if get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
+        return Many(shape_of(get_args(hint)[0]))
+    if get_origin(hint) in (Union, types.UnionType):
+        shapes = [shape_of(member) for member in get_args(hint)]
+        plain = tuple(s for s in shapes if isinstance(s, Leaf))
+        listed = [s for s in shapes if not isinstance(s, Leaf)]
+        assert len(listed) <= 1, hint
+        return Either(plain, listed[0] if listed else None)
+    raise TypeError(f"{hint} has no form in JSON")
+
+
+def _annotated(inner: Any, forms: list[Form]) -> Shape:
+    tag = next((f.tag for f in forms if f.tag), "")
+    if tag:
+        kinds = {kind_of(cls): _record(cls) for cls in get_args(inner)}
+        return Tagged(tag, kinds, forms[-1])
+    for form in forms:
+        if form.pairs:
+            name, item = get_args(get_args(inner)[0])
+            return Named(shape_of(name), shape_of(item), _joined(forms))
+        if form.write is not _NONE.write:
+            return Leaf(_joined(forms))
+    shape = shape_of(inner)
+    assert not isinstance(shape, Record | Tagged)
+    return dataclasses.replace(shape, form=_joined([shape.form, *forms]))
+
+
+def _joined(forms: list[Form]) -> Form:
+    """One form of several; the last name and functions hold."""
+    *_, last = forms
+    named = next((f for f in reversed(forms) if f.name), last)
+    made = next((f for f in forms if f.write is not _NONE.write), last)
+    schema = {k: v for f in forms for k, v in f.schema.items()}
+    # what narrows a named form has no name of its own
+    name = named.name if named is last else ""
+    axis = any(f.axis for f in forms)
+    return Form(schema, name=name, write=made.write, read=made.read, axis=axis)
+
+
+@cache
+def _record(cls: type) -> Record:
+    hints = get_type_hints(cls, include_extras=True)
+    every = dataclasses.fields(cls)
+    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    inherited = {f.name for base in bases for f in dataclasses.fields(base)}
+    fields = [
+        Field(
+            name=f.name,
+            key=f.metadata.get("key", f.name),
+            shape=shape_of(hints[f.name]),
+            omit=f.metadata.get("omit", False),
+            default=f.default,
+            compared=f.compare,
+        )
+        for f in sorted(every, key=lambda f: f.name in inherited)  # its own fields first
+    ]
+    return Record(cls, tuple(fields), row=bool(every) and not any(f.kw_only for f in every))
+
+
+def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
+    """A value as JSON.
+
+    Args:
+        value: of the type that `shape` is the JSON of.
+        compared: leave out the fields that equality ignores.
+    """
+    match shape:
+        case Leaf():
+            return shape.form.write(value)
+        case Many():
+            return [dump(v, shape.item, compared=compared) for v in value]
+        case Named():
+            return {name: dump(v, shape.item, compared=compared) for name, v in value}
+        case Either():
+            plain = value is None or shape.listed is None or isinstance(value, str | int | float)
+            return value if plain else dump(value, shape.listed, compared=compared)  # type: ignore[arg-type]
+        case Tagged():
+            kind = kind_of(type(value))
+            return {shape.key: kind, **dump(value, shape.kinds[kind], compared=compared)}
+        case Record():
+            written = {
+                f.key: dump(getattr(value, f.name), f.shape, compared=compared)
+                for f in shape.fields
+                if not (f.omit and getattr(value, f.name) == f.default)
+                and (f.compared or not compared)
+            }
+            return list(written.values()) if shape.row else written
+    assert_never(shape)
+
+
+@dataclass(slots=True)
+class Reader:
+    """Makes values of JSON that fits their schema, and notes what no schema can say.
+
+    Args:
+        problems: where in the document, and what is wrong there.
+        axes: every name of an axis, and where it is.
+    """
+
+    problems: list[tuple[Where, str]] = field(default_factory=list)
+    axes: list[tuple[Where, str]] = field(default_factory=list)
+
+    def load(self, data: Any, shape: Shape, at: Where = ()) -> Any:
+        """A value; of no use where problems were found."""
+        match shape:
+            case Leaf():
+                return self._leaf(data, shape.form, at)
+            case Many():
+                return tuple(self.load(d, shape.item, (*at, i)) for i, d in enumerate(data))
+            case Named():
+                return tuple((n, self.load(d, shape.item, (*at, n))) for n, d in data.items())
+            case Either():
+                listed = isinstance(data, list) and shape.listed is not None
+                return self.load(data, shape.listed, at) if listed else data  # type: ignore[arg-type]
+            case Tagged():
+                return self._record(data, shape.kinds[data[shape.key]], at)
+            case Record():
+                return self._record(data, shape, at)
+        assert_never(shape)
+
+    def _leaf(self, data: Any, form: Form, at: Where) -> Any:
+        if form.axis:
+            self.axes.append((at, data))
+        try:
+            return form.read(data)
+        except ValueError as error:
+            self.problems.append((at, str(error)))
+            return None
+
+    def _record(self, data: Any, record: Record, at: Where) -> Any:
+        problems, axes = len(self.problems), len(self.axes)
+        if record.row:
+            data = {f.key: value for f, value in zip(record.fields, data, strict=True)}
+        values = {
+            f.name: self.load(data[f.key], f.shape, (*at, f.key))
+            for f in record.fields
+            if f.key in data
+        }
+        own = [name for where, name in self.axes[axes:] if len(where) <= len(at) + 2]
+        if len(set(own)) < len(own):
+            self.problems.append((at, f"an axis is named twice: {', '.join(own)}"))
+        if len(self.problems) > problems:
+            return None
+        made = record.cls(**values)
+        if hasattr(made, "problems"):
+            self.problems += [((*at, *where), said) for where, said in made.problems()]
+        return made
