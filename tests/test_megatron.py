@@ -12,6 +12,7 @@ from test_fsdp import HEAD, fsdp, judged, lowered
 from torch import distributed, nn
 
 import planc
+from planc.compiler import Compiled
 from planc.diagnostic import PlanError, Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import render as diff_of
@@ -312,10 +313,11 @@ def test_a_diff_with_torch_and_with_itself():
 def test_why_names_the_unit_and_the_call():
     plan, known, _ = judged(HEAD + megatron(BLOCKS))
     low = lowered(HEAD + megatron(BLOCKS))
-    inside = why("model.layers.3.mlp.up_proj.weight", known, low, plan, Sink())
+    done = Compiled(facts=known, plan=plan, applied=(plan, known), lowered=low)
+    inside = why("model.layers.3.mlp.up_proj.weight", done, Sink())
     assert "Megatron-FSDP, on dp_shard = 8" in inside.unit[0].what
     assert inside.unit[0].target == "model.layers.3" and inside.held[0].shard == (1792, 4096)
-    rest = why("lm_head", known, low, plan, Sink())
+    rest = why("lm_head", done, Sink())
     assert rest.unit[0].target == "root" and rest.held[0].shard == (16032, 4096)
 
 
