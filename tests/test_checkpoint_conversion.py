@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 
 from planc.diagnostic import Diagnostic
 from planc.model.checkpoint_conversion import Recipe, recipes
-from planc.runtime.sharded_tensors import held
-from planc.runtime.weights.loading import _stored
-from planc.runtime.weights.safetensors_index import Entry, listing, reading
-from planc.runtime.weights.stored_tensors import Stored, fill, made, one
+from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
+from planc.runtime.standalone.shards import named_tensors
+from planc.runtime.weights.loading import _converted
+from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 
 SMALL = {
     "vocab_size": 128,
@@ -54,12 +54,13 @@ def test_what_transformers_writes_is_read_slice_by_slice(family, tmp_path):
     """In three ways: whole, by two halves of dim 0 and by two halves of the last dim."""
     right = build(family)
     right.save_pretrained(tmp_path, max_shard_size="200KB")
-    findings: list[Diagnostic] = []
-    entries = listing(tmp_path, findings)
+    problems: list[str] = []
+    entries = tensors_in_folder(tmp_path, problems)
     model = build(family, meta=True)
-    stored = _stored(model, entries, findings)
-    assert findings == [] and stored.keys() >= {n for n, _ in model.named_parameters()}
-    several = any(len(s.pieces) > 1 for s in stored.values())
+    findings: list[Diagnostic] = []
+    stored = _converted(model, entries, findings)
+    assert problems == findings == [] and stored.keys() >= {n for n, _ in model.named_parameters()}
+    several = any(len(getattr(s, "pieces", ())) > 1 for s in stored.values())
     assert several == (family not in ("gpt_oss", "llama", "granitemoe"))
     for name, parameter in right.named_parameters():
         for dim, start, stop in ((0, 0, None), (0, 1, None), (-1, 0, -1)):
@@ -71,16 +72,14 @@ def test_what_transformers_writes_is_read_slice_by_slice(family, tmp_path):
                 for s, n in zip(part, parameter.shape, strict=True)
             )
             got = torch.full_like(want, float("nan"))
-            for piece in stored[name].pieces:
-                with reading(piece.entry.file) as opened:
-                    fill(got, opened, piece, ranges)
+            stored[name].copy_to(got, ranges)
             assert torch.equal(got, want), name
 
 
 def test_experts_are_in_the_order_of_their_numbers(tmp_path):
     build("mixtral").save_pretrained(tmp_path)
     model = build("mixtral", meta=True)
-    found = recipes(model, listing(tmp_path, []), held(model))
+    found = recipes(model, tensors_in_folder(tmp_path, []), dict(named_tensors(model)))
     recipe = found["model.layers.0.mlp.experts.gate_up_proj"]
     assert recipe.steps == (("stack", 0, 0), ("join", 1, 0))
     gates, ups = recipe.parts
@@ -100,7 +99,7 @@ def test_an_expert_that_is_missing_is_a_wrong_shape(tmp_path):
     expert = "model.layers.1.block_sparse_moe.experts.5"
     changed(tmp_path, lambda t: [t.pop(f"{expert}.{w}.weight") for w in ("w1", "w2", "w3")])
     model = build("mixtral", meta=True)
-    stored = _stored(model, listing(tmp_path, []), [])
+    stored = _converted(model, tensors_in_folder(tmp_path, []), [])
     assert stored["model.layers.1.mlp.experts.gate_up_proj"].shape[0] == 11
     assert stored["model.layers.0.mlp.experts.gate_up_proj"].shape[0] == 12
 
@@ -115,7 +114,7 @@ def test_parts_that_do_not_fit_together_are_findings(tmp_path):
 
     changed(tmp_path, change)
     findings: list[Diagnostic] = []
-    _stored(build("mixtral", meta=True), listing(tmp_path, []), findings)
+    _converted(build("mixtral", meta=True), tensors_in_folder(tmp_path, []), findings)
     assert [d.code for d in findings] == ["PL496", "PL496"]
     told = sorted(d.message for d in findings)
     assert "experts.down_proj cannot be put together: its parts are of several shapes" in told[0]
@@ -123,7 +122,7 @@ def test_parts_that_do_not_fit_together_are_findings(tmp_path):
 
 
 def entry(name, *shape, tmp_path=None):
-    return Entry(file=tmp_path, name=name, shape=shape, dtype="F32")
+    return StoredTensor(tmp_path, name, shape, "F32")
 
 
 def test_a_conversion_that_planc_does_not_know(tmp_path):
@@ -136,16 +135,16 @@ def test_a_conversion_that_planc_does_not_know(tmp_path):
 def test_a_swap_of_dims(tmp_path):
     values = torch.arange(24.0).reshape(2, 3, 4)
     save_file({"a": values}, tmp_path / "x.safetensors")
-    entries = listing(tmp_path, [])
+    entries = tensors_in_folder(tmp_path, [])
     stored = made(Recipe(parts=(("a",),), steps=(("swap", 1, 2),)), entries)
-    assert isinstance(stored, Stored) and stored.shape == (2, 4, 3)
+    assert isinstance(stored, ConvertedTensor) and stored.shape == (2, 4, 3)
     got = torch.zeros(2, 2, 3)
-    with reading(stored.pieces[0].entry.file) as opened:
-        fill(got, opened, stored.pieces[0], (((0, 2),), ((1, 2), (3, 4)), ((0, 3),)))
+    stored.copy_to(got, (((0, 2),), ((1, 2), (3, 4)), ((0, 3),)))
     assert torch.equal(got, values.transpose(1, 2)[:, [1, 3]])
 
 
 def test_a_model_of_ones_own_keeps_its_names(tmp_path):
     model = torch.nn.Linear(2, 2)
     assert recipes(model, ["x"], ["weight"]) == {"x": Recipe(parts=(("x",),))}
-    assert one(entry("x", tmp_path=tmp_path)).shape == ()
+    scalar = {"x": entry("x", tmp_path=tmp_path)}
+    assert made(Recipe(parts=(("x",),)), scalar).shape == ()

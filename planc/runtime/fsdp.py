@@ -19,14 +19,11 @@ from planc.runtime.meshes import Meshes
 from planc.runtime.sharded_tensors import units
 from planc.runtime.standalone import activation_checkpoint, load_weights
 
-_ARRIVAL: Any = load_weights
-_REMAT: Any = activation_checkpoint  # without types, as the scripts that carry it are
-
 
 def arrive(model: nn.Module, op: Load) -> None:
     """The types that parameters are kept in, before anything is made of them."""
     if op.dtype is not None:
-        _ARRIVAL.keep_in(model, _dtype(op.dtype), op.pattern)
+        load_weights.keep_in(model, _dtype(op.dtype), op.pattern)
 
 
 def keywords(op: FullyShard, meshes: Meshes, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -151,16 +148,22 @@ def prefetch(op: Prefetch, modules: Mapping[str, nn.Module]) -> None:
 def recomputing(op: Checkpoint) -> dict[str, Any]:
     """What `checkpoint_wrapper` is given beside the module; nothing that is torch's default."""
     for save in op.save:
-        if save.name in save.ops and not list(_REMAT.operators(save.ops)):
+        if save.name in save.ops and not list(activation_checkpoint.operators(save.ops)):
             raise ValueError(f"torch has no operator {save.name}")
     groups = [(save.every, save.ops) for save in op.save]
     options: dict[str, Any] = {}
     if groups:
         options["context_fn"] = (
-            _REMAT.saving_on_cpu(op.pin, *groups) if op.offload else _REMAT.saving(*groups)
+            activation_checkpoint.saving_on_cpu(op.pin, *groups)
+            if op.offload
+            else activation_checkpoint.saving(*groups)
         )
     if not op.preserve_rng:
         options["preserve_rng_state"] = False
     if not op.early_stop:
         options["early_stop"] = False
-    return {"checkpoint_fn": _REMAT.offloading(op.pin, **options)} if op.offload else options
+    return (
+        {"checkpoint_fn": activation_checkpoint.offloading(op.pin, **options)}
+        if op.offload
+        else options
+    )

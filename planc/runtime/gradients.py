@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.quantization import packed
-from planc.runtime.sharded_tensors import groups, local, orders, plain, reshard, split, units, whole
+from planc.runtime.sharded_tensors import reshard, units
+from planc.runtime.standalone import shards
+from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
 
 
 @contextmanager
@@ -41,8 +42,8 @@ def unshard(model: nn.Module) -> Iterator[None]:
     Every rank must enter and leave it. Backward passes have no place in it.
     """
     own = units(model)
-    own = [unit for unit in own if all(_sharded(group) for group in groups(unit))]
-    before = [(g, g.post_forward_mesh_info) for unit in own for g in groups(unit)]
+    own = [unit for unit in own if all(_sharded(group) for group in groups_of(unit))]
+    before = [(g, g.post_forward_mesh_info) for unit in own for g in groups_of(unit)]
     automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, own)]
     try:
         for unit in own:
@@ -102,7 +103,7 @@ def clip_grad_norm(
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in (p.grad for p in model.parameters()):
             if gradient is not None:
-                part = local(gradient)
+                part = part_of(gradient)
                 part.mul_(scale.to(part.device, part.dtype))
     return norm
 
@@ -126,12 +127,12 @@ def _share(parameter: Tensor) -> tuple[_Axes, Tensor | None]:
     """The mesh dimensions that split a parameter, and this rank's part of its gradient."""
     gradient = parameter.grad
     if not isinstance(parameter, DTensor):
-        return (), None if gradient is None else whole(gradient)
+        return (), None if gradient is None else whole_of(gradient)
     mesh, placements = parameter.device_mesh, parameter.placements
-    axes = tuple((mesh, i) for i, p in enumerate(placements) if split(p) and mesh.size(i) > 1)
+    axes = tuple((mesh, i) for i, p in enumerate(placements) if splits(p) and mesh.size(i) > 1)
     if isinstance(gradient, DTensor) and gradient.placements != placements:
         gradient = gradient.redistribute(placements=placements)  # a norm's is a part of a sum
-    return axes, None if gradient is None else local(gradient)
+    return axes, None if gradient is None else part_of(gradient)
 
 
 def _device(parameter: Tensor) -> Any:
@@ -174,17 +175,4 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         weights in 4 bits none, whose bytes mean nothing without their scales.
     """
     reshard(model)
-    keep = every_rank or distributed.get_rank() == 0
-    out: dict[str, Tensor] = {}
-    done: dict[int, Tensor] = {}
-    own, four = orders(model), packed(model)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor) or plain(name) in four:
-            continue
-        if id(tensor) not in done:
-            full = whole(tensor, own.get(plain(name)))
-            # a copy: what is not split is the model's own and changes with the next step
-            done[id(tensor)] = full.to("cpu", copy=True) if keep else full.new_empty(0)
-        if keep:
-            out[plain(name)] = done[id(tensor)]
-    return out
+    return shards.full_state_dict(model, every_rank=every_rank)

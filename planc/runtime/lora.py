@@ -96,9 +96,7 @@ def _halves(layer: nn.Module) -> Iterator[nn.Module]:
 
 def layers(model: nn.Module) -> dict[str, Any]:
     """peft's layers, by the names of the layers that they are around."""
-    find: Any = adapter_layers
-    found: dict[str, Any] = find(model)
-    return found
+    return adapter_layers(model)
 
 
 # First values ------------------------------------------------------------------------------------
@@ -111,9 +109,8 @@ def begin(model: nn.Module, unset: set[str]) -> None:
         model: with memory for them by now.
         unset: the plain names of those without a value.
     """
-    make: Any = begin_adapters
     for op in getattr(model, _OPS, ()):
-        make(model, unset, op.pattern, rank=op.rank, init=initial(op), seed=op.seed)
+        begin_adapters(model, unset, op.pattern, rank=op.rank, init=initial(op), seed=op.seed)
 
 
 def initial(op: Adapt) -> bool | str:

@@ -17,9 +17,8 @@ from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import megatron_of
-from planc.runtime.standalone import megatron_fsdp
+from planc.runtime.standalone.megatron_fsdp import in_place, prepare_optimizer, unit_classes
 
-_MEGATRON: Any = megatron_fsdp  # without types, as the scripts that carry it are
 DEVICES = ("cuda",)
 """Where the package runs: its first lines ask for `torch.cuda.current_device()`."""
 
@@ -77,7 +76,7 @@ def shard(model: nn.Module, op: MegatronShard, lowered: Lowered, mesh: DeviceMes
         device_mesh=data,
         dp_shard_dim=names[-2],
         tp_dim=names[-1],
-        fsdp_unit_modules=_MEGATRON.unit_classes(model, list(op.classes)),
+        fsdp_unit_modules=unit_classes(model, list(op.classes)),
         zero_dp_strategy=op.strategy,
         outer_dp_sharding_strategy=op.outer,
         device=torch.device(mesh.device_type, torch.cuda.current_device()),
@@ -88,7 +87,7 @@ def shard(model: nn.Module, op: MegatronShard, lowered: Lowered, mesh: DeviceMes
         ),
         **keywords,
     )
-    _MEGATRON.in_place(model, wrapped)
+    in_place(model, wrapped)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -105,7 +104,7 @@ def optimizer(given: Optimizer) -> Optimizer:
             "the optimizer has parameters that are not of this model: make it after the plan was "
             "applied"
         )
-    prepared: Optimizer = _MEGATRON.prepare_optimizer(given)
+    prepared: Optimizer = prepare_optimizer(given)
     return prepared
 
 

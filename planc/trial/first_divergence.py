@@ -15,7 +15,8 @@ from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
-from planc.trial.numerics import plain, relative, whole
+from planc.runtime.standalone.shards import WRAPPERS, plain_name
+from planc.trial.numerics import relative, whole
 from planc.trial.trace import first
 
 Outputs = dict[str, torch.Tensor]
@@ -128,4 +129,4 @@ def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
 
 
 def _name(name: str) -> str:
-    return plain(f"{name}.").removesuffix(".")
+    return plain_name(name, WRAPPERS)  # `base_layer` is a module beside its adapter

@@ -23,7 +23,7 @@ from planc.ops.lowered import Lowered
 from planc.runtime.executor import apply_lowered
 from planc.runtime.lora import alone
 from planc.runtime.run import Run
-from planc.runtime.sharded_tensors import ordered, orders
+from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 
 LENGTH = 16
 """Tokens of a row, at least; every sequence split of up to 16 ranks is even."""
@@ -156,7 +156,7 @@ def _train(
     """A few steps of AdamW, on gradients of the loss times `scale`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
-    sample, own = None, orders(model)
+    sample, own = None, rank_orders(model)
     for inputs in batches:
         output = model(**inputs, use_cache=False)
         loss = getattr(output, "loss", None)
@@ -166,12 +166,14 @@ def _train(
         if sample is None:
             sample = Sample(logits=whole(output.logits), loss=mean(whole(loss)))
             sample.gradients = {
-                n: ordered(whole(p.grad), own.get(n)) for n, p in named(model) if p.grad is not None
+                n: in_own_order(whole(p.grad), own.get(n))
+                for n, p in named(model)
+                if p.grad is not None
             }
         optimizer.step()
         optimizer.zero_grad()
     assert sample is not None
-    sample.parameters = {n: ordered(whole(p), own.get(n)) for n, p in named(model)}
+    sample.parameters = {n: in_own_order(whole(p), own.get(n)) for n, p in named(model)}
     return sample
 
 
@@ -188,12 +190,7 @@ def _sound(sample: Sample) -> None:
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that they had before anything was wrapped."""
     for name, parameter in model.named_parameters():
-        yield plain(name), parameter
-
-
-def plain(name: str) -> str:
-    """A name without what wrapping added to it."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        yield plain_name(name), parameter
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

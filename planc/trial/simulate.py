@@ -32,7 +32,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.executor import Worker
 from planc.runtime.lora import alone, missing_peft
 from planc.runtime.meshes import Meshes
-from planc.runtime.sharded_tensors import ordered, orders
+from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.implicit_redistribution import Implicit, redistributions
 from planc.trial.launcher import told_apart
 from planc.trial.local_tensor_patch import Literals
@@ -171,7 +171,7 @@ def _gradients(runs: _Runs) -> Iterator[Part]:
     reference = dict(runs.single.named_parameters())
     every = (p.grad for p in reference.values() if p.grad is not None)
     floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
-    own = orders(runs.model)
+    own = rank_orders(runs.model)
     for name, parameter in named(runs.model):
         wanted = reference[name].grad
         if wanted is None:
@@ -181,7 +181,7 @@ def _gradients(runs: _Runs) -> Iterator[Part]:
         if parameter.grad is None:
             yield Part(kind="missing", subject=name, error=1.0, line=line)
             continue
-        error = _error(ordered(_whole(parameter.grad), own.get(name)), wanted, floor)
+        error = _error(in_own_order(_whole(parameter.grad), own.get(name)), wanted, floor)
         kind = "gradient"
         if error > LIMIT and not isinstance(parameter.grad, DTensor):
             total = sum(by_rank(parameter.grad), torch.zeros_like(wanted))

@@ -4,8 +4,9 @@
 
 FOLDER holds safetensors and is made by `make`. Ways: `slices` and `rank0` are planc's; `accelerate`
 is what its `cpu_ram_efficient_loading` does under FSDP2, where accelerate is installed; `torch` is
-`set_model_state_dict` with `broadcast_from_rank0`. The peak is the growth of a process's own memory
-(`RssAnon`, sampled), without the mapped files, whose pages are the system's cache.
+`set_model_state_dict` with `broadcast_from_rank0`, and `storage` torch's own reader of safetensors
+for distributed checkpoints, `HuggingFaceStorageReader`. The peak is the growth of a process's own
+memory (`RssAnon`, sampled), without the mapped files, whose pages are the system's cache.
 """
 
 import json
@@ -137,6 +138,21 @@ def by_torch(folder):
     return model, load
 
 
+def by_storage(folder):
+    """Every rank reads its own slices, planned by torch.distributed.checkpoint."""
+    from torch.distributed import checkpoint
+
+    model = sharded()
+
+    def load():
+        model.to_empty(device="cpu")
+        model.model._init_weights(model.model.rotary_emb)
+        reader = checkpoint.HuggingFaceStorageReader(folder)
+        checkpoint.load(model.state_dict(), storage_reader=reader)
+
+    return model, load
+
+
 def by_accelerate(folder):
     """Rank 0 has the model of `from_pretrained`, and accelerate sends its state dict.
 
@@ -169,7 +185,7 @@ def main():
         store=distributed.FileStore(store, WORLD),
         timeout=timedelta(seconds=120),
     )
-    makers = {"torch": by_torch, "accelerate": by_accelerate}
+    makers = {"torch": by_torch, "storage": by_storage, "accelerate": by_accelerate}
     model, load = makers[way](folder) if way in makers else by_planc(folder, way)
     distributed.barrier()
     with Peak() as peak:

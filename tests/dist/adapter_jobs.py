@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import planc
 from planc.ops.load import Load
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime.sharded_tensors import ordered, orders
+from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 
 PLAN = """plan tuned for {family}, qwen2
 
@@ -105,7 +105,7 @@ def compare(
 
 def gradients(model):
     """Whole gradients of what is trained; nothing else has one."""
-    found, order = {}, orders(model)
+    found, order = {}, rank_orders(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None, f"{name} is frozen and has a gradient"
@@ -115,8 +115,8 @@ def gradients(model):
         partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
         assert not partial, f"the gradient of {name} is a part of a sum"
         same(grad, name)
-        plain = numerics.plain(name)
-        found[plain] = ordered(numerics.whole(grad), order.get(plain))
+        plain = plain_name(name)
+        found[plain] = in_own_order(numerics.whole(grad), order.get(plain))
     return found
 
 
@@ -350,9 +350,7 @@ def dropped(overrides):
         grads = {
             n: numerics.whole(p.grad) for n, p in run.model.named_parameters() if p.requires_grad
         }
-        found.append(
-            (numerics.whole(output.logits), {numerics.plain(n): g for n, g in grads.items()})
-        )
+        found.append((numerics.whole(output.logits), {plain_name(n): g for n, g in grads.items()}))
     (one, first), (two, second) = found
     alike = torch.equal(one, two) and all(torch.equal(first[n], second[n]) for n in first)
     run.model.eval()

@@ -6,7 +6,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.runtime.sharded_tensors import ordered, orders
+from planc.runtime.standalone.shards import in_own_order, rank_orders
 
 ROWS = 4
 
@@ -68,14 +68,14 @@ def compare(name, plan, overrides, script=False):
     loss.backward()
     mean = loss.detach().clone()
     distributed.all_reduce(mean)
-    own, reference = orders(model), dict(right.named_parameters())
+    own, reference = rank_orders(model), dict(right.named_parameters())
     errors = {
         "output": error(output, wanted.chunk(size)[rank]),
         "loss": error(mean / distributed.get_world_size(), wanted_loss),
     }
     for full, parameter in model.named_parameters():
         short = plain(full)
-        gradient = ordered(whole(parameter.grad), own.get(short))
+        gradient = in_own_order(whole(parameter.grad), own.get(short))
         errors[short] = error(gradient, reference[short].grad)
     assert errors.keys() - {"output", "loss"} == reference.keys()
     return errors

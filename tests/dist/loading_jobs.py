@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from training_jobs import mine
 
 import planc
-from planc.runtime import sharded_tensors
 from planc.runtime.standalone import shards
 from planc.runtime.weights.loading import load_files
 
@@ -45,7 +44,7 @@ def same(run, single):
     mine, right = run.full_state_dict(every_rank=True), single.state_dict()
     assert mine.keys() == right.keys()
     different = [n for n in right if not torch.equal(mine[n], right[n])]
-    buffers = {sharded_tensors.plain(n): b for n, b in run.model.named_buffers()}
+    buffers = {shards.plain_name(n): b for n, b in run.model.named_buffers()}
     expected = dict(single.named_buffers())
     assert buffers.keys() == expected.keys()
     different += [n for n in expected if not torch.equal(whole(buffers[n]), expected[n])]
@@ -209,7 +208,7 @@ def cast(folder):
 
 
 def everywhere():
-    """`runs` and `whole` for uneven shards of two meshes, laid out as FSDP does it, by hand."""
+    """`slices_of` and `whole_of` for uneven shards of two meshes, laid out by FSDP itself."""
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -228,13 +227,11 @@ def everywhere():
             fully_shard(layer, mesh=mesh["dp"])
             part = layer.weight.detach()
             rebuilt = torch.full(tuple(part.to_local().shape), 9.0)
-            for inner, outer in sharded_tensors.places(sharded_tensors.runs(part)):
+            for inner, outer in shards.blocks_of(shards.slices_of(part)):
                 rebuilt[inner] = full[outer]
             assert torch.equal(rebuilt, part.to_local()), (sizes, rows)
-            assert torch.equal(
-                sharded_tensors.take(full, sharded_tensors.runs(part)), part.to_local()
-            )
-            assert torch.equal(sharded_tensors.whole(part), full), (sizes, rows)
+            assert torch.equal(shards.taken(full, shards.slices_of(part)), part.to_local())
+            assert torch.equal(shards.whole_of(part), full), (sizes, rows)
             assert torch.equal(shards.added_up(part), full), (sizes, rows)
             checked += 1
     return checked

@@ -19,7 +19,7 @@ from planc.model.small.input_search import part_of
 from planc.model.small.transformers_model import Maker, taught
 from planc.ops.rng import Draw
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime.sharded_tensors import ordered, orders
+from planc.runtime.standalone.shards import in_own_order, rank_orders
 
 LENGTH, BATCH = 16, 4
 
@@ -193,7 +193,7 @@ def gradients_of(model, wanted=None):
         model: the parallel model.
         wanted: the parameters that have to have one; all that are trained by default.
     """
-    gradients, own = {}, orders(model)
+    gradients, own = {}, rank_orders(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -203,7 +203,7 @@ def gradients_of(model, wanted=None):
         assert grad is not None, f"{name} has no gradient"
         partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
         assert not partial, f"the gradient of {name} is a part of a sum"
-        gradients[plain(name)] = ordered(whole(grad), own.get(plain(name)))
+        gradients[plain(name)] = in_own_order(whole(grad), own.get(plain(name)))
     return gradients
 
 

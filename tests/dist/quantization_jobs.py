@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.ops.quantization import Quantize
-from planc.runtime.quantization import packed
 from planc.runtime.sharded_tensors import units
+from planc.runtime.standalone.shards import four_bit_layers
 
 BODY = """
     $block.self_attn.{q,k,v,o}_proj : qlora(rank = 4, alpha = 8, block = 32, init = random)
@@ -170,7 +170,7 @@ def same_bytes(overrides, storage="float32"):
     model = numerics.build("llama", **CHANGES).to(getattr(torch, storage))
     alone = single("llama", getattr(torch, storage), False, CHANGES, getattr(torch, storage), None)
     run = planc.apply(model, lowered("llama", BODY, overrides, CHANGES), device_type="cpu")
-    found = packed(run.model)
+    found = four_bit_layers(run.model)
     for name, layer in found.items():
         whole = numerics.whole(layer.weight).contiguous().view(torch.uint8)
         own = alone.get_submodule(name.removesuffix(".weight")).base_layer
@@ -205,7 +205,7 @@ def no_copies(overrides):
         unit.reshard()
     gc.collect()
     assert all(ref() is None for ref in whole), "a whole weight is still there"
-    kept = packed(run.model).values()
+    kept = four_bit_layers(run.model).values()
     column = sum(layer.weight.to_local().untyped_storage().nbytes() for layer in kept)
     return column, sum(layer.quant_state.absmax.nbytes for layer in kept), full
 
@@ -218,7 +218,7 @@ def from_meta(folder, overrides, weights):
     distributed.barrier()
     other = applied(overrides, meta=True)
     other.load(folder, weights=weights)
-    one, two = packed(run.model), packed(other.model)
+    one, two = four_bit_layers(run.model), four_bit_layers(other.model)
     assert one.keys() == two.keys() and len(one) == 14
     for name, layer in one.items():
         mine, theirs = (m.weight.to_local().view(torch.uint8) for m in (layer, two[name]))
@@ -261,7 +261,7 @@ def resumed(folder, overrides, others):
     optimizer = adapter_jobs.stepped(run, run.model)
     run.save(f"{folder}/run", optimizer=optimizer, step=1)
     mine = run.full_state_dict(every_rank=True)
-    assert not set(packed(run.model)) & mine.keys()
+    assert not set(four_bit_layers(run.model)) & mine.keys()
     assert sum(".lora_" in n for n in mine) == NAMES
     other = applied(others)
     second = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.05)

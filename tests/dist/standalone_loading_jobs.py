@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.emit.python.script import render
-from planc.runtime import sharded_tensors
+from planc.runtime.standalone.shards import named_tensors, plain_name
 from planc.runtime.weights import loading
 
 MODELS["qwen3_moe"] = {
@@ -51,8 +51,8 @@ def spread(model, plan, overrides=(), meta=True):
 
 def held(model):
     """Whole tensors by the names of the plain model, and buffers."""
-    tensors = {n: whole(t) for n, t in sharded_tensors.held(model).items()}
-    return tensors | {sharded_tensors.plain(n): whole(b) for n, b in model.named_buffers()}
+    tensors = {n: whole(t) for n, t in named_tensors(model)}
+    return tensors | {plain_name(n): whole(b) for n, b in model.named_buffers()}
 
 
 def loaded(model, plan, folder, overrides=(), script=False):
@@ -76,7 +76,7 @@ def loaded(model, plan, folder, overrides=(), script=False):
         space["load_weights"](made, folder, "cpu")
     else:
         run = spread(model, plan, overrides)
-        with watch("_slices"), watch("_sent"):
+        with watch("read_slices"), watch("read_rank0"):
             run.load(folder)
         made = run.model
     mine = held(made)
@@ -181,8 +181,7 @@ def emitted(model, plan, folder, way, overrides=("tp=2", "param_dtype=fp32"), br
     if "full_state_dict" in space:
         got = space["full_state_dict"](made)
     else:
-        got = sharded_tensors.held(made)
-        got = {n: whole(t) for n, t in got.items()}
+        got = {n: whole(t) for n, t in named_tensors(made)}
     if distributed.get_rank():
         return [], wrong
     assert got.keys() == right.keys()
@@ -241,7 +240,7 @@ def islands(plan, folder, script=False):
     else:
         planc.apply(made, plan, device_type="cpu").load(folder)
     right = {n: p.dtype for n, p in single.named_parameters()}
-    other = {n for n, p in sharded_tensors.held(made).items() if p.dtype != right.get(n, p.dtype)}
+    other = {n for n, p in named_tensors(made) if p.dtype != right.get(n, p.dtype)}
     tokens = torch.arange(1, 17).reshape(1, 16)
     loss = made(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()

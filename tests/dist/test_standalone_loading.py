@@ -27,7 +27,9 @@ def plan(tmp_path):
 
 
 @pytest.mark.parametrize("script", [False, True])
-@pytest.mark.parametrize(("weights", "way"), [("slices", ["_slices"]), ("rank0", ["_sent"])])
+@pytest.mark.parametrize(
+    ("weights", "way"), [("slices", ["read_slices"]), ("rank0", ["read_rank0"])]
+)
 def test_run_load_and_the_script_obey(four, plan, tmp_path, weights, way, script):
     path = plan(f"init = meta\n    weights = {weights}")
     folder = str(tmp_path / "w")
@@ -190,7 +192,7 @@ def test_the_script_lists_all_that_does_not_fit(four, plan, tmp_path, weights):
         folder = arguments["folder"]
         assert told == (
             f"nothing was loaded: {folder} lacks model.embed_tokens.weight, lm_head.weight; "
-            "it holds what the model does not: nobody.weight; it holds other shapes: "
+            f"{folder} holds what the model does not: nobody.weight; {folder} holds other shapes: "
             "model.norm.weight is [63], the model's [64]; a checkpoint of another form, such as "
             "one with its experts one by one, is for planc's Run.load"
         )

@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 import planc
-from planc.runtime.sharded_tensors import ordered, orders
+from planc.runtime.standalone.shards import in_own_order, rank_orders
 
 WIDE, INNER, ROPE = 16, 24, 4
 SIZES = (16, 8, 8)  # of the fused q, k and v
@@ -196,10 +196,10 @@ def compare(plan, overrides, script=False):
     mean = loss.detach().clone()
     distributed.all_reduce(mean)
     reference = {n: p.grad for n, p in right.named_parameters()}
-    own = orders(parallel)
+    own = rank_orders(parallel)
     errors = {"loss": error(mean / distributed.get_world_size(), loss_of(right, slice(None)))}
     for name, parameter in parallel.named_parameters():
-        grad = ordered(parameter.grad.full_tensor(), own.get(plain(name)))
+        grad = in_own_order(parameter.grad.full_tensor(), own.get(plain(name)))
         errors[plain(name)] = error(grad, reference[plain(name)])
     return {"kept": kept, "errors": errors}
 

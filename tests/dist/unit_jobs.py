@@ -266,17 +266,17 @@ def resumed(old, new, folder):
 
 
 def homes(path):
-    """Where materialise puts the parameters of a plan that offloads, and those it ignores.
+    """Where materialize puts the parameters of a plan that offloads, and those it ignores.
 
     meta stands for a device that is not the CPU.
     """
     from loading_jobs import on_meta
 
-    from planc.runtime.weights.loading import materialise
+    from planc.runtime.standalone.load_weights import materialize
 
     model = on_meta("llama")
     planc.apply(model, path, device_type="cpu")
-    materialise(model, {}, "meta")
+    materialize(model, {}, "meta")
     return {plain(n): p.device.type for n, p in model.named_parameters()}
 
 

@@ -1,14 +1,18 @@
-"""What a script carries along: the definitions of what torch does not have.
+"""The definitions that a script inlines: those that torch does not have.
 
 They are taken from the very files that `apply` runs, read as text, so a script computes what apply
-does and still needs torch alone.
+does and needs torch alone. Their types, which name what a script does not import, are left out.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+
+from planc.emit.python.printer import Group, lay
 
 _STANDALONE = Path(__file__).resolve().parents[2] / "runtime" / "standalone"
 _FILES = (
@@ -16,6 +20,9 @@ _FILES = (
     "activation_checkpoint.py",
     "shards.py",
     "lora_init.py",
+    "safetensors_files.py",
+    "buffers.py",
+    "dcp_chunks.py",
     "load_weights.py",
     "quantization.py",
     "megatron_fsdp.py",
@@ -32,7 +39,7 @@ def carried(body: str) -> list[str]:
     Returns:
         The source of each, with a newline at its end.
     """
-    known = _definitions()
+    known = definitions()
     wanted: set[str] = set()
     waiting = [_names(ast.parse(body))]
     while waiting:
@@ -43,15 +50,82 @@ def carried(body: str) -> list[str]:
 
 
 @cache
-def _definitions() -> dict[str, str]:
-    texts = [(_STANDALONE / file).read_text(encoding="utf-8") for file in _FILES]
-    return {
-        node.name: ast.get_source_segment(text, node) or ""
-        for text in texts
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+def definitions() -> dict[str, str]:
+    """The source of each function, class and constant of the standalone files, without types."""
+    found: dict[str, str] = {}
+    for file in _FILES:
+        text = without_types((_STANDALONE / file).read_text(encoding="utf-8"))
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            match node:
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                    | ast.Assign(targets=[ast.Name(id=name)])
+                ):
+                    found[name] = "\n".join(lines[_first_line(node) : node.end_lineno])
+    return found
 
 
 def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+# Types -------------------------------------------------------------------------------------------
+
+
+def without_types(text: str) -> str:
+    """Python source without annotations; all else, comments too, stays as it is.
+
+    Args:
+        text: typed throughout: a function without a return type is left alone. An annotation is on
+            the line of its name.
+    """
+    lines = text.splitlines()
+    for first, last, new in sorted(_edits(text, lines), reverse=True):
+        lines[first:last] = new
+    return "\n".join(lines) + "\n"
+
+
+def _edits(text: str, lines: list[str]) -> Iterator[tuple[int, int, list[str]]]:
+    """(first line, line after the last, lines instead of them) of what has types."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef(returns=ast.expr(end_lineno=last)):
+                yield node.lineno - 1, last or 0, list(_head(node, text))
+            case ast.AnnAssign(value=ast.expr(), lineno=at, target=target, annotation=kind):
+                line = lines[at - 1].encode()  # ast counts bytes
+                kept = line[: target.end_col_offset] + line[kind.end_col_offset :]
+                yield at - 1, at, [kept.decode()]
+            case ast.ClassDef(body=body):
+                for field, after in pairwise(body):
+                    if isinstance(field, ast.AnnAssign) and field.value is None:
+                        yield _first_line(field), _first_line(after), []
+
+
+def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
+    """The head of a function, laid out as a formatter would without its types."""
+    own = node.args
+    plain = [*own.posonlyargs, *own.args]
+    given: list[ast.expr | None] = [None] * (len(plain) - len(own.defaults))
+    pairs = [*zip(plain, [*given, *own.defaults], strict=True)]
+    after = [*zip(own.kwonlyargs, own.kw_defaults, strict=True)]
+
+    def spelled(some: Iterable[tuple[ast.arg, ast.expr | None]]) -> Iterator[str]:
+        for argument, default in some:
+            value = default and f"={ast.get_source_segment(text, default)}"
+            yield f"{argument.arg}{value or ''}"
+
+    items = [*spelled(pairs)]
+    items[len(own.posonlyargs) : len(own.posonlyargs)] = ["/"] if own.posonlyargs else []
+    if own.vararg or own.kwonlyargs:
+        items.append(f"*{own.vararg.arg if own.vararg else ''}")
+    items += spelled(after)
+    items += [f"**{own.kwarg.arg}"] if own.kwarg else []
+    yield from lay(Group(f"def {node.name}(", tuple(items), "):"), " " * node.col_offset)
+
+
+def _first_line(node: ast.stmt) -> int:
+    """The index of a statement's first line, which is that of its first decorator."""
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1

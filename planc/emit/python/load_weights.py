@@ -16,6 +16,12 @@ _ABOUT = {
     "rank0": "Fills the model from a folder of safetensors; rank 0 reads and sends.",
     "checkpoint": "Fills the model from a distributed checkpoint, whatever its ranks were.",
 }
+_CHECKED = {
+    "slices": "checked_files(model, folder)",
+    "rank0": "checked_files(model, folder, distributed.get_rank() == 0)",
+    "checkpoint": "checked_checkpoint(model, folder)",
+}
+_GIVEN = {"slices": "", "rank0": ", device", "checkpoint": ", folder"}
 
 
 def prepared(op: Load) -> Iterator[str]:
@@ -43,10 +49,11 @@ def filled(lowered: Lowered) -> list[str]:
     adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
     if adapts:
         lines.append("    unset = adapters_on_meta(model)")
-    lines.append("    allocate(model, device)")
+    lines.append(f"    found, values = {_CHECKED[way]}")
+    lines.append("    materialize(model, values, device)")
     for op in adapts:
         lines += _begun(op)
-    lines.append(f"    read_{way}(model, folder)")
+    lines.append(f"    read_{way}(model, found{_GIVEN[way]})")
     return ["\n".join(lines) + "\n"]
 
 

@@ -35,6 +35,14 @@ _IMPORTS = (
         ("CheckpointImpl", "checkpoint_wrapper"),
     ),
     ("torch.distributed.checkpoint", ("FileSystemReader", "load")),
+    (
+        "torch.distributed.checkpoint.metadata",
+        ("ChunkStorageMetadata", "MetadataIndex", "TensorProperties"),
+    ),
+    (
+        "torch.distributed.checkpoint.planner",
+        ("TensorWriteData", "WriteItem", "WriteItemType"),
+    ),
     ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
     (
         "torch.distributed._composable.replicate_with_fsdp",
@@ -135,7 +143,7 @@ def imports(body: str, own: Iterable[str] = ()) -> str:
         own: modules of the user's.
     """
     used_names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    lines = [f"import {name}" for name in ("json", "re") if name in used_names]
+    lines = [f"import {name}" for name in ("contextlib", "json", "re") if name in used_names]
     for module, those in _STANDARD:
         some = ", ".join(n for n in those if n in used_names)
         lines += [f"from {module} import {some}"] if some else []

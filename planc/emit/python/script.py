@@ -110,7 +110,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
         calls.append(f"    {name}{arguments}\n")
     functions += filled(lowered)
     own = carried("\n\n".join(functions))
-    packed = any("_rank_order" in source for source in own)
+    packed = any(source.startswith("def repack(") for source in own)
     if packed:  # what leaves such a model has to be put in order
         own = carried("\n\n".join([*functions, _WHOLE]))
     body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])

@@ -1,1 +1,1 @@
-"""What torch does not have: used by `apply`, and carried along, as text, by emitted scripts."""
+"""What torch does not have: `apply` calls it, and emitted scripts inline its text."""

@@ -1,24 +1,30 @@
-"""What `checkpoint_wrapper` is given beside a module: saving by op, and offload to the CPU.
+"""Arguments of `checkpoint_wrapper`: what a forward saves, and offload to the CPU.
 
-It needs torch alone. The emitted Python holds what it uses of this text as it stands here, and so
-does the same as `apply`: hence no imports from planc, torch's names in full, and short lines.
+Emitted scripts inline these definitions without their types, so torch's names are
+spelled in full.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-subclassing-any
-# mypy: disable-error-code="var-annotated"
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Saving ------------------------------------------------------------------------------------------
+Group = tuple[int, tuple[str, ...]]
+"""(n, names): every n-th result of the operators of these names."""
+
+# Saving -------------------------------------------------------------------------------
 
 
-def operators(names):
+def operators(names: Iterable[str]) -> Iterator[Any]:
     """Torch's operators of these names; a build may lack some of them."""
     for name in names:
         found = torch.ops
@@ -28,17 +34,17 @@ def operators(names):
             yield found
 
 
-def _chooser(groups):
-    """Tells call by call what to keep: of each group (n, names) every n-th result.
+def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
+    """Decides call by call what to keep: of each group (n, names) every n-th result.
 
-    It gives None for an operator that is in no group.
+    The decision is None for an operator that is in no group.
     """
-    table = {}
+    table: dict[Any, tuple[int, int]] = {}
     for group, (every, names) in enumerate(groups):
         table |= dict.fromkeys(operators(names), (group, every))
-    counts = {}
+    counts: dict[tuple[bool, int], int] = {}
 
-    def chosen(op, again=False):
+    def chosen(op: Any, again: bool = False) -> bool | None:
         if op not in table:
             return None
         group, every = table[op]
@@ -50,37 +56,39 @@ def _chooser(groups):
 
 
 class _Held:
-    """A result that is kept, and each tensor that looks at the same memory."""
+    """A result that is kept, and each tensor that shares its memory."""
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.views = []
+        self.views: list[tuple[Tensor, int]] = []
         self.see(tensor)
 
-    def see(self, view):
+    def see(self, view: Tensor) -> None:
         # as torch does it: below autograd, a plain detach has a version of its own
         view = torch.utils.checkpoint._detach_helper(view)
         self.views.append((view, view._version))
 
-    def get_val(self, _allow):
-        """What torch takes in place of computing it again."""
+    def get_val(self, _allow: bool) -> Tensor:
+        """What torch uses instead of computing it again."""
         if any(view._version != version for view, version in self.views):
             raise RuntimeError("what a checkpoint keeps was changed in place since")
         return self.tensor
 
 
 class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
-    """Torch's own, but right where a result is changed in place later.
+    """Torch's own mode, but right if a result is changed in place later.
 
-    Torch looks at the version of the result alone, and a matrix product is changed
+    Torch compares the version of the result alone, and a matrix product is changed
     through an `_unsafe_view` of it, which has another: the gradients would be wrong.
     """
 
-    def __init__(self, decide, storage):
+    def __init__(self, decide: Callable[..., Any], storage: dict[Any, Any]) -> None:
         super().__init__(decide, storage)
-        self.held = {}
+        self.held: dict[int, _Held] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         ahead = super().__torch_dispatch__
         compiling = torch.utils.checkpoint._is_compiling
         if not hasattr(func, "_schema") or compiling(func, args, kwargs or {}):
@@ -94,12 +102,12 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
             self._hold(func)
         return out
 
-    def _hold(self, func):
+    def _hold(self, func: Any) -> None:
         """Takes over what torch just kept."""
         kept = self.storage.get(func, {})
         at = self.func_counter[func] - 1
 
-        def own(leaf):
+        def own(leaf: Any) -> Any:
             if not isinstance(leaf.val, torch.Tensor):
                 return leaf
             held = self.held[_memory(leaf.val)] = _Held(leaf.val)
@@ -109,11 +117,11 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
             wrapper = torch.utils.checkpoint._VersionWrapper
             kept[at] = torch.utils._pytree.tree_map_only(wrapper, own, kept[at])
 
-    def _see(self, tensor):
+    def _see(self, tensor: Tensor) -> None:
         if _memory(tensor) in self.held:
             self.held[_memory(tensor)].see(tensor)
 
-    def _copy(self, written):
+    def _copy(self, written: Any) -> None:
         """A result that is about to be changed is kept as a copy from now on."""
         for tensor in torch.utils._pytree.tree_leaves(written):
             if isinstance(tensor, torch.Tensor):
@@ -122,20 +130,21 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
                     held.tensor, held.views = held.tensor.clone(), []
 
 
-def _memory(tensor):
-    """What two tensors share where one is a view of the other."""
+def _memory(tensor: Tensor) -> int:
+    """The same number for tensors that are views of the same memory."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
-def saving(*groups):
-    """The `context_fn` that keeps what some operators give; a group is (n, names)."""
+def saving(*groups: Group) -> Callable[[], tuple[Any, Any]]:
+    """The `context_fn` that keeps results of some operators; a group is (n, names)."""
 
-    def contexts():
+    def contexts() -> tuple[Any, Any]:
         chosen, policy = _chooser(groups), torch.utils.checkpoint.CheckpointPolicy
 
-        def decide(context, op, *_args, **_kwargs):
+        def decide(context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Any:
             keep = chosen(op, context.is_recompute)
             return policy.MUST_SAVE if keep else policy.PREFER_RECOMPUTE
 
@@ -145,14 +154,14 @@ def saving(*groups):
     return contexts
 
 
-# Offload -----------------------------------------------------------------------------------------
+# Offload ------------------------------------------------------------------------------
 
 
 class _Parked:
-    """A copy of a tensor on the CPU, of a DTensor's own part there."""
+    """A copy of a tensor on the CPU; of a DTensor, the copy of its shard."""
 
-    def __init__(self, tensor, pin):
-        self.spec = None
+    def __init__(self, tensor: Tensor, pin: bool) -> None:
+        self.spec: tuple[Any, Any] | None = None
         values = tensor
         if isinstance(tensor, DTensor):
             values = tensor.to_local()
@@ -163,7 +172,7 @@ class _Parked:
         self.held = torch.empty_like(values, device="cpu", pin_memory=pin)
         self.held.copy_(values, non_blocking=pin)
 
-    def back(self):
+    def back(self) -> Tensor:
         """The tensor again, where it was."""
         values = torch.empty_like(self.held, device=self.device)
         values.copy_(self.held, non_blocking=self.held.is_pinned())
@@ -173,14 +182,14 @@ class _Parked:
         return sharded(values, *self.spec, run_check=False, **self.sizes)
 
 
-def offloading(pin, **options):
+def offloading(pin: bool, **options: Any) -> Callable[..., Any]:
     """The `checkpoint_fn` that keeps a module's inputs on the CPU until backward."""
 
-    def run(function, *args, **kwargs):
-        def called(*given):
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def called(*given: Any) -> Any:
             return function(*given, **kwargs)
 
-        def pack(tensor):
+        def pack(tensor: Tensor) -> _Parked:
             return _Parked(tensor, pin)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _Parked.back):
@@ -190,19 +199,23 @@ def offloading(pin, **options):
     return run
 
 
-# Both --------------------------------------------------------------------------------------------
+# Both ---------------------------------------------------------------------------------
 
 
 class _Park(torch.utils._python_dispatch.TorchDispatchMode):
-    """In forward: parks what was chosen."""
+    """In forward: copies what was chosen to the CPU."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, chosen, pin, kept):
+    def __init__(
+        self, chosen: Callable[..., bool | None], pin: bool, kept: dict[Any, list[Any]]
+    ) -> None:
         super().__init__()
         self.chosen, self.pin, self.kept = chosen, pin, kept
 
-    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         keep = self.chosen(func)
         if keep is not None:
@@ -210,8 +223,8 @@ class _Park(torch.utils._python_dispatch.TorchDispatchMode):
             self.kept.setdefault(func, []).append(park)
         return out
 
-    def _park(self, out, namespace):
-        def one(tensor):
+    def _park(self, out: Any, namespace: str) -> Any:
+        def one(tensor: Tensor) -> _Parked:
             if namespace == "_c10d_functional":  # its values are on their way
                 tensor = torch.ops._c10d_functional.wait_tensor(tensor)
             return _Parked(tensor, self.pin)
@@ -220,20 +233,22 @@ class _Park(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):
-    """In backward: brings it back in place of computing it again."""
+    """In backward: copies it back instead of computing it again."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept):
+    def __init__(self, kept: dict[Any, list[Any]]) -> None:
         super().__init__()
         self.kept = kept
-        self.at = {}
+        self.at: dict[Any, int] = {}
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self.at = {}
         return super().__enter__()
 
-    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func not in self.kept:
             return func(*args, **(kwargs or {}))
         at = self.at[func] = self.at.get(func, -1) + 1
@@ -243,11 +258,11 @@ class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):
         return torch.utils._pytree.tree_map_only(_Parked, _Parked.back, park)
 
 
-def saving_on_cpu(pin, *groups):
-    """The same as `saving`, with what is kept on the CPU."""
+def saving_on_cpu(pin: bool, *groups: Group) -> Callable[[], tuple[Any, Any]]:
+    """As `saving`, with the results kept on the CPU."""
 
-    def contexts():
-        kept = {}
+    def contexts() -> tuple[Any, Any]:
+        kept: dict[Any, list[Any]] = {}
         return _Park(_chooser(groups), pin, kept), _Fetch(kept)
 
     return contexts

@@ -1,259 +1,382 @@
-"""Weights into a parallel model: what an emitted script loads by.
+"""Weights into a parallel model: names checked, memory allocated, files read.
 
-The emitted Python carries what it needs of this file, and of `slices.py`, as they stand, so it
-imports torch and safetensors alone, and its lines are of the length that formatters give without
-being told. `Run.load` reads other forms of a checkpoint beside, which this names and refuses.
+`Run.load` calls these functions, and emitted scripts inline them without their types.
+What `Run.load` adds stands in `planc.runtime.weights`: diagnostics with codes,
+checkpoints whose tensors have to be converted, such as experts that are stored one by
+one, and the optimizer.
+
+torch's reader of safetensors, `torch.distributed.checkpoint.HuggingFaceStorageReader`
+(torch 2.13), was measured and is not used. Each rank reads its slices with it, too, and
+neither is better (`tests/bench/loading.py`, 239 million parameters in float32 on four
+processes: 1.69 s and 198.1 MiB a rank here, 1.71 s and 198.9 MiB there; in a second run
+on a busier machine 2.5 s and 2.2 s). But it
+reads every `*.safetensors` of a folder, whatever the index says, so that a second copy
+of the weights in the folder wins silently; it raises for the first missing name or
+wrong shape alone, and ignores names that the model does not have; it has no notion of
+converted tensors (stacked, joined, transposed), of one rank that reads for all, or of
+weights that are quantized one at a time. It could replace `StoredTensor.copy_to` only.
 """
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-# mypy: disable-error-code="var-annotated"
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.fsdp import FSDPModule
 
+from planc.runtime.standalone.buffers import computed_buffers
+from planc.runtime.standalone.dcp_chunks import storable
+from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import (
-    blocks_of,
-    irregular_one,
+    Order,
+    four_bit_layers,
+    is_adapter,
+    named_tensors,
     on_host,
     part_of,
-    plain_name,
     rank_orders,
     slices_of,
     taken,
+    tied_names,
 )
 
+# Before the model is parallel ---------------------------------------------------------
 
-def keep_in(model, dtype, fp32=""):
-    """Gives parameters the type that they are kept in; some names stay in float32."""
+
+def keep_in(model: nn.Module, dtype: torch.dtype, fp32: str = "") -> None:
+    """Casts parameters to the dtype that they are kept in; some stay in float32."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             own = torch.float32 if fp32 and re.fullmatch(fp32, name) else dtype
             parameter.data = parameter.data.to(own)
 
 
-def on_meta(model):
+def on_meta(model: nn.Module) -> None:
     """The model has no memory yet."""
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("build the model on the meta device")
 
 
-def allocate(model, device):
-    """Memory for what is on meta; parameters stay the same objects, so ties hold."""
-    done, host = set(), on_host(model)
-    for module in list(model.modules()):
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_meta and parameter not in done:
-                home = "cpu" if id(parameter) in host else device
-                fresh = torch.empty_like(parameter.detach(), device=home)
-                made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, made)
-                done.add(parameter)
-        lacking = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
-        for name in lacking:
-            fresh = torch.empty_like(module._buffers[name], device=device)
-            module._buffers[name] = fresh
-        compute(model, module, module._non_persistent_buffers_set & set(lacking))
-    model._apply(lambda tensor: tensor)  # FSDP takes up the memory of its shards
+# Names and shapes ---------------------------------------------------------------------
 
 
-def compute(model, module, names):
-    """Buffers that no file holds, such as rotary frequencies: the model computes them.
+def first_found(found: list[Any]) -> list[Any]:
+    """What this rank found, else what the first other rank found; a collective."""
+    everyone: list[Any] = [found]
+    if distributed.get_world_size() > 1:
+        everyone = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, found)
+    return next(filter(None, [found, *everyone]), [])
 
-    Twice, over other values: what comes out differently was not computed.
+
+def matched(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    folder: Path,
+    problems: list[str],
+    without: Collection[str] = (),
+) -> dict[str, StoredTensor]:
+    """What each tensor of a model is filled from, by the first of its names.
+
+    Args:
+        model: its names are those that it had before anything was wrapped.
+        stored: what the checkpoint holds; one without adapters is of the model below
+        them.
+        folder: of the checkpoint.
+        problems: receives one text each for missing, unexpected and wrongly shaped
+        names.
+        without: names that need not be there.
     """
-    found = []
-    for value in (3, 5) if names else ():
-        for name in names:
-            module._buffers[name].fill_(value)
-        with torch.no_grad():
-            model._init_weights(module)
-        found.append({name: module._buffers[name].clone() for name in names})
-    for name in names:
-        if not torch.equal(found[0][name], found[1][name]):
-            kind = type(module).__name__
-            raise ValueError(f"nothing computes the buffer {name} of {kind}")
+    tensors, four = dict(named_tensors(model)), four_bit_layers(model)
+    inside = {
+        name: stored[key] for key, name in renamed(model, stored, tensors).items()
+    }
+    adapters = any(map(is_adapter, inside))
+    found: dict[str, StoredTensor] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for names in tied_names(model):
+        present = [name for name in names if name in inside]
+        if present:
+            found[names[0]] = inside[present[0]]
+        elif names[0] not in without and (adapters or not is_adapter(names[0])):
+            missing.append(names[0])
+        tensor = tensors[names[0]]
+        shape = four[names[0]].source[0] if names[0] in four else tuple(tensor.shape)
+        every = (difference(name, tensor, shape, inside[name]) for name in present)
+        wrong += filter(None, every)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = [r"rotary_emb\.inv_freq$", *ignored]  # what older libraries stored
+    extra = [name for name in inside if name not in tensors]
+    extra = [n for n in extra if not any(re.search(pattern, n) for pattern in ignored)]
+    told = f"{folder} holds what the model does not:"
+    problems += [f"{folder} lacks {listed_names(missing)}"] if missing else []
+    problems += [f"{told} {listed_names(extra)}"] if extra else []
+    problems += [f"{folder} holds other shapes: {'; '.join(wrong)}"] if wrong else []
+    return found
 
 
-def tensors_of(model):
-    """(names, tensor, order) of what a checkpoint holds; a tied one has more names.
-
-    In the place of a weight in 4 bits stands its layer.
-    """
-    orders, found = rank_orders(model), {}
-    four = {id(m.weight): m for m in model.modules() if hasattr(m, "pack")}
-    for path, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(plain_name(path))
-    return [
-        (names, four.get(id(tensor), tensor.detach()), orders.get(names[0]))
-        for names, tensor in found.values()
-    ]
-
-
-def of_adapter(name):
-    """Whether a name is that of a part of an adapter."""
-    return any(part.startswith("lora_") for part in name.split("."))
-
-
-def shape_of(tensor):
-    """The shape that files have of a tensor, or of the weight of a layer in 4 bits."""
-    return tuple(tensor.source[0] if hasattr(tensor, "pack") else tensor.shape)
-
-
-def agreed(problems):
-    """Raises on every rank what any rank found."""
-    everyone = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, problems)
-    if found := next(filter(None, [problems, *everyone]), None):
-        raise ValueError("nothing was loaded: " + "; ".join(found))
-
-
-def matched(model, shapes, folder):
-    """The stored name of each of a model's tensors; all that does not fit is one error.
+def renamed(
+    model: nn.Module, stored: Iterable[str], known: Collection[str]
+) -> dict[str, str]:
+    """The model's name of each name in a checkpoint, which stays if the model has none.
 
     A checkpoint of a bare body names its parts without the name that the body has in a
-    model with a head, and the other way round.
+    model with a head (`transformer.`), and the other way round.
     """
-    tensors = tensors_of(model)
-    known = {name for names, _, _ in tensors for name in names}
-    base = f"{getattr(model, 'base_model_prefix', '')}."
-    ways = [{n: n for n in shapes}, {base + n: n for n in shapes}]
-    ways.append({n.removeprefix(base): n for n in shapes})
-    stored = max(ways, key=lambda way: len(known & way.keys()))
-    stored |= {n: n for n in shapes if n not in stored.values()}
-    found, lacking, wrong = [], [], []
-    adapters = any(map(of_adapter, stored))
-    for names, tensor, order in tensors:
-        if of_adapter(names[0]) and not adapters:
-            continue  # a checkpoint of the model below them
-        own = [stored[name] for name in names if name in stored]
-        found.append((own[0] if own else None, tensor, order))
-        lacking += [] if own else names[:1]
-        for name in own:
-            if tuple(shapes[name]) != shape_of(tensor):
-                told = f"{name} is {list(shapes[name])}"
-                wrong.append(f"{told}, the model's {list(shape_of(tensor))}")
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ignored = [r"rotary_emb\.inv_freq$", *ignored]
-    more = [n for n in stored if n not in known]
-    more = [n for n in more if not any(re.search(i, n) for i in ignored)]
-    problems = [f"{folder} lacks {listed_names(lacking)}"] if lacking else []
-    told = "it holds what the model does not:"
-    problems += [f"{told} {listed_names(more)}"] if more else []
-    problems += [f"it holds other shapes: {', '.join(wrong)}"] if wrong else []
-    if lacking and more:
-        other = "of another form, such as one with its experts one by one"
-        problems.append(f"a checkpoint {other}, is for planc's Run.load")
-    return found, problems
+    base = f"{getattr(model, 'base_model_prefix', '') or ''}."
+    found = list(stored)
+
+    def by(way: Callable[[str], str]) -> dict[str, str]:
+        return {name: way(name) if way(name) in known else name for name in found}
+
+    ways = [by(str), by(lambda n: base + n), by(lambda n: n.removeprefix(base))]
+    return max(ways, key=lambda way: sum(name in known for name in way.values()))
 
 
-def listed_names(names):
+def difference(
+    name: str, tensor: Tensor, shape: tuple[int, ...], stored: StoredTensor
+) -> str | None:
+    """Why a stored tensor cannot be one of the model's."""
+    if shape != stored.shape:
+        return f"{name} is {list(stored.shape)}, the model's {list(shape)}"
+    if tensor.is_floating_point() != stored.dtype.startswith(("F", "BF")):
+        return f"{name} is of {stored.dtype}, the model's of {tensor.dtype}"
+    return None
+
+
+def listed_names(names: Iterable[str]) -> str:
     """Names as text, those that differ by numbers alone as one, with their count."""
-    groups = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
     told = {p: f"{p} ({len(g)} of them)" if g[1:] else g[0] for p, g in groups.items()}
     return ", ".join(told.values())
 
 
-def headers(folder):
-    """(file, shape) of each tensor in a folder of safetensors, by name."""
-    index = Path(folder) / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = [Path(folder) / name for name in dict.fromkeys(names)]
-    else:
-        files = sorted(Path(folder).glob("*.safetensors"))
-    found = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                found[name] = (file, tuple(opened.get_slice(name).get_shape()))
+# Memory -------------------------------------------------------------------------------
+
+
+def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> None:
+    """Allocates what is on meta: parameters without values, buffers with computed ones.
+
+    Parameters stay the same objects, so ties hold, and so do optimizers and FSDP units.
+
+    Args:
+        model: with a plan applied.
+        values: of buffers, by their ids.
+        device: the type of device that the model goes to.
+    """
+    done: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    host = on_host(model)
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if (
+                parameter is not None
+                and parameter.is_meta
+                and id(parameter) not in seen
+            ):
+                home = "cpu" if id(parameter) in host else device
+                fresh = torch.empty_like(parameter.detach(), device=home)
+                made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, made)
+                seen.add(id(parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if id(buffer) not in done:
+                value = values.get(id(buffer))
+                fresh = (
+                    torch.empty_like(buffer, device=device) if value is None else value
+                )
+                done[id(buffer)] = fresh.to(device)
+            module._buffers[name] = done[id(buffer)]
+    if seen and any(isinstance(module, FSDPModule) for module in model.modules()):
+        model._apply(
+            lambda tensor: tensor
+        )  # FSDP takes up the new memory of its shards
+
+
+# Reading ------------------------------------------------------------------------------
+
+
+def targets(
+    model: nn.Module, found: Mapping[str, StoredTensor]
+) -> list[tuple[Tensor, StoredTensor | None, Order | None, Any]]:
+    """(tensor, what fills it, its order, its layer if it is in 4 bits) in one order.
+
+    The order is the same on all ranks. Adapters are left out.
+    """
+    tensors, orders = dict(named_tensors(model)), rank_orders(model)
+    four = four_bit_layers(model)
+    names = [group[0] for group in tied_names(model) if not is_adapter(group[0])]
+    return [(tensors[n], found.get(n), orders.get(n), four.get(n)) for n in names]
+
+
+def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
+    """Every rank reads what it holds.
+
+    Args:
+        model: with memory.
+        found: what each tensor is filled from, by the first of its names.
+    """
+    with torch.no_grad():
+        for tensor, stored, order, layer in targets(model, found):
+            if stored is None:
+                raise ValueError("a tensor of the model has no values")
+            if layer is None:
+                stored.copy_to(part_of(tensor), slices_of(tensor, order))
+                continue
+            # one weight at a time is there in all its bits, and goes when it is packed
+            _, dtype, ranges = layer.source
+            sizes = [sum(stop - start for start, stop in some) for some in ranges]
+            weight = torch.empty(sizes, dtype=dtype)
+            stored.copy_to(weight, ranges)
+            layer.keep(weight)
+
+
+def read_rank0(
+    model: nn.Module, found: Mapping[str, StoredTensor], device: str
+) -> None:
+    """Rank 0 reads each tensor whole and sends it; every rank keeps its slices.
+
+    Args:
+        model: with memory.
+        found: on rank 0 as for `read_slices`; the others need none.
+        device: the type of device of the process group.
+    """
+    wanted = targets(model, found)
+    # in the model's dtype, not the file's, which only rank 0 knows
+    kinds = [
+        (tuple(t.shape), t.dtype) if w is None else w.source[:2] for t, *_, w in wanted
+    ]
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in kinds]
+    # one memory for all, for a backend may hold on to what it sent for a while
+    room = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+    failure: Exception | None = None
+    with torch.no_grad():
+        for (tensor, stored, order, layer), (shape, dtype) in zip(
+            wanted, kinds, strict=True
+        ):
+            full = room[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            if stored is not None and failure is None:
+                try:
+                    stored.copy_to(full, tuple(((0, size),) for size in shape))
+                except (
+                    Exception
+                ) as error:  # the others wait for it, so it is raised last
+                    failure = error
+            if distributed.get_world_size() > 1:
+                distributed.broadcast(full, src=0)
+            if layer is None:
+                part_of(tensor).copy_(taken(full, slices_of(tensor, order)))
+            else:
+                layer.keep(taken(full, layer.source[2]))
+    if failure is not None:
+        raise failure
+
+
+# torch.distributed.checkpoint ---------------------------------------------------------
+
+
+def tensors_in_checkpoint(
+    folder: Path, metadata: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, StoredTensor]:
+    """The model's part of a checkpoint; its keys may begin with `model.`.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: torch's, by key.
+        names: of the model's tensors.
+    """
+    start = "model." if any(f"model.{name}" in metadata for name in names) else ""
+    found: dict[str, StoredTensor] = {}
+    for key, meta in metadata.items():
+        other = key == "step" or key.startswith("optimizer.")
+        if other or not key.startswith(start) or not hasattr(meta, "size"):
+            continue
+        dtype = meta.properties.dtype
+        kind = "F" if dtype.is_floating_point else str(dtype)
+        found[key[len(start) :]] = StoredTensor(folder, key, tuple(meta.size), kind)
     return found
 
 
-def listed(model, folder):
-    """(file, name, tensor, order) of each of `tensors_of`; and what is wrong."""
-    try:
-        where = headers(folder)
-        shapes = {name: shape for name, (_, shape) in where.items()}
-        found, problems = matched(model, shapes, folder)
-        if any(map(of_adapter, shapes)):
+def checkpoint_targets(
+    model: nn.Module, found: Mapping[str, StoredTensor]
+) -> dict[str, Tensor]:
+    """The tensors that torch.distributed.checkpoint fills, by a checkpoint's keys."""
+    tensors, orders = dict(named_tensors(model)), rank_orders(model)
+    return {s.name: storable(tensors[n], orders.get(n)) for n, s in found.items()}
+
+
+# What emitted scripts call ------------------------------------------------------------
+
+
+def checked_files(
+    model: nn.Module, folder: str, reads: bool = True
+) -> tuple[dict[str, StoredTensor], dict[int, Tensor]]:
+    """What fills each tensor from a folder of safetensors, and values for buffers.
+
+    Args:
+        model: with a plan applied.
+        folder: of the checkpoint.
+        reads: whether this rank does.
+
+    Raises:
+        ValueError: all that does not fit, on every rank.
+    """
+    problems: list[str] = []
+    found: dict[str, StoredTensor] = {}
+    stored = tensors_in_folder(Path(folder), problems) if reads else {}
+    if reads and not problems:
+        found = matched(model, stored, Path(folder), problems)
+        if len(problems) > 1:
+            other = "of another form, such as one with its experts one by one"
+            problems.append(f"a checkpoint {other}, is for planc's Run.load")
+        if any(map(is_adapter, stored)):
             problems.append("adapters among them are for planc's Run.load_adapters")
+    return found, agreed_buffers(model, problems)
+
+
+def checked_checkpoint(
+    model: nn.Module, folder: str
+) -> tuple[dict[str, StoredTensor], dict[int, Tensor]]:
+    """As `checked_files`, for a folder of `torch.distributed.checkpoint`."""
+    problems: list[str] = []
+    found: dict[str, StoredTensor] = {}
+    try:
+        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+        names = dict(named_tensors(model))
+        stored = tensors_in_checkpoint(Path(folder), metadata, names)
+        found = matched(model, stored, Path(folder), problems)
     except Exception as error:
-        return [], [f"{folder} cannot be read: {error}"]
-    read = [] if problems else [(where[name][0], name, *own) for name, *own in found]
-    return read, problems
-
-
-def read_slices(model, folder):
-    """Each rank reads its own."""
-    wanted, problems = listed(model, folder)
-    agreed(problems)
-    for file in dict.fromkeys(file for file, *_ in wanted):
-        with safe_open(file, framework="pt") as opened:
-            for name, tensor, order in (w[1:] for w in wanted if w[0] == file):
-                own = opened.get_slice(name)
-                if hasattr(tensor, "pack"):
-                    tensor.pack(own)
-                    continue
-                part = part_of(tensor)
-                if not tensor.shape:
-                    part.copy_(opened.get_tensor(name))
-                    continue
-                for inner, outer in blocks_of(slices_of(tensor, order)):
-                    if all(s.stop > s.start for s in outer):
-                        part[inner].copy_(own[outer])
-
-
-def read_rank0(model, folder):
-    """Rank 0 reads, and each tensor is sent from it."""
-    first = distributed.get_rank() == 0
-    wanted, problems = listed(model, folder) if first else ([], [])
-    agreed(problems)
-    tensors = [own for own in tensors_of(model) if not of_adapter(own[0][0])]
-    for at, (_, tensor, order) in enumerate(tensors):
-        four = hasattr(tensor, "pack")
-        part = part_of(tensor.weight if four else tensor)
-        dtype = tensor.source[1] if four else tensor.dtype
-        full = torch.empty(shape_of(tensor), dtype=dtype, device=part.device)
-        if first:
-            file, name, *_ = wanted[at]
-            with safe_open(file, framework="pt") as opened:
-                full.copy_(opened.get_tensor(name))
-        distributed.broadcast(full, src=0)
-        if four:
-            tensor.pack(full)
-            continue
-        part.copy_(taken(full, slices_of(tensor, order)))
-
-
-def read_checkpoint(model, folder):
-    """Each rank reads its own; keys may begin with `model.`, beside an optimizer's."""
-    reader = FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    names = {name for names, _, _ in tensors_of(model) for name in names}
-    start = "model." if any(f"model.{name}" in stored for name in names) else ""
-    sized = {n: m.size for n, m in stored.items() if hasattr(m, "size")}
-    own = {n[len(start) :]: size for n, size in sized.items() if n.startswith(start)}
-    found, problems = matched(model, own, folder)
-    if any(hasattr(tensor, "pack") for _, tensor, _ in found):
+        problems.append(f"{folder} cannot be read: {error}")
+    if four_bit_layers(model):
         problems = ["weights in 4 bits are read from safetensors"]
-    agreed(problems)
-    state = {}
-    for name, tensor, order in found:
-        state[start + name] = tensor
-        if irregular_one(tensor, order):  # torch would read another place
-            state[start + name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-    load(state, storage_reader=reader)
-    for name, tensor, order in found:
-        if irregular_one(tensor, order):
-            full = state[start + name]
-            part_of(tensor).copy_(taken(full, slices_of(tensor, order)))
+    return found, agreed_buffers(model, problems)
+
+
+def agreed_buffers(model: nn.Module, problems: list[str]) -> dict[int, Tensor]:
+    """Values for buffers; raises on every rank what any rank found."""
+    values, lost = computed_buffers(model)
+    told = f"no file holds, and no module computes again, {listed_names(lost)}"
+    problems += [told] if lost else []
+    if found := first_found(problems):
+        raise ValueError("nothing was loaded: " + "; ".join(found))
+    return values
+
+
+def read_checkpoint(
+    model: nn.Module, found: Mapping[str, StoredTensor], folder: str
+) -> None:
+    """Every rank reads what it holds from a `torch.distributed.checkpoint`."""
+    with torch.no_grad():
+        reader = FileSystemReader(folder)
+        load(checkpoint_targets(model, found), storage_reader=reader)

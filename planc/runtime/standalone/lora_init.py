@@ -1,23 +1,28 @@
-"""The first values of adapters that were on meta: those that peft would have given them.
+"""The first values of adapters that were on meta: those that peft gives adapters.
 
-The emitted Python carries what it needs of this file as it stands, so it imports torch alone, and
-its lines are of the length that formatters give without being told.
+Emitted scripts inline these definitions without their types.
 """
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from planc.runtime.standalone.shards import part_of, plain_name, rank_orders, slices_of, taken
+from planc.runtime.standalone.shards import (
+    is_adapter,
+    part_of,
+    plain_name,
+    rank_orders,
+    slices_of,
+    taken,
+)
 
 
-def adapter_layers(model):
-    """peft's layers, by the names of the layers that they are around."""
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers, by the names of the layers that they wrap."""
     return {
         plain_name(path): module
         for path, module in model.named_modules()
@@ -25,14 +30,12 @@ def adapter_layers(model):
     }
 
 
-def halves_of(layer):
+def halves_of(layer: nn.Module) -> dict[str, Tensor]:
     """The parameters of peft's layer that are an adapter's, by their names there."""
-    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-    own = layer.named_parameters()
-    return {name: p for name, p in own if name.split(".")[0] in names}
+    return {name: p for name, p in layer.named_parameters() if is_adapter(name)}
 
 
-def adapters_on_meta(model):
+def adapters_on_meta(model: nn.Module) -> set[str]:
     """The names of adapters' parameters that have no memory yet."""
     return {
         f"{name}.{half}"
@@ -42,7 +45,15 @@ def adapters_on_meta(model):
     }
 
 
-def begin_adapters(model, unset, pattern, *, rank, init, seed):
+def begin_adapters(
+    model: nn.Module,
+    unset: set[str],
+    pattern: str,
+    *,
+    rank: int,
+    init: bool | str,
+    seed: int,
+) -> None:
     """Gives the adapters of one `LoraConfig` their values; all ranks draw the same.
 
     Args:
@@ -66,7 +77,7 @@ def begin_adapters(model, unset, pattern, *, rank, init, seed):
                     part_of(own[half]).copy_(taken(value, ranges))
 
 
-def first_values(layer, rank, init):
+def first_values(layer: Any, rank: int, init: bool | str) -> list[tuple[str, Tensor]]:
     """What peft gives a layer, drawn in its order (`update_layer`)."""
     wide, high = layer.in_features, layer.out_features
     if layer.lora_embedding_A:

@@ -1,31 +1,36 @@
 """A linear layer whose frozen weight is in 4 bits, under tensor parallelism and FSDP.
 
-The emitted Python carries what it needs of this file as it stands, so it imports torch and
-bitsandbytes alone, and its lines are of the length that formatters give without being told.
+Emitted scripts inline these definitions without their types.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-subclassing-any
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from bitsandbytes import matmul_4bit
 from bitsandbytes.functional import quantize_4bit
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from planc.runtime.standalone.shards import blocks_of, part_of, slices_of
+from planc.runtime.standalone.shards import Runs, part_of, slices_of
 
 
 class FourBit(nn.Linear):
-    """A linear layer with a weight of packed bytes, a column of the dtype of its storage.
+    """A linear layer with a weight of packed bytes, a column of its storage's dtype.
 
     FSDP shards and gathers the column as it does any weight; the scales of its blocks,
     `quant_state`, are no parameter and stay whole on every rank.
     """
 
-    def forward(self, x):
+    compute: torch.dtype | None
+    quant_state: Any
+    packing: dict[str, Any]
+
+    def forward(self, x: Tensor) -> Tensor:
         mesh, split = None, None
         if isinstance(x, DTensor):  # a style of the tensor axis is around
             mesh, (split,) = x.device_mesh, x.placements
@@ -41,8 +46,17 @@ class FourBit(nn.Linear):
         return y + self.bias if rows and bias is not None else y
 
 
-def quantize(layer, kind, storage, device, *, compute=None, double=False, block=64):
-    """Makes a linear layer one of 4 bits, in place; of a split weight, this rank's part.
+def quantize(
+    layer: Any,
+    kind: str,
+    storage: torch.dtype,
+    device: str,
+    *,
+    compute: torch.dtype | None = None,
+    double: bool = False,
+    block: int = 64,
+) -> None:
+    """Makes a linear layer one of 4 bits, in place; of a split weight, the rank's part.
 
     A layer on meta gets room for its bytes there, and no scales yet.
     """
@@ -66,19 +80,17 @@ def quantize(layer, kind, storage, device, *, compute=None, double=False, block=
 
 
 class FilledFourBit(FourBit):
-    """A linear layer of 4 bits that takes whole weights, as files hold them."""
+    """A linear layer of 4 bits that is filled from files of unquantized weights.
 
-    def pack(self, whole):
-        """Quantises this rank's part; `whole` gives slices of the weight by indexing."""
-        _, dtype, ranges = self.source
-        sizes = [sum(stop - start for start, stop in some) for some in ranges]
-        weight = torch.empty(sizes, dtype=dtype)
-        for inner, outer in blocks_of(ranges):
-            weight[inner] = whole[outer].to(dtype)
-        self.keep(weight)
+    `source` is the shape and dtype of the unquantized weight, and the ranges of it that
+    this rank quantizes: all, or its part along the tensor axis.
+    """
 
-    def keep(self, weight):
-        """Quantises this rank's part of the weight, and keeps the rows of its shard."""
+    source: tuple[tuple[int, ...], torch.dtype, tuple[Runs, ...]]
+    home: str
+
+    def keep(self, weight: Tensor) -> None:
+        """Quantizes the rank's ranges of the weight, and keeps its shard's rows."""
         weight = weight.to(self.home).contiguous()
         column, self.quant_state = quantize_4bit(weight, **self.packing)
         rows, start = len(column), 0
@@ -89,7 +101,9 @@ class FilledFourBit(FourBit):
         part_of(self.weight).copy_(column[start : start + rows])
 
 
-def quantize_filled(layer, kind, storage, device, **how):
+def quantize_filled(
+    layer: Any, kind: str, storage: torch.dtype, device: str, **how: Any
+) -> None:
     """`quantize`, of a layer that is to be filled from files afterwards."""
     weight = layer.weight
     order = layer.__dict__.get("_rank_order", {}).pop("weight", None)

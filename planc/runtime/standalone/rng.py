@@ -1,4 +1,7 @@
-"""Random numbers that ranks of one axis draw alike. Scripts carry this file's definitions along."""
+"""Random numbers that ranks of one axis draw alike.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def draw_alike(mesh: DeviceMesh, axis: str) -> None:
-    """Gives the random state of an axis's first rank to all its ranks, for CPU and device.
+    """Gives the random state of an axis's first rank to all, for CPU and device.
 
     They stay alike as long as they draw as many numbers, which like shards do.
     """

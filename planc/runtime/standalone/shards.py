@@ -1,47 +1,105 @@
-"""Which slices of a tensor a rank holds, and the whole tensor from all ranks'.
+"""Which slices of a tensor a rank holds, and the whole tensor from all ranks' slices.
 
-The emitted Python carries what it needs of this text as it stands, and so reads and gathers what
-`apply` does: hence no imports from planc, no types, and lines as formatters give them without
-being told. `planc.runtime.sharded_tensors` says what each of these takes.
+Emitted scripts inline these definitions without their types: the only imports are torch
+and the standard library, and code lines are laid out so that every formatter leaves
+them as they are.
 """
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-# mypy: disable-error-code="var-annotated"
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+Runs = tuple[tuple[int, int], ...]
+"""Along one dimension, the ranges [start, stop) of the whole that a rank holds."""
+Order = tuple[int, list[tuple[int, int]]]
+"""(dim, ranges): a parameter's ranges of that dim, in the order that it has them."""
+CHUNK_LIST = "__create_chunk_list__"
+"""The attribute by which Megatron-FSDP records which chunk a local tensor is."""
+
+# Names --------------------------------------------------------------------------------
 
 
-def plain_name(name):
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def plain_name(name: str, wrappers: tuple[str, ...] = (*WRAPPERS, "base_layer")) -> str:
     """A name as the model had it before anything was wrapped."""
-    wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "base_layer")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def groups_of(unit):
-    """A unit's groups of parameters, which torch keeps to itself."""
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is a part of an adapter, by its name."""
+    factors = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
+    return not factors.isdisjoint(name.split("."))
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(plain name, tensor) of each parameter and persistent buffer.
+
+    A tied tensor comes once for each of its names.
+    """
+    found: list[tuple[str, Tensor]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        kept = {**module._parameters, **module._buffers}
+        for name, tensor in kept.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                found.append((plain_name(f"{path}.{name}" if path else name), tensor))
+    return found
+
+
+def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each tensor, several if it is tied; in order of appearance."""
+    names: dict[int, dict[str, None]] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), {})[name] = None
+    return [tuple(group) for group in names.values()]
+
+
+def four_bit_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers with weights in 4 bits, by the plain names of these weights."""
+    return {
+        plain_name(f"{path}.weight"): module
+        for path, module in model.named_modules()
+        if hasattr(module, "packing")
+    }
+
+
+# FSDP ---------------------------------------------------------------------------------
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """The parameter groups of an FSDP unit, which torch has no public name for."""
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # torch 2.12 and later
         return list(state._fsdp_param_groups)
     return [g for g in (state._fsdp_param_group,) if g is not None]
 
 
-def on_host(model):
-    """The ids of the parameters whose shards are kept in host memory."""
+def on_host(model: nn.Module) -> set[int]:
+    """The ids of the parameters whose shards are offloaded to the CPU."""
     fsdp = [module for module in model.modules() if isinstance(module, FSDPModule)]
     every = [p for unit in fsdp for g in groups_of(unit) for p in g.fsdp_params]
     return {id(p.sharded_param) for p in every if p.offload_to_cpu}
 
 
-def rank_orders(model):
-    """(dim, ranges) of each parameter that is not held in the model's own order."""
+# Order --------------------------------------------------------------------------------
+
+
+def rank_orders(model: nn.Module) -> dict[str, Order]:
+    """The order of each parameter that is not stored in the model's, by plain name.
+
+    A weight of several projections is stored rank by rank (`repack`), while every file
+    and every full tensor has the order of the model.
+    """
     return {
         plain_name(f"{path}.{name}" if path else name): order
         for path, module in model.named_modules(remove_duplicate=False)
@@ -49,8 +107,8 @@ def rank_orders(model):
     }
 
 
-def in_own_order(full, order):
-    """A whole tensor as it is held -> in the model's own order."""
+def in_own_order(full: Tensor, order: Order | None) -> Tensor:
+    """A full tensor in the order of the ranks -> in the model's order."""
     if order is None:
         return full
     dim, ranges = order
@@ -60,35 +118,42 @@ def in_own_order(full, order):
     return torch.cat([pieces[i] for i in places], dim)
 
 
-# Slices ------------------------------------------------------------------------------------------
+# Slices -------------------------------------------------------------------------------
 
 
-def part_of(tensor):
-    """What this rank holds, to be written in place."""
+def part_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; writing into it writes into the tensor."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def splits(placement):
+def splits(placement: Placement) -> bool:
     """Whether a placement splits its tensor: Shard, or FSDP's strided one."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
-def slices_of(tensor, order=None):
+def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
     """For each dimension, the ranges of the whole tensor that this rank holds.
 
-    They are in the model's own order, whatever the order that they are held in.
+    Shards may be uneven or empty, and those of packed projections have several ranges.
+
+    Args:
+        tensor: a shard, or a tensor that is not split.
+        order: the order in which it is stored, if that is not the model's; the ranges
+            are positions in the model's order.
     """
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
-    sizes = tuple(tensor.device_mesh.shape)
-    at = tuple(tensor.device_mesh.get_coordinate())
-    found = positions_of(tuple(tensor.shape), sizes, at, tensor.placements)
-    counts = tuple(len(p) for p in found)
-    here = tuple(part_of(tensor).shape)
-    if counts != here and 0 not in (prod(counts), prod(here)):
-        told = f"a shard of {tensor.placements} is {here}"
-        raise RuntimeError(f"{told}, its ranges give {counts}")
+    found = chunk_positions(tensor)
+    if found is None:
+        sizes = tuple(tensor.device_mesh.shape)
+        at = tuple(tensor.device_mesh.get_coordinate())
+        found = positions_of(tuple(tensor.shape), sizes, at, tensor.placements)
+        counts = tuple(len(p) for p in found)
+        here = tuple(part_of(tensor).shape)
+        if counts != here and 0 not in (prod(counts), prod(here)):
+            told = f"a shard of {tensor.placements} is {here}"
+            raise RuntimeError(f"{told}, its ranges give {counts}")
     if order is not None:
         dim, ranges = order
         own = [position for start, stop in ranges for position in range(start, stop)]
@@ -96,15 +161,34 @@ def slices_of(tensor, order=None):
     return tuple(ranges_of(p) for p in found)
 
 
-def positions_of(shape, sizes, coordinate, placements):
+def chunk_positions(tensor: Tensor) -> list[list[int]] | None:
+    """The positions in the whole of a shard of Megatron-FSDP, None for other tensors.
+
+    It fills buffers and cuts them evenly, so ranks hold unequal parts of a parameter,
+    and some none. It records the chunk on the local tensor, for torch's checkpoints.
+    """
+    known = getattr(getattr(tensor, "_local_tensor", None), CHUNK_LIST, None)
+    if known is None:
+        return None
+    [chunk] = known()
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return [list(range(start, start + size)) for start, size in ends]
+
+
+def positions_of(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: Sequence[Placement],
+) -> list[list[int]]:
     """The positions in the whole that one rank holds, by dimension.
 
     FSDP splits what tensor parallelism left, though its mesh dimension comes first. It
-    says so by a strided shard whose factor is the number of shards inside; those are
-    split last.
+    records that by a strided shard whose factor is the number of shards inside; those
+    are split last.
     """
     found = [torch.arange(size) for size in shape]
-    late = []
+    late: list[tuple[int, Any]] = []
     for axis, placement in enumerate(placements):
         if not splits(placement):
             continue
@@ -123,7 +207,9 @@ def positions_of(shape, sizes, coordinate, placements):
     return [p.tolist() for p in found]
 
 
-def chunk_of(placement, positions, dims, count, index):
+def chunk_of(
+    placement: Placement, positions: Tensor, dims: int, count: int, index: int
+) -> Tensor:
     """Those of some positions that one of `count` ranks gets."""
     shaped = positions.reshape([-1 if d == placement.dim else 1 for d in range(dims)])
     how = {"with_padding": False, "contiguous": False}
@@ -131,9 +217,9 @@ def chunk_of(placement, positions, dims, count, index):
     return pieces[index].flatten() if index < len(pieces) else positions[:0]
 
 
-def ranges_of(positions):
+def ranges_of(positions: Sequence[int]) -> Runs:
     """Positions as ranges [start, stop)."""
-    out = []
+    out: list[list[int]] = []
     for position in positions:
         if out and out[-1][1] == position:
             out[-1][1] = position + 1
@@ -142,21 +228,24 @@ def ranges_of(positions):
     return tuple((start, stop) for start, stop in out)
 
 
-def taken(full, ranges):
-    """The ranges of a whole tensor, put side by side; a view where one each will do."""
+def taken(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
+    """The ranges of a whole tensor, side by side; a view if each dim has one range."""
     for dim, some in enumerate(ranges):
         if some != ((0, full.shape[dim]),):
             parts = [full.narrow(dim, start, stop - start) for start, stop in some]
             parts = parts or [full.narrow(dim, 0, 0)]
-            full = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return full
 
 
-def blocks_of(ranges):
+def blocks_of(
+    ranges: Sequence[Runs],
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """(slices of the shard, slices of the whole) of each block that a rank holds."""
-    placed = []
+    placed: list[list[tuple[slice, slice]]] = []
     for some in ranges:
-        at, along = 0, []
+        at = 0
+        along: list[tuple[slice, slice]] = []
         for start, stop in some:
             along.append((slice(at, at + stop - start), slice(start, stop)))
             at += stop - start
@@ -165,11 +254,18 @@ def blocks_of(ranges):
         yield tuple(inner for inner, _ in block), tuple(outer for _, outer in block)
 
 
-# Whole tensors -----------------------------------------------------------------------------------
+# Full tensors -------------------------------------------------------------------------
 
 
-def misplaced(shape, sizes, placements):
-    """Whether torch itself can be wrong on where the shards of a tensor are."""
+def misplaced(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[Placement]
+) -> bool:
+    """Whether torch itself can be wrong about where the shards of a tensor are.
+
+    FSDP splits a dimension that does not divide evenly otherwise than its strided
+    placement says: 9 rows over tp = 2 and then over 4 ranks, for one. And a strided
+    shard without the shards inside has several ranges, where torch expects one.
+    """
     for axis, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)
         if not splits(placement) or factor == 1:
@@ -186,33 +282,38 @@ def misplaced(shape, sizes, placements):
     return False
 
 
-def irregular_one(tensor, order=None):
-    """Whether a tensor lies otherwise than torch's own checkpoints take it to lie."""
-    if order is not None:
-        return True
+def irregular(tensor: Tensor, order: Order | None = None) -> bool:
+    """Whether torch misplaces a shard in checkpoints and full tensors; alike on all."""
     if not isinstance(tensor, DTensor):
-        return False
+        return order is not None
+    if order is not None or chunk_positions(tensor) is not None:
+        return True
     sizes = tuple(tensor.device_mesh.shape)
     return misplaced(tuple(tensor.shape), sizes, tensor.placements)
 
 
-def whole_of(tensor, order=None):
-    """The full tensor in the model's own order, on every rank of its mesh."""
-    tensor = tensor.detach()
+def whole_of(tensor: Tensor, order: Order | None = None) -> Tensor:
+    """The full tensor in the model's order, on every rank of its mesh.
+
+    A collective if the tensor is split.
+
+    Args:
+        tensor: a shard, or a tensor that is not split.
+        order: the order in which it is stored, if that is not the model's.
+    """
     if not isinstance(tensor, DTensor):
-        return in_own_order(tensor, order)
-    kind = tensor.device_mesh.device_type
-    if tensor.device.type != kind:  # offloaded: its mesh has no backend for the CPU
-        tensor = tensor.to(kind)
-    if irregular_one(tensor):
+        return in_own_order(tensor.detach(), order)
+    if irregular(tensor):
         return in_own_order(added_up(tensor), order)
+    # an offloaded shard: its mesh has no backend for the CPU
+    moved = tensor.detach().to(tensor.device_mesh.device_type)
     everywhere = [Replicate()] * tensor.device_mesh.ndim
-    return in_own_order(tensor.redistribute(placements=everywhere).to_local(), order)
+    return in_own_order(moved.redistribute(placements=everywhere).to_local(), order)
 
 
-def added_up(tensor):
+def added_up(tensor: DTensor) -> Tensor:
     """Every rank puts its part into zeros, and their bytes are added: exact."""
-    part = part_of(tensor)
+    part = part_of(tensor).to(tensor.device_mesh.device_type)
     full = torch.zeros(tuple(tensor.shape), dtype=part.dtype, device=part.device)
     for inner, outer in blocks_of(slices_of(tensor)):
         full[outer] = part[inner]
@@ -223,17 +324,33 @@ def added_up(tensor):
     return full
 
 
-def full_state_dict(model):
-    """The whole weights in the model's order, on the CPU of rank 0; a collective."""
+def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Tensor]:
+    """The full weights in the model's order, on the CPU; a collective.
+
+    Args:
+        model: sharded or not.
+        every_rank: whether all ranks get them; otherwise rank 0, and the others
+        nothing.
+
+    Returns:
+        Tensors by plain names, tied ones under each of theirs. Weights in 4 bits are
+        left out: their bytes mean nothing without their scales.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    orders, out, done = rank_orders(model), {}, {}
-    keep = distributed.get_rank() == 0
+    orders, four = rank_orders(model), four_bit_layers(model)
+    keep = every_rank or distributed.get_rank() == 0
+    out: dict[str, Tensor] = {}
+    done: dict[int, Tensor] = {}
     for path, tensor in model.state_dict(keep_vars=True).items():
+        name = plain_name(path)
+        if not isinstance(tensor, torch.Tensor) or name in four:
+            continue
         if id(tensor) not in done:
-            full = whole_of(tensor, orders.get(plain_name(path)))
-            done[id(tensor)] = full.to("cpu", copy=True) if keep else None
+            full = whole_of(tensor, orders.get(name))
+            # a copy: a tensor that is not split changes with the next step
+            done[id(tensor)] = full.to("cpu", copy=True) if keep else full.new_empty(0)
         if keep:
-            out[plain_name(path)] = done[id(tensor)]
+            out[name] = done[id(tensor)]
     return out

@@ -1,17 +1,19 @@
 """Tensor-parallel styles that torch does not have, in the form of torch's own.
 
-The emitted Python carries what it needs of this file as it stands, so it imports torch alone, and
-its lines are of the length that formatters give without being told.
+Emitted scripts inline these definitions without their types.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-subclassing-any
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -24,9 +26,13 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
 )
+from torch.distributed.tensor.placement_types import Placement
+
+Parts = int | Sequence[int]
+"""A number of equal parts that lie side by side along a dim, or the size of each."""
 
 
-def rank_order(size, parts, ranks):
+def rank_order(size: int, parts: Parts, ranks: int) -> list[tuple[int, int]]:
     """The ranges of a dim in order, when each rank holds a slice of each part.
 
     Args:
@@ -40,7 +46,7 @@ def rank_order(size, parts, ranks):
     sizes = [size // parts] * parts if isinstance(parts, int) else list(parts)
     if sum(sizes) != size or any(own % ranks for own in sizes):
         raise ValueError(f"{size} in parts of {sizes} do not split over {ranks} ranks")
-    ranges = []
+    ranges: list[tuple[int, int]] = []
     for rank in range(ranks):
         start = 0
         for own in sizes:
@@ -50,7 +56,7 @@ def rank_order(size, parts, ranks):
     return ranges
 
 
-def repack(module, name, dim, parts, ranks):
+def repack(module: nn.Module, name: str, dim: int, parts: Parts, ranks: int) -> None:
     """Puts a parameter in rank order, and notes on the module what its order is.
 
     A checkpoint has the model's own order: `module._rank_order[name]` is (dim, ranges),
@@ -68,7 +74,9 @@ def repack(module, name, dim, parts, ranks):
     module._rank_order[name] = (dim, ranges)
 
 
-def distribute(module, name, mesh, placement):
+def distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
+) -> None:
     """Makes a parameter a DTensor."""
     whole = module._parameters[name]
     split = distribute_tensor(whole, mesh, [placement])
@@ -76,7 +84,7 @@ def distribute(module, name, mesh, placement):
     module.register_parameter(name, made)
 
 
-def with_views(module, views):
+def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) -> None:
     """Lets a module's forward see what `views[name]` makes of a parameter.
 
     The forward is wrapped and not hooked, so that one that is cut short, as recomputing
@@ -85,7 +93,7 @@ def with_views(module, views):
     forward = module.forward
 
     @wraps(forward)
-    def local(*args, **kwargs):
+    def local(*args: Any, **kwargs: Any) -> Any:
         held = {name: module._parameters[name] for name in views}
         seen = {name: views[name](parameter) for name, parameter in held.items()}
         module._parameters.update(seen)
@@ -97,22 +105,22 @@ def with_views(module, views):
     module.forward = local
 
 
-def rank_part(parameter):
+def rank_part(parameter: DTensor) -> Tensor:
     """A rank's shard."""
     return parameter.to_local()
 
 
-def summed(parameter):
+def summed(parameter: DTensor) -> Tensor:
     """The whole of a parameter whose gradient is a part of a sum."""
     return parameter.to_local(grad_placements=[Partial()])
 
 
-def shared(parameter):
+def shared(parameter: DTensor) -> Tensor:
     """What one rank adds of a parameter that the sum over the ranks is to hold once."""
     return summed(parameter) / parameter.device_mesh.size()
 
 
-def gathered(value, mesh):
+def gathered(value: Any, mesh: DeviceMesh) -> Any:
     """A whole tensor whose gradient is a part of a sum; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -132,11 +140,11 @@ class PackedParallel(ParallelStyle):
     its local output (or make its local input) as the whole model does.
     """
 
-    def __init__(self, style, *, parts) -> None:
+    def __init__(self, style: Any, *, parts: Parts) -> None:
         self.style = style
         self.parts = parts
 
-    def _apply(self, module, device_mesh):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             raise NotImplementedError(f"{type(module).__name__} is no nn.Linear")
         dims = {"weight": 1}
@@ -150,13 +158,14 @@ class PackedParallel(ParallelStyle):
 class TransposedParallel(ParallelStyle):
     """ColwiseParallel or RowwiseParallel of a linear whose weight is [in, out]."""
 
-    def __init__(self, style, *, parts=1) -> None:
+    def __init__(self, style: Any, *, parts: Parts = 1) -> None:
         self.style = style
         self.parts = parts
 
-    def _apply(self, module, device_mesh):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = self.style
-        dims, wanted = {"weight": 0}, (Shard(-1),)
+        dims = {"weight": 0}
+        wanted: tuple[Placement, ...] = (Shard(-1),)
         if isinstance(style, ColwiseParallel):
             dims, wanted = {"weight": 1, "bias": 0}, (Replicate(),)
         if self.parts != 1:
@@ -178,7 +187,7 @@ class TransposedParallel(ParallelStyle):
 class SummedGradient(ParallelStyle):
     """Whole parameters, in a module and below, whose gradients are parts of a sum."""
 
-    def _apply(self, module, device_mesh):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for inner in module.modules():
             names = [n for n, p in inner._parameters.items() if p is not None]
             for name in names:
@@ -191,11 +200,11 @@ class SummedGradient(ParallelStyle):
 class RotaryGradient(ParallelStyle):
     """The gradient of the last `features`, which no projection follows, is summed."""
 
-    def __init__(self, features) -> None:
+    def __init__(self, features: int) -> None:
         self.features = features
 
-    def _apply(self, module, device_mesh):
-        def leave(_module, _inputs, output):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             rest = output.shape[-1] - self.features
             first, last = output.split([rest, self.features], dim=-1)
             return torch.cat([first, gathered(last, device_mesh)], dim=-1)
@@ -207,10 +216,10 @@ class RotaryGradient(ParallelStyle):
 class DividedAttributes(ParallelStyle):
     """Integer attributes of a module that count what the ranks split, such as heads."""
 
-    def __init__(self, *names) -> None:
+    def __init__(self, *names: str) -> None:
         self.names = names
 
-    def _apply(self, module, device_mesh):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in self.names:
             whole, ranks = getattr(module, name), device_mesh.size()
             if whole % ranks:
@@ -228,12 +237,14 @@ class BareParallel(ParallelStyle):
         parts: by name, where a split dim holds several tensors side by side.
     """
 
-    def __init__(self, held, *, parts=None) -> None:
+    def __init__(
+        self, held: Mapping[str, Any], *, parts: Mapping[str, Parts] | None = None
+    ) -> None:
         self.held = held
         self.parts = parts or {}
 
-    def _apply(self, module, device_mesh):
-        views = {}
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        views: dict[str, Callable[[Any], Tensor]] = {}
         for name, place in self.held.items():
             if name in self.parts:
                 dim = place.dim % module._parameters[name].ndim
@@ -257,14 +268,14 @@ class FeaturesParallel(BareParallel):
     def __init__(self) -> None:
         super().__init__({"weight": Shard(0)})
 
-    def _apply(self, module, device_mesh):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         if hasattr(module, "normalized_shape"):
             module.normalized_shape = rank_part(module.weight).shape
         forward = module.forward
 
         @wraps(forward)
-        def over_all(hidden):
+        def over_all(hidden: Tensor) -> Tensor:
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
             own = hidden.float().square().mean(-1, keepdim=True)
             sums = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)
@@ -289,24 +300,24 @@ class ExpertsParallel(BareParallel):
 
     def __init__(
         self,
-        held,
+        held: Mapping[str, Any],
         *,
-        input_layout,
-        output_layout,
-        parts=None,
-        use_local_output=True,
+        input_layout: Placement,
+        output_layout: Placement | None,
+        parts: Mapping[str, Parts] | None = None,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__(held, parts=parts)
         self.input_layout = input_layout
         self.output_layout = output_layout
         self.use_local_output = use_local_output
 
-    def _apply(self, module, device_mesh):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         forward = module.forward
 
         @wraps(forward)
-        def spread(*args, **kwargs):
+        def spread(*args: Any, **kwargs: Any) -> Any:
             if self.input_layout.is_replicate():
                 args = tuple(gathered(value, device_mesh) for value in args)
                 kwargs = {n: gathered(v, device_mesh) for n, v in kwargs.items()}

@@ -17,9 +17,16 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
-from planc.runtime.sharded_tensors import Order, aliases, bare, held, irregular, like, orders
-from planc.runtime.weights.dcp_chunks import Pieces
-from planc.runtime.weights.loading import keys
+from planc.runtime.sharded_tensors import detached, like
+from planc.runtime.standalone.dcp_chunks import Pieces
+from planc.runtime.standalone.load_weights import listed_names
+from planc.runtime.standalone.shards import (
+    Order,
+    irregular,
+    named_tensors,
+    rank_orders,
+    tied_names,
+)
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -59,9 +66,9 @@ def check(
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     known = {_owner(key) for key in stored if key.startswith(GROUPS)}
     if missing := [n for n in parameters if n not in known]:
-        findings.append(keys("the checkpoint's optimizer lacks", missing))
+        findings.append(_names("lacks", missing))
     if extra := sorted(known - set(parameters)):
-        findings.append(keys("the checkpoint's optimizer holds what this one does not:", extra))
+        findings.append(_names("holds what this one does not:", extra))
     for key, meta in stored.items():
         parameter = parameters.get(_owner(key))
         if parameter is not None and isinstance(meta, TensorStorageMetadata):
@@ -75,9 +82,9 @@ def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) 
     """A flat dict of a checkpoint's keys, with room for their values on this rank."""
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     out: dict[str, Any] = {}
-    own = orders(model)
+    own = rank_orders(model)
     for key, meta in stored.items():
-        parameter = bare(parameters[_owner(key)])
+        parameter = detached(parameters[_owner(key)])
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
@@ -142,8 +149,8 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tenso
     Raises:
         ValueError: it has a parameter that is not of the model.
     """
-    tensors = held(model)
-    names = {id(tensors[group[0]]): group[0] for group in aliases(model)}
+    tensors = dict(named_tensors(model))
+    names = {id(tensors[group[0]]): group[0] for group in tied_names(model)}
     out = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -154,6 +161,11 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tenso
                 )
             out.append((names[id(parameter)], parameter, group))
     return out
+
+
+def _names(what: str, names: list[str]) -> Diagnostic:
+    text = f"the checkpoint's optimizer {what} {listed_names(names)}"
+    return problem("PL496", text, help="nothing was loaded: make the optimizer as it was saved")
 
 
 def _owner(key: str) -> str:

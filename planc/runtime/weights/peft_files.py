@@ -18,20 +18,19 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.runtime.lora import NAME, adapts, layers
 from planc.runtime.preconditions import problem
-from planc.runtime.quantization import packed
-from planc.runtime.sharded_tensors import (
-    adapter,
-    aliases,
-    held,
-    local,
-    orders,
-    reshard,
-    runs,
-    whole,
+from planc.runtime.sharded_tensors import reshard
+from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
+from planc.runtime.standalone.shards import (
+    four_bit_layers,
+    is_adapter,
+    named_tensors,
+    part_of,
+    rank_orders,
+    slices_of,
+    tied_names,
+    whole_of,
 )
 from planc.runtime.weights.loading import together
-from planc.runtime.weights.safetensors_index import Entry, headers, reading
-from planc.runtime.weights.stored_tensors import fill, one
 
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -51,10 +50,10 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """
     together([*_tunes(lowered, "to save"), *_both(model)])
     reshard(model)
-    tensors, order = held(model), orders(model)
+    tensors, order = dict(named_tensors(model)), rank_orders(model)
     full: dict[str, Tensor] = {}
     for name in _trained(model):
-        value = whole(tensors[name], order.get(name))
+        value = whole_of(tensors[name], order.get(name))
         if distributed.get_rank() == 0:
             full[_peft_name(name)] = value.to("cpu", copy=True).contiguous()
     failed: list[Diagnostic] = []
@@ -74,7 +73,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """
     findings = _tunes(lowered, "to load")
     reshard(model)
-    tensors, order = held(model), orders(model)
+    tensors, order = dict(named_tensors(model)), rank_orders(model)
     wanted = {_peft_name(name): name for name in _trained(model)}
     if any(tensors[name].is_meta for name in wanted.values()):
         told = "the model is on meta: it gets its memory with its weights"
@@ -84,10 +83,10 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         findings += _unlike(wanted, tensors, entries, folder)
     together(findings)
     try:
-        with reading(folder / WEIGHTS) as opened, torch.no_grad():
+        with torch.no_grad():
             for stored, name in wanted.items():
-                place, (piece,) = tensors[name], one(entries[stored]).pieces
-                fill(local(place), opened, piece, runs(place, order.get(name)))
+                ranges = slices_of(tensors[name], order.get(name))
+                entries[stored].copy_to(part_of(tensors[name]), ranges)
     except Exception as error:
         findings.append(problem("PL497", f"reading {folder} failed midway: {error}"))
     together(findings)
@@ -102,13 +101,13 @@ def _tunes(lowered: Lowered, what: str) -> list[Diagnostic]:
 
 def _trained(model: nn.Module) -> list[str]:
     """What adapters' files hold: adapters, and all of the modules that train beside them."""
-    tensors, modules = held(model), set(_beside(model))
-    return [n for n in tensors if adapter(n) or n.rpartition(".")[0] in modules]
+    tensors, modules = dict(named_tensors(model)), set(_beside(model))
+    return [n for n in tensors if is_adapter(n) or n.rpartition(".")[0] in modules]
 
 
 def _beside(model: nn.Module) -> list[str]:
     """The modules with parameters of their own that train, and are no adapters."""
-    own = (n for n, t in held(model).items() if t.requires_grad and not adapter(n))
+    own = (n for n, t in named_tensors(model) if t.requires_grad and not is_adapter(n))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
 
 
@@ -166,18 +165,18 @@ def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
     """The last names of the layers, where those mean no other; else an expression."""
     adapted = {name for op in ops for name in op.names()}
     last = {name.rpartition(".")[2] for name in adapted}
-    every = {n.removesuffix(".weight") for n in held(model) if not adapter(n)}
+    every = {n.removesuffix(".weight") for n in dict(named_tensors(model)) if not is_adapter(n)}
     alike = {name for name in every if name.rpartition(".")[2] in last}
     return sorted(last) if alike == adapted else "|".join(f"({op.pattern})" for op in ops)
 
 
 def _read(
     model: nn.Module, lowered: Lowered, folder: Path, findings: list[Diagnostic]
-) -> dict[str, Entry]:
+) -> dict[str, StoredTensor]:
     """What the file of weights holds, once its configuration says the same as the plan."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        entries = {entry.name: entry for entry in headers(folder / WEIGHTS)}
+        entries = {entry.name: entry for entry in tensors_in_file(folder / WEIGHTS)}
     except Exception as error:
         findings.append(problem("PL497", f"{folder} holds no adapters of peft's: {error}"))
         return {}
@@ -207,7 +206,10 @@ def _of(config: dict[str, Any], field: str, name: str) -> float:
 
 
 def _unlike(
-    wanted: dict[str, str], tensors: dict[str, Tensor], entries: dict[str, Entry], folder: Path
+    wanted: dict[str, str],
+    tensors: dict[str, Tensor],
+    entries: dict[str, StoredTensor],
+    folder: Path,
 ) -> Iterator[Diagnostic]:
     missing = [name for name in wanted if name not in entries]
     extra = [name for name in entries if name not in wanted]
@@ -228,7 +230,7 @@ def _unlike(
 def unmerged(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
     """PL189 over an export that does not say what becomes of adapters, or that can't merge them;
     PL686 over weights in 4 bits."""
-    if four := next(iter(packed(model)), None):
+    if four := next(iter(four_bit_layers(model)), None):
         told = f"{four} is in 4 bits, which no export gives back what it was"
         how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
         return [problem("PL686", told, help=how_to)]
@@ -239,7 +241,7 @@ def unmerged(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
         told = "the model has adapters, which `from_pretrained` does not read from an export"
         how_to = 'say `adapters="merged"` or `"left_out"`; `run.save_adapters` writes them alone'
         return [problem("PL189", told, help=how_to)]
-    tied = [g for g in aliases(model) if len(g) > 1]
+    tied = [g for g in tied_names(model) if len(g) > 1]
     parted = [n for group in tied for n in group if n.rpartition(".")[0] in own]
     if not parted:
         return []
@@ -255,10 +257,12 @@ def change(layer: Any) -> Tensor:
     embedding = bool(layer.lora_embedding_A)
     if embedding:
         a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]
-        halves = whole(a), whole(b)
+        halves = whole_of(a), whole_of(b)
     else:
         modules = layer.lora_A[NAME], layer.lora_B[NAME]
-        one, two = (whole(m.weight, getattr(m, "_rank_order", {}).get("weight")) for m in modules)
+        one, two = (
+            whole_of(m.weight, getattr(m, "_rank_order", {}).get("weight")) for m in modules
+        )
         halves = one, two
     product = halves[1] @ halves[0]
     turned = embedding or getattr(layer, "fan_in_fan_out", False)

@@ -9,30 +9,19 @@ from typing import Any, get_args
 import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
 from planc.runtime.preconditions import problem
-from planc.runtime.quantization import packed
-from planc.runtime.sharded_tensors import bare, held, irregular, orders, reshard
+from planc.runtime.sharded_tensors import reshard
+from planc.runtime.standalone.load_weights import checkpoint_targets, tensors_in_checkpoint
+from planc.runtime.standalone.safetensors_files import StoredTensor
+from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import optimizers
-from planc.runtime.weights.buffers import recompute
-from planc.runtime.weights.dcp_chunks import Pieces
-from planc.runtime.weights.loading import (
-    Weights,
-    load_files,
-    lost,
-    match,
-    materialise,
-    together,
-    unlike,
-)
-from planc.runtime.weights.safetensors_index import Entry
+from planc.runtime.weights.loading import Weights, allocate, checked, load_files, together
 from planc.runtime.weights.saving import METADATA, reason, saved
-from planc.runtime.weights.stored_tensors import Stored, one
 
-_MODEL, _OPTIMIZER, _STEP = "model.", "optimizer.", "step"
+_OPTIMIZER, _STEP = "optimizer.", "step"
 
 
 def load(
@@ -104,34 +93,24 @@ def load_checkpoint(
     """
     findings: list[Diagnostic] = []
     reshard(model)
-    stored = _metadata(folder, findings)
-    nested = any(_MODEL + name in stored for name in held(model))
-    start = _MODEL if nested else ""
-    matched: dict[str, Stored] = {}
+    metadata = _metadata(folder, findings)
+    found: dict[str, StoredTensor] = {}
     if not findings:
-        matched = match(model, _entries(folder, stored, start), findings, without=packed(model))
-        findings += _four_bits(model, matched, folder)
-    values, unknown = recompute(model)
-    findings += lost(unknown)
-    flat = {k[len(_OPTIMIZER) :]: m for k, m in stored.items() if k.startswith(_OPTIMIZER)}
+        stored = tensors_in_checkpoint(folder, metadata, dict(named_tensors(model)))
+        found = checked(model, stored, folder, findings, without=four_bit_layers(model))
+        findings += _four_bits(model, found, folder)
+    flat = {k[len(_OPTIMIZER) :]: m for k, m in metadata.items() if k.startswith(_OPTIMIZER)}
     if optimizer is not None and not flat and not findings:
         findings.append(problem("PL496", f"{folder} holds no optimizer state"))
-    target: dict[str, Any] = {}
     if optimizer is not None and not findings:
         # its state is as large as the model, so it gets no memory before all is well
         optimizers.check(model, optimizer, flat, findings)
-    together(findings)
-    together(unlike(model, values))
-    materialise(model, values, device)
-    tensors, moved = held(model), orders(model)
-    for name, entry in matched.items():
-        own, order = bare(tensors[name]), moved.get(name)
-        apart = irregular(own, order)
-        target[start + entry.name] = Pieces.of(own, order) if apart else own
+    allocate(model, findings, device)
+    target: dict[str, Any] = dict(checkpoint_targets(model, found))
     if optimizer is not None:
         own_state = optimizers.expected(model, optimizer, flat)
         target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
-    if _STEP in stored:
+    if _STEP in metadata:
         target[_STEP] = None
     _read(target, folder)
     if optimizer is not None:
@@ -141,9 +120,11 @@ def load_checkpoint(
     return int(step) if step is not None else None
 
 
-def _four_bits(model: nn.Module, matched: Mapping[str, Stored], folder: Path) -> list[Diagnostic]:
+def _four_bits(
+    model: nn.Module, matched: Mapping[str, StoredTensor], folder: Path
+) -> list[Diagnostic]:
     """PL687 over 4-bit weights that the folder holds whole, or that have no values yet."""
-    four = packed(model)
+    four = four_bit_layers(model)
     if found := [name for name in matched if name in four]:
         text = f"{folder} holds {found[0]}, which the plan keeps in 4 bits"
         return [problem("PL687", text, help="read it from a folder of safetensors")]
@@ -178,24 +159,6 @@ def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
         elif file.stat().st_size < size:
             found = f"{file.stat().st_size:,} bytes, not {size:,}"
             out.append(problem("PL497", f"{file} is cut short: {found}"))
-    return out
-
-
-def _entries(folder: Path, stored: Mapping[str, Any], start: str) -> dict[str, Stored]:
-    """The model's part of a checkpoint, as `match` reads it."""
-    out: dict[str, Stored] = {}
-    for key, meta in stored.items():
-        other = key == _STEP or key.startswith(_OPTIMIZER)
-        if other or not key.startswith(start) or not isinstance(meta, TensorStorageMetadata):
-            continue
-        dtype = meta.properties.dtype
-        entry = Entry(
-            file=folder / METADATA,
-            name=key[len(start) :],
-            shape=tuple(meta.size),
-            dtype="F" if dtype.is_floating_point else str(dtype),
-        )
-        out[entry.name] = one(entry)
     return out
 
 

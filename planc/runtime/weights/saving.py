@@ -19,23 +19,20 @@ from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
 from planc.runtime.lora import layers
 from planc.runtime.preconditions import problem
-from planc.runtime.quantization import packed
-from planc.runtime.sharded_tensors import (
-    Order,
-    adapter,
-    aliases,
-    bare,
-    held,
-    irregular,
-    orders,
-    reshard,
-    whole,
+from planc.runtime.sharded_tensors import reshard
+from planc.runtime.standalone.dcp_chunks import storable
+from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
+from planc.runtime.standalone.shards import (
+    four_bit_layers,
+    is_adapter,
+    named_tensors,
+    rank_orders,
+    tied_names,
+    whole_of,
 )
-from planc.runtime.weights.dcp_chunks import Pieces
 from planc.runtime.weights.loading import together
 from planc.runtime.weights.optimizers import moved, outgoing
 from planc.runtime.weights.peft_files import Tuned, change, unmerged
-from planc.runtime.weights.safetensors_index import INDEX, SINGLE
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
 
@@ -59,15 +56,17 @@ def save(
         PlanError: PL497, the folder holds something else, or writing failed. On every rank.
     """
     new, old = _beside(folder)
-    together(_first(lambda: _clear(folder, new)))
+    together(_on_rank0(lambda: _clear(folder, new)))
     reshard(model)
-    tensors, own, four = held(model), orders(model), packed(model)
-    names = [n[0] for n in aliases(model) if n[0] not in four]
-    state: dict[str, Any] = {"model": {n: _storable(bare(tensors[n]), own.get(n)) for n in names}}
+    tensors, own = dict(named_tensors(model)), rank_orders(model)
+    four = four_bit_layers(model)
+    names = [n[0] for n in tied_names(model) if n[0] not in four]
+    state: dict[str, Any] = {"model": {n: storable(tensors[n], own.get(n)) for n in names}}
     if optimizer is not None:
         flat = outgoing(model, optimizer)
         state["optimizer"] = {
-            name: _storable(value, moved(name, value, own)) for name, value in flat.items()
+            name: storable(value, moved(name, value, own)) if isinstance(value, Tensor) else value
+            for name, value in flat.items()
         }
     if step is not None:
         state["step"] = step
@@ -77,7 +76,7 @@ def save(
     except (Exception, checkpoint.CheckpointException) as error:  # a full disk, say
         failed.append(problem("PL497", f"{folder} could not be written: {reason(error)}"))
     together(failed)
-    together(_first(lambda: _publish(folder, new, old)))
+    together(_on_rank0(lambda: _publish(folder, new, old)))
 
 
 def saved(folder: Path) -> Path:
@@ -86,20 +85,13 @@ def saved(folder: Path) -> Path:
     return old if not folder.exists() and (old / METADATA).is_file() else folder
 
 
-def _storable(value: Any, order: Order | None) -> Any:
-    """A value as torch's checkpoint places it right: in pieces, where torch errs on their place."""
-    if isinstance(value, Tensor) and irregular(value, order):
-        return Pieces.of(value, order)
-    return value
-
-
 def _beside(folder: Path) -> tuple[Path, Path]:
     """Where a checkpoint is written, and where the one before it goes for a moment."""
     folder = folder.absolute()
     return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
 
 
-def _first(work: Callable[[], None]) -> list[Diagnostic]:
+def _on_rank0(work: Callable[[], None]) -> list[Diagnostic]:
     """Rank 0 works on files, while the others wait in the exchange of findings that follows."""
     if distributed.get_rank() != 0:
         return []
@@ -180,18 +172,18 @@ def export(
             failed. On every rank.
     """
     together(unmerged(model, adapters))
-    together(_first(lambda: _empty(folder)))
+    together(_on_rank0(lambda: _empty(folder)))
     reshard(model)
-    names = [_kept(model, group) for group in aliases(model) if not adapter(group[0])]
+    names = [_kept(model, group) for group in tied_names(model) if not is_adapter(group[0])]
     changes = layers(model) if adapters == "merged" else {}
-    tensors, own = held(model), orders(model)
+    tensors, own = dict(named_tensors(model)), rank_orders(model)
     parts = list(_parts([(n, tensors[n]) for n in names], shard_size))
     first = distributed.get_rank() == 0
     failed: list[Diagnostic] = []
     for number, part in enumerate(parts, 1):
         full: dict[str, Tensor] = {}
         for name in part:
-            value = whole(tensors[name], own.get(name))
+            value = whole_of(tensors[name], own.get(name))
             if name.removesuffix(".weight") in changes:
                 value = value + change(changes[name.removesuffix(".weight")])
             if first:
@@ -199,9 +191,9 @@ def export(
             del value
         if first and not failed:
             file = folder / _named(number, len(parts))
-            failed = _first(lambda file=file, full=full: _write(file, full))  # type: ignore[misc]
+            failed = _on_rank0(lambda file=file, full=full: _write(file, full))  # type: ignore[misc]
     together(failed)
-    together(_first(lambda: _describe(model, lowered, folder, parts)))
+    together(_on_rank0(lambda: _describe(model, lowered, folder, parts)))
 
 
 def _empty(folder: Path) -> None:
@@ -243,7 +235,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 def _describe(model: nn.Module, lowered: Lowered, folder: Path, parts: list[list[str]]) -> None:
     """The index, where there are several files, and the configuration, where there is one."""
     if len(parts) > 1:
-        tensors = held(model)
+        tensors = dict(named_tensors(model))
         sizes = (tensors[n].numel() * tensors[n].element_size() for part in parts for n in part)
         files = [(n, _named(i, len(parts))) for i, part in enumerate(parts, 1) for n in part]
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(files)}

@@ -1,18 +1,21 @@
-"""A tensor that a checkpoint holds in pieces: where in it each lies, and slices read from them."""
+"""Tensors that a checkpoint stores in another form than the model: pieces, and slices from them.
+
+Only `Run.load` reads these: what is to be converted is known to transformers, not to a script.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
-import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from planc.model.checkpoint_conversion import Recipe
-from planc.runtime.sharded_tensors import Runs, places
-from planc.runtime.weights.safetensors_index import Entry
+from planc.runtime.standalone.safetensors_files import StoredTensor
+from planc.runtime.standalone.shards import Runs, blocks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,52 +30,81 @@ class Piece:
             the box is of size 1.
     """
 
-    entry: Entry
+    entry: StoredTensor
     start: tuple[int, ...]
     size: tuple[int, ...]
     dims: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A tensor of the model, as a checkpoint has it.
+class ConvertedTensor(StoredTensor):
+    """A tensor of the model that several tensors of a checkpoint, or a transposed one, fill.
 
     Args:
         pieces: which together fill it.
         shape: of the whole.
     """
 
-    pieces: tuple[Piece, ...]
-    shape: tuple[int, ...]
+    def __init__(self, pieces: Iterable[Piece], shape: tuple[int, ...]) -> None:
+        self.pieces = tuple(pieces)
+        first = self.pieces[0].entry
+        kinds = dict.fromkeys(piece.entry.dtype for piece in self.pieces)
+        dtype = next((kind for kind in kinds if not kind.startswith(("F", "BF"))), first.dtype)
+        super().__init__(first.file, first.name, shape, dtype)
 
-    @property
-    def name(self) -> str:
-        """In the file; of its first piece."""
-        return self.pieces[0].entry.name
-
-    @property
-    def dtype(self) -> str:
-        return self.pieces[0].entry.dtype
-
-    @property
-    def floating(self) -> bool:
-        return all(piece.entry.floating for piece in self.pieces)
-
-    @property
-    def folder(self) -> Path:
-        return self.pieces[0].entry.file.parent
+    def copy_to(self, target: Tensor, ranges: Sequence[Runs]) -> None:
+        if not target.numel():
+            return
+        for file, pieces in groupby(self.pieces, key=lambda piece: piece.entry.file):
+            with safe_open(file, framework="pt") as opened:
+                for piece in pieces:
+                    _copy(target, opened.get_slice(piece.entry.name), piece, ranges)
 
 
-def one(entry: Entry) -> Stored:
-    """A tensor that is stored as it is."""
+def _copy(target: Tensor, source: Any, piece: Piece, ranges: Sequence[Runs]) -> None:
+    """Copies what a piece has of some ranges of the whole."""
+    for inner, outer in blocks_of(ranges):
+        both = [_both(piece, dim, part) for dim, part in enumerate(outer)]
+        if any(start >= stop for start, stop in both):
+            continue
+        into = tuple(
+            slice(i.start + start - o.start, i.start + stop - o.start)
+            for i, o, (start, stop) in zip(inner, outer, both, strict=True)
+        )
+        target[into].copy_(_read(source, piece, both))
+
+
+def _both(piece: Piece, dim: int, part: slice) -> tuple[int, int]:
+    """What a range and a piece share along a dim, in positions of the whole."""
+    first = piece.start[dim]
+    return max(part.start, first), min(part.stop, first + piece.size[dim])
+
+
+def _read(source: Any, piece: Piece, both: Sequence[tuple[int, int]]) -> Tensor:
+    """The values at some positions of the whole, in the dims of the whole."""
+    own: dict[int, slice] = {}
+    for dim, at, (start, stop) in zip(piece.dims, piece.start, both, strict=True):
+        if dim is not None:
+            own[dim] = slice(start - at, stop - at)
+    values: Tensor = source[tuple(own[dim] for dim in sorted(own))]
+    values = values.permute([dim for dim in piece.dims if dim is not None])
+    for position, dim in enumerate(piece.dims):
+        if dim is None:
+            values = values.unsqueeze(position)
+    return values
+
+
+# Conversions -------------------------------------------------------------------------------------
+
+
+def _one(entry: StoredTensor) -> ConvertedTensor:
     dims = tuple(range(len(entry.shape)))
     piece = Piece(entry=entry, start=(0,) * len(dims), size=entry.shape, dims=dims)
-    return Stored(pieces=(piece,), shape=entry.shape)
+    return ConvertedTensor((piece,), entry.shape)
 
 
-def made(recipe: Recipe, entries: Mapping[str, Entry]) -> Stored | str:
+def made(recipe: Recipe, entries: Mapping[str, StoredTensor]) -> ConvertedTensor | str:
     """The tensor that a recipe gives, or why it gives none."""
-    parts = [[one(entries[name]) for name in names] for names in recipe.parts]
+    parts = [[_one(entries[name]) for name in names] for names in recipe.parts]
     for name, first, second in recipe.steps:
         match name:
             case "stack":
@@ -95,7 +127,7 @@ def made(recipe: Recipe, entries: Mapping[str, Entry]) -> Stored | str:
     return parts[0][0]
 
 
-def _stack(several: Sequence[Stored], dim: int) -> Stored:
+def _stack(several: Sequence[ConvertedTensor], dim: int) -> ConvertedTensor:
     pieces: list[Piece] = []
     for i, stored in enumerate(several):
         pieces += (
@@ -107,10 +139,10 @@ def _stack(several: Sequence[Stored], dim: int) -> Stored:
             )
             for piece in stored.pieces
         )
-    return Stored(pieces=tuple(pieces), shape=_with(several[0].shape, dim, len(several)))
+    return ConvertedTensor(pieces, _with(several[0].shape, dim, len(several)))
 
 
-def _join(several: Iterable[Stored], dim: int) -> Stored:
+def _join(several: Iterable[ConvertedTensor], dim: int) -> ConvertedTensor:
     pieces: list[Piece] = []
     at = 0
     shape: tuple[int, ...] = ()
@@ -120,10 +152,10 @@ def _join(several: Iterable[Stored], dim: int) -> Stored:
             pieces.append(replace(piece, start=start))
         at += stored.shape[dim]
         shape = stored.shape
-    return Stored(pieces=tuple(pieces), shape=(*shape[:dim], at, *shape[dim + 1 :]))
+    return ConvertedTensor(pieces, (*shape[:dim], at, *shape[dim + 1 :]))
 
 
-def _swap(stored: Stored, one: int, two: int) -> Stored:
+def _swap(stored: ConvertedTensor, one: int, two: int) -> ConvertedTensor:
     order = list(range(len(stored.shape)))
     order[one], order[two] = order[two], order[one]
     pieces = tuple(
@@ -135,60 +167,8 @@ def _swap(stored: Stored, one: int, two: int) -> Stored:
         )
         for piece in stored.pieces
     )
-    return Stored(pieces=pieces, shape=tuple(stored.shape[d] for d in order))
+    return ConvertedTensor(pieces, tuple(stored.shape[d] for d in order))
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
     return (*values[:at], value, *values[at:])
-
-
-# Reading -----------------------------------------------------------------------------------------
-
-
-def fill(target: Tensor, opened: Any, piece: Piece, ranges: tuple[Runs, ...]) -> None:
-    """Copies what a piece gives to some ranges of a tensor, cast to the target's dtype.
-
-    Nothing is read into memory of its own: the file is mapped, and copied from there.
-
-    Args:
-        target: receives the values; its shape is that of the ranges put side by side.
-        opened: what `files.reading` gives for the piece's file.
-        piece: of the whole tensor.
-        ranges: for each dimension, positions in the whole tensor.
-    """
-    if target.numel() == 0:
-        return
-    if not ranges:
-        target.copy_(opened.get_tensor(piece.entry.name))
-        return
-    source = opened.get_slice(piece.entry.name)
-    with torch.no_grad():
-        for inner, outer in places(ranges):
-            both = [_both(piece, dim, part) for dim, part in enumerate(outer)]
-            if any(start >= stop for start, stop in both):
-                continue
-            into = tuple(
-                slice(i.start + start - o.start, i.start + stop - o.start)
-                for i, o, (start, stop) in zip(inner, outer, both, strict=True)
-            )
-            target[into].copy_(_read(source, piece, both))
-
-
-def _both(piece: Piece, dim: int, part: slice) -> tuple[int, int]:
-    """What a range and a piece share along a dim, in positions of the whole."""
-    first = piece.start[dim]
-    return max(part.start, first), min(part.stop, first + piece.size[dim])
-
-
-def _read(source: Any, piece: Piece, both: Sequence[tuple[int, int]]) -> Tensor:
-    """The values at some positions of the whole, in the dims of the whole."""
-    own: dict[int, slice] = {}
-    for dim, at, (start, stop) in zip(piece.dims, piece.start, both, strict=True):
-        if dim is not None:
-            own[dim] = slice(start - at, stop - at)
-    values: Tensor = source[tuple(own[dim] for dim in sorted(own))]
-    values = values.permute([dim for dim in piece.dims if dim is not None])
-    for position, dim in enumerate(piece.dims):
-        if dim is None:
-            values = values.unsqueeze(position)
-    return values

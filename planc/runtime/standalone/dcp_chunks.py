@@ -1,0 +1,102 @@
+"""A shard as torch's distributed checkpoint takes it if torch itself would misplace it.
+
+torch writes and reads a DTensor as one block at the place that its placement gives. A
+shard with several ranges of the whole, or one that torch misplaces, is given to it as
+blocks, each with its place: no rank ever holds the whole tensor. Emitted scripts inline
+these definitions without types.
+"""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from planc.runtime.standalone.shards import (
+    Order,
+    blocks_of,
+    irregular,
+    part_of,
+    slices_of,
+)
+
+
+class Pieces(torch.Tensor):
+    """The blocks of one rank's shard, in the shape of the whole, to save and load.
+
+    `part` is what this rank holds, `blocks` are slices of it by their offsets in the
+    whole. Source: `_Checkpointable` in torch.distributed._checkpointable, which DTensor
+    implements.
+    """
+
+    part: Tensor
+    blocks: dict[tuple[int, ...], tuple[slice, ...]]
+
+    @staticmethod
+    def of(
+        tensor: Tensor, order: Order | None, dtype: torch.dtype | None = None
+    ) -> Pieces:
+        """The pieces of a DTensor.
+
+        Args:
+            tensor: what this rank holds; blocks that are read are written into it.
+            order: the order in which it is stored, if that is not the model's.
+            dtype: None for its memory; else new memory of that dtype.
+        """
+        part = part_of(tensor)
+        part = part if dtype is None else torch.empty_like(part, dtype=dtype)
+        shape, how = tuple(tensor.shape), {"dtype": part.dtype, "device": part.device}
+        made: Pieces = torch.Tensor._make_wrapper_subclass(Pieces, shape, **how)
+        made.part = part
+        made.blocks = {}
+        for inner, outer in blocks_of(slices_of(tensor, order)):
+            if all(s.stop > s.start for s in outer):
+                made.blocks[tuple(s.start for s in outer)] = inner
+        return made
+
+    def __create_write_items__(self, fqn: str, _value: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.part)
+        chunks = self.__create_chunk_list__()
+        data = [TensorWriteData(chunk, properties, self.size()) for chunk in chunks]
+        places = [MetadataIndex(fqn, chunk.offsets) for chunk in chunks]
+        kind = WriteItemType.SHARD
+        return [
+            WriteItem(i, kind, tensor_data=d) for i, d in zip(places, data, strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(
+                torch.Size(at), torch.Size([s.stop - s.start for s in inner])
+            )
+            for at, inner in self.blocks.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.part[self.blocks[tuple(index.offset or ())]]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, _types: Any, args: Any = (), _kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} of the pieces of a tensor")
+
+
+def storable(tensor: Tensor, order: Order | None) -> Tensor:
+    """A tensor for torch's checkpoints: in pieces if torch would misplace it."""
+    return Pieces.of(tensor, order) if irregular(tensor, order) else tensor.detach()

@@ -1,0 +1,123 @@
+"""A folder of safetensors: which file has which tensor, and slices read from it.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from planc.runtime.standalone.shards import Runs, blocks_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class StoredTensor:
+    """A tensor of a checkpoint: its file, its name there, its shape and its dtype.
+
+    The dtype is the word of safetensors for it, such as BF16.
+    """
+
+    def __init__(
+        self, file: Path, name: str, shape: tuple[int, ...], dtype: str
+    ) -> None:
+        self.file = file
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+
+    def copy_to(self, target: Tensor, ranges: Sequence[Runs]) -> None:
+        """Copies some ranges into a tensor, cast to its dtype.
+
+        The file is mapped and copied from there: no other memory is used.
+
+        Args:
+            target: its shape is that of the ranges side by side.
+            ranges: for each dimension, positions in the stored tensor.
+        """
+        if not target.numel():
+            return
+        with safe_open(self.file, framework="pt") as opened:
+            own = opened.get_slice(self.name)
+            for inner, outer in blocks_of(ranges):
+                target[inner].copy_(own[outer])
+
+
+def tensors_in_file(file: Path) -> Iterator[StoredTensor]:
+    """What one file holds, from its header."""
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(name)
+            yield StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+
+
+def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
+    """What a folder of safetensors holds, by name, from the headers of its files.
+
+    Args:
+        folder: with `model.safetensors.index.json`, `model.safetensors`, or any
+            `*.safetensors`.
+        problems: receives each file that is missing, broken or not what the index says.
+    """
+    if not folder.is_dir():
+        problems.append(f"{folder} is not a folder")
+        return {}
+    mapping = index_of(folder, problems)
+    files = files_of(folder, mapping)
+    if not files and not problems:
+        problems.append(
+            f"{folder} holds neither safetensors nor a distributed checkpoint"
+        )
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        if not file.is_file():
+            problems.append(f"{INDEX} names {file.name}, which is not there")
+            continue
+        try:
+            inside = list(tensors_in_file(file))
+        except (
+            Exception
+        ) as error:  # safetensors and the file system each have their own
+            problems.append(f"{file} can't be read: {error}")
+            continue
+        for stored in inside:
+            if stored.name in found and mapping is None:
+                two = f"{found[stored.name].file.name} and {file.name}"
+                problems.append(f"{stored.name} is in two files, {two}")
+            if mapping is None or mapping.get(stored.name) == file.name:
+                found[stored.name] = stored
+    for name, where in (mapping or {}).items():
+        if name not in found and (folder / where).is_file() and not problems:
+            problems.append(f"{INDEX} says {name} is in {where}, it is not")
+    return found
+
+
+def index_of(folder: Path, problems: list[str]) -> dict[str, str] | None:
+    """The file of each tensor as the index says; None without an index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(file, str) for file in mapping.values()):
+            return dict(mapping)
+        why = "a file's name is not a string"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    problems.append(f"{path} is not an index of safetensors: {why}")
+    return {}
+
+
+def files_of(folder: Path, mapping: dict[str, str] | None) -> list[Path]:
+    """The files to read; some folders hold the same weights in another form, too."""
+    if mapping is not None:
+        return [folder / name for name in dict.fromkeys(mapping.values())]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    return sorted(folder.glob("*.safetensors"))
