@@ -5,6 +5,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -114,13 +115,25 @@ def test_compiling_imports_no_torch():
     assert done.stdout.strip() == "[]"
 
 
-def test_only_the_runtime_calls_torch_distributed():
+def test_torch_calls_are_data():
+    """Operations name them, the printer writes them, and the executor alone looks names up."""
     for path in FILES:
-        if home(path) in ("runtime", "emit"):  # emit writes the calls, as text
-            continue
         text = path.read_text()
         for call in ("parallelize_module(", "fully_shard(", "checkpoint_wrapper("):
             assert f" {call}" not in text, f"{path} calls {call}"
+        if home(path) == "runtime" and "import_module" in text:
+            assert path.name == "calls.py", f"{path} looks up names"
+
+
+def test_stages_and_inlined_definitions_have_names_of_their_own():
+    from planc.emit.python.inlined_source import definitions
+    from planc.ops.fsdp import FullyShard
+    from planc.ops.registry import AnyOp
+
+    copies = FullyShard(members=(), shard=(), replicate=("r",), reshard=False)
+    stages = [*(kind.SCRIPT for kind in get_args(get_args(AnyOp)[0])), copies.script]
+    assert len(stages) == 15
+    assert not {stage.name for stage in stages} & definitions().keys()
 
 
 def test_one_module_knows_axes_by_their_names():

@@ -13,7 +13,7 @@ import torch
 from torch import distributed, nn
 
 import planc
-from planc.emit.python.printer import WIDTH
+from planc.emit.python.layout import WIDTH
 from planc.emit.python.script import render
 from planc.ops.compile import Compile
 from planc.ops.document import digest

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from planc.model.facts import Modules
 from planc.ops.aten_operators import Save
 from planc.ops.base import OMIT, Op
+from planc.ops.call import Call, Context, Each, Name, ScriptFunction, Step, given
+
+_FUNCTIONS = "standalone.activation_checkpoint:"
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +33,28 @@ class Checkpoint(Op):
     pin: bool = field(default=True, metadata=OMIT)
     preserve_rng: bool = field(default=True, metadata=OMIT)
     early_stop: bool = field(default=True, metadata=OMIT)
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "checkpoint", "Computes activations again in backward, to save memory."
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        options = given(
+            context_fn=self._saving() if self.save else None,
+            preserve_rng_state=None if self.preserve_rng else False,
+            early_stop=None if self.early_stop else False,
+        )
+        if self.offload:
+            options = given(
+                checkpoint_fn=Call(f"{_FUNCTIONS}offloading", (), (("pin", self.pin), *options))
+            )
+        how = Name(f"{_WRAPPER}:CheckpointImpl.NO_REENTRANT")
+        keywords = (("checkpoint_impl", how), *options)
+        call = Call(f"{_WRAPPER}:checkpoint_wrapper", (), keywords)
+        yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
+
+    def _saving(self) -> Call:
+        groups = tuple((save.every, save.ops) for save in self.save)
+        if self.offload:
+            return Call(f"{_FUNCTIONS}saving_on_cpu", (self.pin, *groups))
+        return Call(f"{_FUNCTIONS}saving", groups)

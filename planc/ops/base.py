@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, TypeVar
 
+from planc.ops.call import Context, ScriptFunction, Step
+
 
 class AxisRole(StrEnum):
     """What the ranks along a mesh axis share out among them.
@@ -131,6 +133,7 @@ class Op:
     place: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
     """
 
+    SCRIPT: ClassVar[ScriptFunction]
     KIND: ClassVar[str] = ""
 
     place: str = field(default="", compare=False)
@@ -138,6 +141,15 @@ class Op:
     def problems(self) -> Iterator[tuple[Where, str]]:
         """What is wrong with the operation and its type does not say: where in it, and what."""
         yield from ()
+
+    @property
+    def script(self) -> ScriptFunction:
+        """The function of an emitted script that makes its calls."""
+        return self.SCRIPT
+
+    def calls(self, context: Context) -> Iterator[Step]:
+        """The torch calls that the operation stands for, in order."""
+        raise NotImplementedError
 
 
 def short(value: Any) -> str:

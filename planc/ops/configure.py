@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from planc.ops.base import Op, text
+from planc.ops.call import MODEL, Assign, Attribute, Context, ScriptFunction, Step
 
 Field = Annotated[
     str,
@@ -20,3 +22,9 @@ class Configure(Op):
     name: Field
     value: bool
     reason: str = field(default="", compare=False)
+
+    SCRIPT: ClassVar = ScriptFunction("configure", "Sets what training needs of the configuration.")
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        target = Attribute(MODEL, f"config.{self.name}")
+        yield Assign(target=target, value=self.value, note=self.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops.base import (
@@ -21,6 +21,27 @@ from planc.ops.base import (
     Some,
     Where,
 )
+from planc.ops.call import (
+    DEVICE_TYPE,
+    MODEL,
+    Call,
+    Context,
+    Each,
+    Keywords,
+    Members,
+    MeshOf,
+    Numbered,
+    Once,
+    ScriptFunction,
+    Shared,
+    Step,
+    Table,
+    Value,
+    dtype,
+    given,
+)
+
+_FUNCTIONS = "standalone.fsdp:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +97,85 @@ class FullyShard(Op):
         if not self.group and len(self.members) > 1:
             yield ("members",), "only a group has several members"
 
+    SCRIPT: ClassVar = ScriptFunction("shard", "Shards parameters, gradients and optimizer state.")
+
+    @property
+    def script(self) -> ScriptFunction:
+        return self.SCRIPT if self.shard else _REPLICATE
+
+    def calls(self, context: Context) -> Iterator[Step]:
+        function = "torch.distributed.fsdp:fully_shard"
+        if not self.shard:
+            function = "torch.distributed._composable.replicate_with_fsdp:replicate"
+        keywords = (("", Shared("fsdp", self._common())), *self._own(context))
+        if self.group:
+            call = Call(function, (Members(self.members),), keywords)
+            yield Once(call=call, note=self.place)
+            return
+        for modules in self.members:
+            yield Each(modules=modules, calls=(Call(function, (), keywords),), note=self.place)
+
+    def _common(self) -> Table:
+        """What units have in common."""
+        precision = given(
+            param_dtype=dtype(self.param),
+            reduce_dtype=dtype(self.reduce),
+            output_dtype=dtype(self.output),
+            cast_forward_inputs=None if self.cast_inputs else False,
+        )
+        policy = Call("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
+        ignored = Call(f"{_FUNCTIONS}parameters_of", (Members(self.ignored),))
+        # without a device nothing can pin memory
+        pin = Call("torch:cuda.is_available") if self.pin else False
+        host = Call("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
+        return Table(
+            given(
+                mesh=MeshOf(self.shard, self.replicate),
+                mp_policy=Shared("policy", policy) if precision else None,
+                ignored_params=Shared("ignored", ignored) if self.ignored else None,
+                offload_policy=host if self.offload else None,
+            )
+        )
+
+    def _own(self, context: Context) -> Keywords:
+        placement = _split(self, context)
+        if self.spreads:
+            spreads = tuple(self._spread(spread, context) for spread in self.spreads)
+            lying = Shared("lying", Call(f"{_FUNCTIONS}placements", spreads))
+            rest = (placement,) if placement else ()
+            placement = Call(f"{_FUNCTIONS}spread", (lying, *rest))
+        return given(
+            reshard_after_forward=self.reshard if self.shard else None,
+            shard_placement_fn=placement,
+        )
+
+    def _spread(self, spread: Spread, context: Context) -> Value:
+        """Modules, how their parameters are split, and over what where it is not the unit's mesh.
+
+        Parameters of one process group must come with one and the same object for it.
+        """
+        info: Value = None
+        if (spread.shard, spread.replicate) != (self.shard, self.replicate):
+            kind = "HSDPMeshInfo" if spread.replicate else "FSDPMeshInfo"
+            dims = given(
+                shard_mesh_dim=1 if spread.replicate else 0,
+                replicate_mesh_dim=0 if spread.replicate else None,
+            )
+            function = f"torch.distributed.fsdp._fully_shard._fsdp_common:{kind}"
+            mesh = MeshOf(spread.shard, spread.replicate)
+            info = Shared(f"{'_'.join(spread.shard)}_info", Call(function, (mesh,), dims))
+        return Members((spread.modules,)), _split(spread, context), info
+
+
+_REPLICATE = ScriptFunction("copies", "Averages the gradients of whole copies.")
+
+
+def _split(part: FullyShard | Spread, context: Context) -> Call | None:
+    """Along which dim parameters are split; None where that is torch's own choice."""
+    if not part.shard_dim:
+        return None
+    return Call(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divide(Op):
@@ -88,6 +188,16 @@ class Divide(Op):
 
     factor: Positive
     units: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+
+    SCRIPT: ClassVar = ScriptFunction("divide", "Sets what summed gradients are divided by.")
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        if not self.units:
+            call = Call(f"{_FUNCTIONS}divide_gradients", (MODEL, self.factor, DEVICE_TYPE))
+            yield Once(call=call, note=self.place)
+        for modules in self.units:
+            call = Call(".set_gradient_divide_factor", (self.factor,))
+            yield Each(modules=modules, calls=(call,), note=self.place)
 
 
 Depth = Annotated[int, Form({"minimum": 0, "maximum": 1_000_000})]
@@ -106,6 +216,18 @@ class Prefetch(Op):
     units: Some[Modules]
     forward: Depth = 0
     backward: Depth = 0
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "prefetch", "Gathers the parameters of the next blocks ahead of time."
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        ways = (("forward", self.forward, self.units), ("backward", self.backward, self.returning))
+        for way, depth, units in ways:
+            if depth:
+                order = tuple(Numbered(modules) for modules in units)
+                call = Call(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
+                yield Once(call=call, note=self.place)
 
     @property
     def returning(self) -> tuple[Modules, ...]:

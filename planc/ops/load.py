@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops.base import OMIT, Dtype, Op, choice
+from planc.ops.call import MODEL, Call, Context, Once, ScriptFunction, Step, dtype, given
 from planc.ops.peft_pattern import pattern_of
 
 
@@ -32,3 +34,15 @@ class Load(Op):
     def pattern(self) -> str:
         """The regular expression of the names in `fp32`, and no others."""
         return pattern_of(self.fp32)
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "prepare", "Says where weights begin, and what type they are kept in."
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        if self.meta:
+            yield Once(call=Call("standalone.load_weights:on_meta", (MODEL,)), note=self.place)
+        if self.dtype:
+            fp32 = given(fp32=self.pattern if self.fp32 else None)
+            call = Call("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
+            yield Once(call=call, note=self.place)

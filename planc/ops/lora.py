@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops.base import Count, Dtype, Form, Op, Positive, Size, Some, choice
+from planc.ops.call import MODEL, Call, Context, Each, Once, ScriptFunction, Step, dtype, given
 from planc.ops.peft_pattern import pattern_of
+
+HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+"""The parts of peft's layer that are an adapter's; those of a layer of another kind are empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +43,28 @@ class Adapt(Op):
     def names(self) -> Iterator[str]:
         """The torch names of all layers."""
         return (name for members in self.members for name in members.names())
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "add_adapters", "Puts LoRA around layers, and freezes all else."
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        config = given(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout or None,
+            init_lora_weights=self.initial if self.init != "default" else None,
+            target_modules=self.pattern,
+        )
+        # the values are the same on every rank
+        call = Call("standalone.lora:inject_lora", (MODEL, self.seed), config)
+        yield Once(call=call, replaces=self.members, note=self.place)
+        if self.dtype is None:
+            return
+        casts = tuple(Call(f".{half}.to", (dtype(self.dtype),)) for half in HALVES)
+        yield from (Each(modules=modules, calls=casts) for modules in self.members)
+
+    @property
+    def initial(self) -> bool | str:
+        """peft's `init_lora_weights`."""
+        return {"default": True, "random": False}.get(self.init, self.init)

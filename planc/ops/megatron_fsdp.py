@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops.base import Axes, Axis, Count, Dtype, Form, Name, Op, Pairs, Some, choice
+from planc.ops.call import (
+    DEVICE_TYPE,
+    MESH,
+    MODEL,
+    Attribute,
+    Call,
+    Context,
+    Index,
+    Items,
+    Keywords,
+    Once,
+    ScriptFunction,
+    Shared,
+    Step,
+    dtype,
+)
 from planc.ops.fsdp import FullyShard
 
 OPTIONS = {
@@ -34,6 +50,9 @@ _SETTABLE = Form(
         "additionalProperties": False,
     }
 )
+
+TENSOR = "tp_of_one"
+"""The tensor dimension of the package's mesh: it asks for one, if only of one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +101,72 @@ class MegatronShard(Op):
                 reduce=self.grad_comm or self.main_grads,
                 place=self.place,
             )
+
+    SCRIPT: ClassVar = ScriptFunction("shard", "Hands the whole model to Megatron-FSDP.")
+
+    def calls(self, context: Context) -> Iterator[Step]:
+        names, data = self._mesh(context)
+        policy = (
+            ("main_params_dtype", dtype(self.main_params)),
+            ("main_grads_dtype", dtype(self.main_grads)),
+            ("grad_comm_dtype", dtype(self.grad_comm)),
+        )
+        of_units = (MODEL, Items(self.classes))
+        keywords: Keywords = (
+            ("module", MODEL),
+            ("device_mesh", data),
+            ("dp_shard_dim", names[-2]),
+            *self._groups(names, data),
+            ("tp_dim", TENSOR),
+            ("fsdp_unit_modules", Call("standalone.megatron_fsdp:unit_classes", of_units)),
+            ("zero_dp_strategy", self.strategy),
+            ("outer_dp_sharding_strategy", self.outer),
+            ("device", Call("torch:device", (DEVICE_TYPE, Call("torch:cuda.current_device")))),
+            (
+                "mixed_precision_policy",
+                Shared("policy", Call("megatron_fsdp:MixedPrecisionPolicy", (), policy)),
+            ),
+            *((("calculate_per_token_loss", True),) if self.summed else ()),
+            *self.options,
+        )
+        made = Call("megatron_fsdp:fully_shard_model", (), keywords)
+        wrapped = Shared("wrapped", made, note=self.place)
+        yield Once(call=Call("standalone.megatron_fsdp:in_place", (MODEL, wrapped)))
+
+    def _groups(self, names: tuple[str, ...], data: Shared) -> Keywords:
+        """The keywords of replicas, and of experts, which get the same mesh again."""
+        pair = Call("._flatten", (Index(data, names[:2]), "hybrid"))
+        hybrid = Shared("hybrid", Call(".get_group", (pair,)))
+        keywords: Keywords = ()
+        if self.replicate:
+            keywords += (("dp_outer_dim", names[0]), ("hybrid_fsdp_group", hybrid))
+        if self.experts:
+            keywords += (("expt_device_mesh", data),)
+        if self.experts and self.replicate:
+            keywords += (("hybrid_fsdp_expt_group", hybrid),)
+        return keywords
+
+    def _mesh(self, context: Context) -> tuple[tuple[str, ...], Shared]:
+        """The package's mesh: the names of its dimensions, and itself.
+
+        They are the data axes, and a tensor dimension. Axes of one rank go last, where they change
+        nothing.
+        """
+        sizes = context.axes
+        groups = [self.replicate] if self.replicate else []
+        groups.append(tuple(name for name in sizes if name in self.shard))
+        names = (*("_".join(group) for group in groups), TENSOR)
+        known = list(sizes)
+        used = [known.index(name) for group in groups for name in group]
+        rest = [i for i in range(len(known)) if i not in used]
+        wide = [i for i in used if sizes[known[i]] > 1]
+        ranks: Attribute | Call = Attribute(MESH, "mesh")
+        if wide != sorted(wide):
+            ranks = Call(".permute", (ranks, *used, *rest))
+        ranks = Call(".reshape", (ranks, *map(context.size, groups), 1))
+        note = "a mesh of its own, with the tensor dimension that the package asks for"
+        arguments = (DEVICE_TYPE, Shared("ranks", ranks, note=note))
+        made = Call(
+            "torch.distributed.device_mesh:DeviceMesh", arguments, (("mesh_dim_names", names),)
+        )
+        return names, Shared("data", made)

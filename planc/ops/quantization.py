@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops.base import Op, Some, choice
+from planc.ops.call import DEVICE_TYPE, Call, Context, Each, ScriptFunction, Step, dtype, given
 
 Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
@@ -30,3 +32,18 @@ class Quantize(Op):
     compute: Float | None = None
     double: bool = False
     block: Annotated[int, choice(*(2**i for i in range(5, 13)))] = 64
+
+    SCRIPT: ClassVar = ScriptFunction("quantize_weights", "Keeps frozen weights in 4 bits.")
+
+    def calls(self, context: Context) -> Iterator[Step]:
+        # each weight by itself, where the mesh is: a model on meta gets room for it alone
+        name = "quantize_filled" if context.fills else "quantize"
+        options = given(
+            compute=dtype(self.compute),
+            double=self.double or None,
+            block=self.block if self.block != 64 else None,
+        )
+        arguments = (self.kind, dtype(self.storage), DEVICE_TYPE)
+        for modules in self.members:
+            call = Call(f"standalone.quantization:{name}", arguments, options)
+            yield Each(modules=modules, calls=(call,), note=self.place)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from planc.ops.base import Axis, Op
+from planc.ops.call import MESH, Call, Context, Once, ScriptFunction, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,3 +21,11 @@ class Draw(Op):
 
     axis: Axis
     fields: tuple[str, ...] = field(default=(), compare=False)
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "draw", "Lets ranks that work on the same activations draw alike."
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        call = Call("standalone.rng:draw_alike", (MESH, self.axis))
+        yield Once(call=call, note=", ".join(self.fields))

@@ -5,41 +5,30 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import assert_never
 
 from torch import distributed, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from planc.diagnostic import PlanError
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.compile import Compile
-from planc.ops.configure import Configure
+from planc.ops.base import Op
+from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, Parameter
 from planc.ops.freeze import Freeze
-from planc.ops.fsdp import Divide, FullyShard, Prefetch
-from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
-from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp
-from planc.ops.rng import Draw
-from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime import megatron_fsdp
-from planc.runtime.fsdp import arrive, divide, keywords, prefetch, recomputing, wrap
-from planc.runtime.lora import inject, require
+from planc.runtime.calls import Values, function_of, resolve
+from planc.runtime.lora import remember, require
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.preconditions import called, ready, stop
 from planc.runtime.run import Run
-from planc.runtime.standalone.rng import draw_alike
-from planc.runtime.tensor_styles import build, imported
 
 _log = logging.getLogger("planc")
 
@@ -109,7 +98,8 @@ def _code(lowered: Lowered, allowed: bool) -> None:
                 help="look at it, then allow it: `planc.apply(..., allow_code=True)`",
             )
         try:
-            imported(path)
+            if not (isinstance(style := resolve(path), type) and issubclass(style, ParallelStyle)):
+                raise TypeError("it is no torch.distributed.tensor.parallel.ParallelStyle")
         except Exception as error:
             text = f"{type(error).__name__}: {_first(error)}"
             raise stop("PL172", f"the style {path} cannot be imported: {text}") from error
@@ -155,65 +145,87 @@ def _first(error: Exception) -> str:
 
 
 class Worker:
-    """Runs operations on one model.
+    """Makes the calls of operations on one model.
 
     Args:
         model: what `modules` belong to.
         modules: every module under the name that it had at first, whatever was wrapped since.
-        meshes: the mesh and its parts.
+        meshes: the mesh and its parts; None where no operation works over one.
         lowered: the plan that they are of.
         at: the names that torch is at work on, for a message.
     """
 
     def __init__(
-        self, model: nn.Module, modules: dict[str, nn.Module], meshes: Meshes, lowered: Lowered
+        self,
+        model: nn.Module,
+        modules: dict[str, nn.Module],
+        meshes: Meshes | None,
+        lowered: Lowered,
     ) -> None:
-        self.lowered = lowered
         self.model = model
         self.modules = modules
-        self.meshes = meshes
         self.at = ""
+        variables: dict[str, object] = {"model": model}
+        if meshes is not None:
+            variables["mesh"] = meshes.root
+        self._values = Values(variables, modules, meshes.of if meshes else _no_mesh)
+        self._context = Context.of(lowered.axes, fills=True)
 
-    def run(self, op: AnyOp) -> None:
+    def run(self, op: Op) -> None:
         self.at = ""
-        match op:
-            case Configure():
-                owner, _, name = op.name.rpartition(".")
-                config = self.model.config
-                setattr(attrgetter(owner)(config) if owner else config, name, op.value)
-            case Load():
-                arrive(self.model, op)
-            case Parallelize():
-                mesh, style = self.meshes.root[op.axes], build(op.style)
-                for self.at in op.modules.names():
-                    # by name, and not by a dictionary of names, which torch would search for again
-                    parallelize_module(self.modules[self.at], mesh, style)
-            case Tie():
-                self._tie(op)
-            case Adapt():
-                self._adapt(op)
-            case Freeze():
-                for self.at in op.modules.names():
-                    self.modules[self.at].requires_grad_(op.trainable)
-            case Quantize():
-                self._quantize(op)
-            case Checkpoint():
-                self._checkpoint(op)
-            case Compile():
-                for self.at in op.modules.names():
-                    self.modules[self.at].compile(fullgraph=op.fullgraph)
-            case FullyShard():
-                self._shard(op)
-            case MegatronShard():
-                megatron_fsdp.shard(self.model, op, self.lowered, self.meshes.root)
-            case Divide():
-                divide(op, self.model, self.modules, self.meshes.root)
-            case Prefetch():
-                prefetch(op, self.modules)
-            case Draw():
-                draw_alike(self.meshes.root, op.axis)
-            case _:
-                assert_never(op)
+        for step in op.calls(self._context):
+            match step:
+                case Each():
+                    self._each(step)
+                case Once():
+                    self._once(step)
+                case Assign():
+                    self._assign(step)
+                case _:
+                    assert_never(step)
+        if isinstance(op, Adapt):
+            remember(self.model, op)
+
+    def _each(self, step: Each) -> None:
+        """Modules by name, and not by paths that torch would search for again."""
+        of = self._values
+        prepared = [
+            (function_of(c), [of.of(v) for v in c.arguments], of.keywords(c.keywords))
+            for c in step.calls
+        ]
+        for self.at in step.modules.names():
+            for function, arguments, keywords in prepared:
+                made = function(self.modules[self.at], *arguments, **keywords)
+            if step.replaces:
+                parent, _, last = self.at.rpartition(".")
+                self._inner(parent).register_module(last, made)
+                self.modules[self.at] = made
+
+    def _once(self, step: Once) -> None:
+        first = step.call.arguments[0]
+        if isinstance(first, Members):
+            self.at = f"[{', '.join(name for some in first.sets for name in some.names())}]"
+        if not step.replaces:
+            self._values.of(step.call)
+            return
+        self.at = ", ".join(map(str, step.replaces))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tied layers, and of Conv1D, which peft handles
+            self._values.of(step.call)
+        for name in (name for some in step.replaces for name in some.names()):
+            inner = self.model.get_submodule(name).named_modules()
+            self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
+
+    def _assign(self, step: Assign) -> None:
+        value = self._values.of(step.value)
+        if isinstance(step.target, Parameter):
+            self.at = step.target.name
+            owner, _, name = self.at.rpartition(".")
+            setattr(self._inner(owner), name, value)
+            return
+        path, _, name = step.target.name.rpartition(".")
+        owner = self._values.of(step.target.owner)
+        setattr(attrgetter(path)(owner) if path else owner, name, value)
 
     def _inner(self, name: str) -> nn.Module:
         """The module itself, whatever it is wrapped in: the one that holds its children."""
@@ -222,44 +234,15 @@ class Worker:
             module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
         )
 
-    def _tie(self, op: Tie) -> None:
-        self.at = op.parameter
-        owner, _, name = op.parameter.rpartition(".")
-        source, _, other = op.source.rpartition(".")
-        setattr(self._inner(owner), name, getattr(self._inner(source), other))
 
-    def _adapt(self, op: Adapt) -> None:
-        """peft's layer takes the place, and the name, of the layer that it is around."""
-        self.at = ", ".join(map(str, op.members))
-        inject(self.model, op)
-        for name in op.names():
-            layer = self.model.get_submodule(name)
-            inner = layer.named_modules()
-            self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
+def _no_mesh(mesh: MeshOf) -> DeviceMesh:
+    raise ValueError(f"{mesh} outside a mesh")
 
-    def _quantize(self, op: Quantize) -> None:
-        from planc.runtime import quantization
 
-        for members in op.members:
-            for self.at in members.names():
-                quantization.quantise(self.modules[self.at], op, self.meshes.root.device_type)
-
-    def _checkpoint(self, op: Checkpoint) -> None:
-        options = recomputing(op)
-        for self.at in op.modules.names():
-            parent, _, last = self.at.rpartition(".")
-            wrapped = checkpoint_wrapper(
-                self.modules[self.at], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options
-            )
-            self._inner(parent).register_module(last, wrapped)
-            self.modules[self.at] = wrapped
-
-    def _shard(self, op: FullyShard) -> None:
-        shared = keywords(op, self.meshes, self.modules)
-        names = [name for members in op.members for name in members.names()]
-        if op.group:
-            self.at = f"[{', '.join(names)}]"
-            wrap(op, [self.modules[name] for name in names], shared)
-            return
-        for self.at in names:
-            wrap(op, self.modules[self.at], shared)
+def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model as one process would train it: with a plan's adapters, and frozen as it says."""
+    worker = Worker(model, dict(model.named_modules()), None, lowered)
+    for op in lowered.ops:
+        if isinstance(op, Adapt | Freeze):
+            worker.run(op)
+    return model

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from planc.lowering.megatron_mesh import layout
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import megatron_of
-from planc.runtime.standalone.megatron_fsdp import in_place, prepare_optimizer, unit_classes
+from planc.runtime.standalone.megatron_fsdp import prepare_optimizer
 
 DEVICES = ("cuda",)
 """Where the package runs: its first lines ask for `torch.cuda.current_device()`."""
@@ -52,46 +48,6 @@ def require(lowered: Lowered, device: str) -> None:
 def called(lowered: Lowered) -> bool:
     """Whether Megatron-FSDP shards the model."""
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
-
-
-def shard(model: nn.Module, op: MegatronShard, lowered: Lowered, mesh: DeviceMesh) -> None:
-    """The one call, and what makes the model itself go on working."""
-    import megatron_fsdp
-
-    names, sizes, order = layout(op, lowered)
-    ranks = mesh.mesh.permute(*order).reshape(*sizes)
-    data = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
-    keywords: dict[str, Any] = dict(op.options)
-    if op.replicate:
-        hybrid = data[names[0], names[1]]._flatten("hybrid").get_group()
-        keywords |= {"dp_outer_dim": names[0], "hybrid_fsdp_group": hybrid}
-    if op.experts:
-        keywords["expt_device_mesh"] = data
-        if op.replicate:
-            keywords["hybrid_fsdp_expt_group"] = hybrid
-    if op.summed:
-        keywords["calculate_per_token_loss"] = True
-    wrapped = megatron_fsdp.fully_shard_model(
-        module=model,
-        device_mesh=data,
-        dp_shard_dim=names[-2],
-        tp_dim=names[-1],
-        fsdp_unit_modules=unit_classes(model, list(op.classes)),
-        zero_dp_strategy=op.strategy,
-        outer_dp_sharding_strategy=op.outer,
-        device=torch.device(mesh.device_type, torch.cuda.current_device()),
-        mixed_precision_policy=megatron_fsdp.MixedPrecisionPolicy(
-            main_params_dtype=_dtype(op.main_params),
-            main_grads_dtype=_dtype(op.main_grads),
-            grad_comm_dtype=_dtype(op.grad_comm),
-        ),
-        **keywords,
-    )
-    in_place(model, wrapped)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
 
 
 # The handle --------------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
+from planc.ops.call import MeshOf, Shared, mesh_source
 from planc.ops.lowered import Lowered
 from planc.plan.mesh_axes import DATA, axes_of
+from planc.runtime.calls import Values
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
@@ -64,8 +66,7 @@ class _Made:
 
     group: distributed.ProcessGroup | None
     root: DeviceMesh
-    flat: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
-    pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
+    parts: dict[Shared, DeviceMesh] = field(default_factory=dict)
 
 
 _MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], _Made] = WeakValueDictionary()
@@ -101,7 +102,8 @@ class Meshes:
         self._sizes = {a.name: a.size for a in lowered.axes}
         made = _made(tuple(self._sizes.items()), device_type)
         self._made = made
-        self.root, self._flat, self._pairs = made.root, made.flat, made.pairs
+        self.root = made.root
+        self._values = Values({"mesh": made.root}, {}, self.of, made.parts)
         self._data, self._averaged = lowered.data, lowered.averaged
         if lowered.data:
             self.part(*lowered.data)
@@ -139,27 +141,9 @@ class Meshes:
         if unknown or not axes:
             known = one_of(self._sizes, last="and")
             raise KeyError(f"the mesh has no axis {one_of(unknown)!r}; its axes are {known}")
-        # an axis of one rank adds nothing but another process group
-        wide = tuple(n for n, size in self._sizes.items() if n in axes and size > 1)
-        if len(wide) < 2:
-            return self.root[wide[0] if wide else axes[0]]
-        if wide not in self._flat:
-            self._flat[wide] = self.root[wide]._flatten("_".join(wide))
-        return self._flat[wide]
+        return self.of(MeshOf(axes))
 
-    def data(self, shard: tuple[str, ...], replicate: tuple[str, ...]) -> DeviceMesh:
-        """What `fully_shard` takes: (shard), or (replicate, shard) for hybrid sharding.
-
-        Without axes to shard over it is what `replicate` takes: (replicate).
-        """
-        if not replicate or not shard:
-            return self.part(*(shard or replicate))
-        names = (*replicate, *shard)
-        if len(names) == 2 and names == tuple(n for n in self._sizes if n in names):
-            return self.root[names]
-        # The root mesh gives its own axes in their order alone, so other pairs are put together
-        # as FSDP itself does it (torch.distributed.fsdp._fully_shard._fsdp_init).
-        if (replicate, shard) not in self._pairs:
-            pair = [self.part(*replicate), self.part(*shard)]
-            self._pairs[replicate, shard] = DeviceMesh._concatenate(pair)
-        return self._pairs[replicate, shard]
+    def of(self, mesh: MeshOf) -> DeviceMesh:
+        """The mesh of some axes, made when it is first asked for."""
+        made: DeviceMesh = self._values.of(mesh_source(mesh, self._sizes))
+        return made

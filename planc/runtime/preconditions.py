@@ -14,13 +14,13 @@ from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
 from planc.model.facts import Modules
 from planc.model.module_table import already_parallel
 from planc.ops.base import Op
+from planc.ops.call import Context, modules_of
 from planc.ops.configure import Configure
-from planc.ops.fsdp import FullyShard, Prefetch
+from planc.ops.fsdp import FullyShard
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
-from planc.ops.quantization import Quantize
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 _MOST = 8  # findings about a wrong model; the first few say it all
@@ -71,16 +71,12 @@ def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Modul
     return modules
 
 
-def members_of(op: Op) -> tuple[Modules, ...]:
+def members_of(op: Op, context: Context) -> Iterator[Modules]:
     """The module sets that an operation works on."""
-    if isinstance(op, FullyShard):
-        return (*op.members, *op.ignored)
-    if isinstance(op, Prefetch):
-        return op.units
-    if isinstance(op, Adapt | MegatronShard | Quantize):
-        return op.members
-    modules: Modules | None = getattr(op, "modules", None)
-    return (modules,) if modules is not None else ()
+    if isinstance(op, MegatronShard):  # whose call takes their classes
+        yield from op.members
+    for step in op.calls(context):
+        yield from modules_of(step)
 
 
 def called(op: Op) -> str:
@@ -133,9 +129,10 @@ def _fits(
             )
             return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
+    context = Context.of(lowered.axes)
     for op in lowered.ops:
         # a set holds like modules: what is wrong with one of them is wrong with the next
-        text = next(_misfits(op, model, modules), None)
+        text = next(_misfits(op, context, model, modules), None)
         if text:
             yield problem(
                 "PL494",
@@ -156,9 +153,11 @@ def _inside_adapters(
                     yield f"{name}.{half}.default", nn.Module()
 
 
-def _misfits(op: Op, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
+def _misfits(
+    op: Op, context: Context, model: nn.Module, modules: dict[str, nn.Module]
+) -> Iterator[str]:
     """What an operation names and the model lacks."""
-    for name in (n for members in members_of(op) for n in members.names()):
+    for name in (n for members in members_of(op, context) for n in members.names()):
         if name not in modules:
             yield f"the model has no module {name!r}"
         elif isinstance(op, Parallelize) and type(modules[name]) is not nn.Module:

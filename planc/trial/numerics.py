@@ -20,8 +20,7 @@ from planc.model.small.input_search import Shape, part_of
 from planc.model.small.user_model import Makes
 from planc.ops.fsdp import Divide
 from planc.ops.lowered import Lowered
-from planc.runtime.executor import apply_lowered
-from planc.runtime.lora import alone
+from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.run import Run
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 

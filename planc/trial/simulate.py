@@ -29,8 +29,8 @@ from planc.ops import styles as ir
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime.executor import Worker
-from planc.runtime.lora import alone, missing_peft
+from planc.runtime.executor import Worker, alone
+from planc.runtime.lora import missing_peft
 from planc.runtime.meshes import Meshes
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.implicit_redistribution import Implicit, redistributions

@@ -9,7 +9,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 SOURCES = (
-    "lowering/megatron_mesh.py",
     "model",
     "ops",
     "plan/mesh_axes.py",

@@ -18,8 +18,7 @@ from planc.diagnostic import Sink
 from planc.model.small.user_model import Makes, maker_of
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
-from planc.runtime.executor import apply_lowered
-from planc.runtime.lora import alone
+from planc.runtime.executor import alone, apply_lowered
 from planc.trial.first_divergence import outputs_of, parted, taker
 from planc.trial.job_message import Job
 from planc.trial.numerics import SingleError, batch, device_for, moved, own_part, prove

@@ -24,13 +24,15 @@ def build_mesh(device_type="cuda"):
 
 
 def unit_classes(model, names):
-    """The classes of a model's modules that have one of these names, in the names' order."""
-    found = {type(module) for module in model.modules() if type(module).__name__ in names}
+    """The classes of a model's modules with one of these names, in the names' order."""
+    found = {
+        type(module) for module in model.modules() if type(module).__name__ in names
+    }
     return sorted(found, key=lambda cls: (names.index(cls.__name__), cls.__module__))
 
 
 def in_place(model, wrapped):
-    """Makes the model itself what one calls, and stops optimizers that were not handed over."""
+    """Makes the model itself what one calls; optimizers that were not readied raise."""
     from weakref import WeakSet, ref
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -38,25 +40,29 @@ def in_place(model, wrapped):
     model.register_forward_pre_hook(
         lambda *_: wrapped._replace_param_with_raw_if_needed(), prepend=True
     )
-    wrapped.optimizers = known = WeakSet()
+    known = WeakSet()
+    wrapped.optimizers = known
     mine = ref(wrapped)
 
     def guard(optimizer, args, kwargs):
-        owner = getattr(optimizer.param_groups[0]["params"][0], "_megatron_fsdp_model", None)
+        owner = getattr(
+            optimizer.param_groups[0]["params"][0], "_megatron_fsdp_model", None
+        )
         if owner is not None and owner is mine() and optimizer not in known:
             raise RuntimeError(
-                "this optimizer would not change what Megatron-FSDP computes with: hand it to "
-                f"planc's `run.optimizer`, or to `{prepare_optimizer.__name__}`, before it steps"
+                "this optimizer would not change what Megatron-FSDP computes with: "
+                "hand it to planc's `run.optimizer`, or to "
+                f"`{prepare_optimizer.__name__}`, before it steps"
             )
 
     register_optimizer_step_pre_hook(guard)
 
 
 def prepare_optimizer(optimizer):
-    """Readies an optimizer that was made of the model's parameters, and gives it back.
+    """Readies an optimizer of the model's parameters, and returns it.
 
-    The package would have it make its state by a step on gradients of zero, which decays weights
-    and counts as a step: that one is left out.
+    The package would have it make its state by a step on gradients of zero, which
+    decays weights and counts as a step: that one is left out.
     """
     import megatron_fsdp
 
@@ -75,15 +81,15 @@ def shard(model, mesh):
     """Hands the whole model to Megatron-FSDP."""
     # a mesh of its own, with the tensor dimension that the package asks for
     ranks = mesh.mesh.reshape(2, 4, 1)
-    data = DeviceMesh(
-        mesh.device_type,
-        ranks,
-        mesh_dim_names=("dp_replicate", "dp_shard_dp_in", "tp_of_one"),
-    )
     policy = megatron_fsdp.MixedPrecisionPolicy(
         main_params_dtype=torch.float32,
         main_grads_dtype=torch.float32,
         grad_comm_dtype=None,
+    )
+    data = DeviceMesh(
+        mesh.device_type,
+        ranks,
+        mesh_dim_names=("dp_replicate", "dp_shard_dp_in", "tp_of_one"),
     )
     hybrid = data["dp_replicate", "dp_shard_dp_in"]._flatten("hybrid").get_group()
     # t.plan:8

@@ -7,18 +7,21 @@ does and needs torch alone. Their types, which name what a script does not impor
 from __future__ import annotations
 
 import ast
+import symtable
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from planc.emit.python.printer import Group, lay
+from planc.emit.python.layout import Group, lay
 
 _STANDALONE = Path(__file__).resolve().parents[2] / "runtime" / "standalone"
 _FILES = (
     "tensor_styles.py",
+    "fsdp.py",
     "activation_checkpoint.py",
     "shards.py",
+    "lora.py",
     "lora_init.py",
     "safetensors_files.py",
     "buffers.py",
@@ -41,20 +44,32 @@ def carried(body: str) -> list[str]:
     """
     known = definitions()
     wanted: set[str] = set()
-    waiting = [_names(ast.parse(body))]
+    waiting = [global_names(body)]
     while waiting:
         for name in waiting.pop() & known.keys() - wanted:
             wanted.add(name)
-            waiting.append(_names(ast.parse(known[name])))
+            waiting.append(global_names(known[name]))
     return [f"{source}\n" for name, source in known.items() if name in wanted]
+
+
+@cache
+def imported() -> dict[str, str]:
+    """The names that the definitions import, each with its module; a module's is empty."""
+    found: dict[str, str] = {}
+    for text in _texts():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name: "" for alias in node.names if "." not in alias.name}
+            if isinstance(node, ast.ImportFrom) and node.module and node.module[:5] != "planc":
+                found |= {alias.name: node.module for alias in node.names}
+    return found
 
 
 @cache
 def definitions() -> dict[str, str]:
     """The source of each function, class and constant of the standalone files, without types."""
     found: dict[str, str] = {}
-    for file in _FILES:
-        text = without_types((_STANDALONE / file).read_text(encoding="utf-8"))
+    for text in map(without_types, _texts()):
         lines = text.splitlines()
         for node in ast.parse(text).body:
             match node:
@@ -67,8 +82,25 @@ def definitions() -> dict[str, str]:
     return found
 
 
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+@cache
+def _texts() -> tuple[str, ...]:
+    return tuple((_STANDALONE / file).read_text(encoding="utf-8") for file in _FILES)
+
+
+def global_names(source: str) -> set[str]:
+    """The names that source uses and that are local to no function in it."""
+    found: set[str] = set()
+    tables = [symtable.symtable(source, "script", "exec")]
+    while tables:
+        table = tables.pop()
+        outermost = table.get_type() == "module"
+        found |= {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if (symbol.is_referenced() if outermost else symbol.is_global())
+        }
+        tables += table.get_children()
+    return found
 
 
 # Types -------------------------------------------------------------------------------------------

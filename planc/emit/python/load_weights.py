@@ -1,11 +1,11 @@
-"""The load section in the emitted Python: what is cast before all else, and a `load_weights`."""
+"""The load section in the emitted Python: a `load_weights`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planc.emit.python.layout import Group, lay, literal
 from planc.emit.python.module_loops import IN
-from planc.emit.python.printer import Group, lay, quoted, remark
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -22,17 +22,6 @@ _CHECKED = {
     "checkpoint": "checked_checkpoint(model, folder)",
 }
 _GIVEN = {"slices": "", "rank0": ", device", "checkpoint": ", folder"}
-
-
-def prepared(op: Load) -> Iterator[str]:
-    """The body of the stage."""
-    if not op.meta and not op.dtype:
-        yield from lay("del model  # it stays as it was built", IN)
-    if op.meta:
-        yield from lay("on_meta(model)", IN, note=remark(op.place))
-    if op.dtype:
-        arguments = ("model", f"torch.{op.dtype}", *([f'fp32=r"{op.pattern}"'] if op.fp32 else []))
-        yield from lay(Group("keep_in(", arguments), IN, note=remark(op.place))
 
 
 def filled(lowered: Lowered) -> list[str]:
@@ -60,10 +49,5 @@ def filled(lowered: Lowered) -> list[str]:
 def _begun(op: Adapt) -> Iterator[str]:
     """What gives adapters, which no file of the model's holds, their first values."""
     arguments = ("model", "unset", f'r"{op.pattern}"', f"rank={op.rank}")
-    call = Group("begin_adapters(", (*arguments, f"init={initial(op)}", f"seed={op.seed}"))
+    call = Group("begin_adapters(", (*arguments, f"init={literal(op.initial)}", f"seed={op.seed}"))
     yield from lay(call, IN)
-
-
-def initial(op: Adapt) -> str:
-    """peft's `init_lora_weights`, in Python."""
-    return {"default": "True", "random": "False"}.get(op.init) or quoted(op.init)

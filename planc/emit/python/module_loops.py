@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planc.emit.python.printer import Group, Source, attribute, lay, quoted, remark
-from planc.model.facts import Modules, Segment
+from planc.emit.python.layout import WIDTH, Group, Source, attribute, headed, lay, quoted, remark
+from planc.model.facts import Modules
 from planc.model.indices import Indices
 
 IN = "    "  # the body of a function
@@ -72,47 +71,58 @@ def loop_over(modules: Modules, layers: int, *, assigned: bool = False) -> Loop:
     return Loop(item, tuple(head), owner, place)
 
 
-def replace(loop: Loop, call: str, *arguments: Source) -> Group:
-    """The statement that puts `call(module, ...)` in a module's place."""
-    inner = Group(f"{call}(", (loop.item, *arguments))
+def replaced(loop: Loop, value: Source) -> Source:
+    """The statement that puts something in a module's place."""
     if loop.place.startswith("["):
-        return Group(f"{loop.owner}{loop.place} = {inner.head}", inner.items)
+        return headed(f"{loop.owner}{loop.place} = ", value)
     if attribute(loop.place):
-        return Group(f"{loop.owner}.{loop.place} = {inner.head}", inner.items)
-    return Group(f"{loop.owner}.register_module(", (quoted(loop.place), inner))
+        return headed(f"{loop.owner}.{loop.place} = ", value)
+    return Group(f"{loop.owner}.register_module(", (quoted(loop.place), value))
 
 
-def entries(modules: Modules) -> Iterator[Source]:
-    """The modules of a set as the items of a Python list."""
-    *rest, last = modules.path or ("",)
-    several = isinstance(last, Indices) and len(last) > 1
-    single = all(isinstance(s, str) or len(s) == 1 for s in rest)
-    if several and single and isinstance(last, Indices):
-        owner = _chain(tuple(rest))
-        for run in last.runs():
-            if len(run) == 1:
-                yield f"{owner}[{run.start}]"
-            else:
-                stride = f":{run.step}" if run.step > 1 else ""
-                yield f"*{owner}[{run.start}:{run.stop}{stride}]"
-        return
-    yield from _each("model", modules.path)
+def listed(sets: Sequence[Modules], layers: int) -> Group:
+    """All modules of some sets as a list."""
+    if len(sets) == 1 and len(sets[0]) > 1:
+        return comprehension("[", sets[0], layers, close="]")
+    items: list[Source] = []
+    for modules in sets:
+        items += _run_items(modules) or [comprehension("*(", modules, layers)]
+    return Group("[", tuple(items), "]")
 
 
-def _each(owner: str, path: tuple[Segment, ...]) -> Iterator[str]:
-    if not path:
-        yield owner
-        return
-    first, *rest = path
-    if isinstance(first, str):
-        yield from _each(step(owner, first), tuple(rest))
-        return
-    for index in first:
-        yield from _each(f"{owner}[{index}]", tuple(rest))
+def comprehension(
+    head: str, modules: Modules, layers: int, *, close: str = ")", entry: str = ""
+) -> Group:
+    """An expression that gives each module of a set.
+
+    Args:
+        head, close: the brackets.
+        modules: the set.
+        layers: as for `loop_over`.
+        entry: what is given with each module before it, such as `i`.
+    """
+    loop = loop_over(modules, layers)
+    item = f"({entry}, {loop.item})" if entry else loop.item
+    clauses = (line.strip().removesuffix(":") for line in loop.head)
+    return Group(head, (item, *clauses), close, comma="")
 
 
-def _chain(path: tuple[Segment, ...]) -> str:
-    return next(_each("model", path))
+def _run_items(modules: Modules) -> list[Source]:
+    """One module, or slices of one list; nothing for other sets."""
+    loop = loop_over(modules, 0)
+    if not loop.head:
+        return [loop.item]
+    last = modules.path[-1]
+    if len(loop.head) > 1 or not isinstance(last, Indices) or len(last) == 1:
+        return []
+    return [_slice(loop.owner, run) for run in last.runs()]
+
+
+def _slice(owner: str, run: range) -> str:
+    if len(run) == 1:
+        return f"{owner}[{run.start}]"
+    stride = f":{run.step}" if run.step > 1 else ""
+    return f"*{owner}[{run.start}:{run.stop}{stride}]"
 
 
 def step(owner: str, name: str) -> str:
@@ -139,15 +149,20 @@ def _run(run: range) -> str:
     return f"range({run.start}, {run.stop}{f', {run.step}' if run.step > 1 else ''})"
 
 
-def looped(head: Sequence[str], statement: Source, place: str) -> Lines:
-    """A statement in its loops; what asked for it stands at the first line."""
+def looped(head: Sequence[str], statements: Sequence[Source], place: str) -> Lines:
+    """Statements in their loops; what asked for them stands at the first line."""
     note = remark(place)
     for number, line in enumerate(head):
         yield from lay(line, IN, note="" if number else note)
     indent = IN + "    " * len(head)
-    yield from lay(statement, indent, note="" if head else note)
+    for statement in statements:
+        yield from lay(statement, indent, note="" if head else note)
 
 
-def variable(axis: str) -> str:
-    """A name that no other of the function has."""
-    return re.sub(r"\W", "_", f"{axis}_mesh")
+def assign(target: Source, value: Source, place: str) -> Lines:
+    """An assignment, its right side in brackets where the line would be too long."""
+    line = f"{target} = {value}"
+    if len(IN + line) <= WIDTH:
+        yield from lay(line, IN, note=remark(place))
+    else:
+        yield from lay(Group(f"{target} = (", (value,), comma=""), IN, note=remark(place))

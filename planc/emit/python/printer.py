@@ -1,284 +1,202 @@
-"""Pieces of Python source, laid out as a formatter would: imports, calls, styles.
-
-What does not fit on a line is broken with one item a line and a comma after the last, which
-formatters leave as it is whatever their line length.
-"""
+"""Writes calls as Python: the steps of one stage as the body of a function."""
 
 from __future__ import annotations
 
-import ast
-import json
-import keyword
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
-from planc.ops import styles as ir
-
-WIDTH = 88  # the default of ruff and black
-
-_STANDARD: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("functools", ("partial", "wraps")),
-    ("itertools", ("product",)),
-    ("math", ("prod",)),
-    ("pathlib", ("Path",)),
+from planc.emit.python.layout import Group, Source, headed, lay, literal, quoted, remark
+from planc.emit.python.module_loops import (
+    IN,
+    Lines,
+    Loop,
+    assign,
+    comprehension,
+    listed,
+    loop_over,
+    looped,
+    parameter,
+    replaced,
 )
-_PARALLEL = "torch.distributed.tensor.parallel"
-_IMPORTS = (
-    ("bitsandbytes", ("matmul_4bit",)),
-    ("bitsandbytes.functional", ("quantize_4bit",)),
-    ("peft", ("LoraConfig", "inject_adapter_in_model")),
-    ("safetensors", ("safe_open",)),
-    ("torch", ("distributed", "nn")),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        ("CheckpointImpl", "checkpoint_wrapper"),
-    ),
-    ("torch.distributed.checkpoint", ("FileSystemReader", "load")),
-    (
-        "torch.distributed.checkpoint.metadata",
-        ("ChunkStorageMetadata", "MetadataIndex", "TensorProperties"),
-    ),
-    (
-        "torch.distributed.checkpoint.planner",
-        ("TensorWriteData", "WriteItem", "WriteItemType"),
-    ),
-    ("torch.distributed.device_mesh", ("DeviceMesh", "init_device_mesh")),
-    (
-        "torch.distributed._composable.replicate_with_fsdp",
-        ("replicate",),
-    ),
-    ("torch.distributed.fsdp", ("CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy")),
-    ("torch.distributed.fsdp", ("fully_shard",)),
-    (
-        "torch.distributed.fsdp._fully_shard._fsdp_common",
-        ("FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"),
-    ),
-    ("torch.distributed.tensor", ("DTensor", "Partial", "Replicate", "Shard")),
-    ("torch.distributed.tensor", ("distribute_module", "distribute_tensor")),
-    ("torch.distributed.tensor._utils", ("compute_local_shape_and_global_offset",)),
-    (_PARALLEL, ("ColwiseParallel", "ParallelStyle")),
-    (_PARALLEL, ("PrepareModuleInput", "PrepareModuleOutput")),
-    (_PARALLEL, ("RowwiseParallel", "SequenceParallel", "parallelize_module")),
+from planc.model.facts import Modules
+from planc.model.indices import Indices
+from planc.ops.call import (
+    Assign,
+    Attribute,
+    Call,
+    Each,
+    Index,
+    Items,
+    Members,
+    MeshOf,
+    Name,
+    Numbered,
+    Once,
+    Parameter,
+    Shared,
+    Step,
+    Table,
+    Value,
+    Variable,
+    inside,
+    mesh_source,
+    values_of,
 )
+from planc.plan.unit_lists import entry
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Something in brackets that can be broken over lines: a call, a list, a dictionary.
-
-    Args:
-        head: what stands before the items, with the opening bracket.
-        items: in order.
-        close: the closing bracket.
-        notes: a comment for each item; a group with notes is broken always.
-    """
-
-    head: str
-    items: tuple[Source, ...]
-    close: str = ")"
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.head}{', '.join(str(i) for i in self.items)}{self.close}"
-
-
-Source = str | Group
-
-
-def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> Iterator[str]:
-    """Lines of source, a comment behind them or, where that is too far right, above them.
+class Printer:
+    """Writes the functions of one script.
 
     Args:
-        source: a statement or an item of one.
-        indent: what stands before each line.
-        note: the comment's text, or nothing.
-        end: a comma, for an item.
+        axes: the sizes of the mesh's axes by name, outermost first.
+        layers: the length of the longest list of the model.
+        names: what the script may import by name, each with its module; what is met is added.
     """
-    flat = f"{indent}{source}{end}"
-    broken = isinstance(source, Group) and source.items and (source.notes or len(flat) > WIDTH)
-    beside = f"{flat}  # {note}" if note else flat
-    if len(beside) <= WIDTH and not broken:
-        yield beside
-        return
-    if note:
-        yield f"{indent}# {note}"
-    if not broken or isinstance(source, str):
-        yield flat
-        return
-    yield f"{indent}{source.head}"
-    for item, about in zip(source.items, source.notes or ("",) * len(source.items), strict=True):
-        yield from lay(item, f"{indent}    ", note=about, end=",")
-    yield f"{indent}{source.close}{end}"
+
+    def __init__(self, axes: Mapping[str, int], layers: int, names: Mapping[str, str]) -> None:
+        self._axes = axes
+        self._layers = layers
+        self._variables: dict[Shared, str] = {}
+        self.modules = {"torch"}
+        self.names = dict(names)
+
+    def shared(self, steps: Iterable[Step]) -> Lines:
+        """Gives the shared values of a function their variables, those in others first."""
+        found: dict[Shared, int] = {}
+        for step in steps:
+            self._find(values_of(step), found)
+        self._variables = _named(found)
+        deep: dict[str, int] = {}
+        for value, depth in found.items():
+            deep[value.name] = max(depth, deep.get(value.name, 0))
+        for value in sorted(found, key=lambda value: (deep[value.name], found[value])):
+            made = headed(f"{self._variables[value]} = ", self.source(value.value))
+            yield from lay(made, IN, note=remark(value.note))
+
+    def loop(self, modules: Modules) -> Loop:
+        return loop_over(modules, self._layers)
+
+    def step(self, step: Step) -> Lines:
+        """The lines of one step."""
+        match step:
+            case Each():
+                loop = loop_over(step.modules, self._layers, assigned=step.replaces)
+                made = [self.call(call, loop.item) for call in step.calls]
+                some = [replaced(loop, made[0])] if step.replaces else made
+                yield from looped(loop.head, some, step.note)
+            case Once():
+                yield from looped((), [self.call(step.call)], step.note)
+            case Assign():
+                yield from assign(self.source(step.target), self.source(step.value), step.note)
+            case _:
+                assert_never(step)
+
+    def call(self, call: Call, *first: Source) -> Group:
+        """A call, with further arguments before its own."""
+        arguments = [*first, *map(self.source, call.arguments)]
+        if call.function.startswith("."):
+            head = f"{arguments.pop(0)}{call.function}"
+        else:
+            head = self._imported(call.function)
+        for name, value in call.keywords:
+            arguments.append(headed(f"{name}=" if name else "**", self.source(value)))
+        return Group(f"{head}(", tuple(arguments))
+
+    def source(self, value: Value) -> Source:
+        match value:
+            case None | bool() | int() | float() | str():
+                return literal(value)
+            case tuple():
+                return Group("(", tuple(map(self.source, value)), single=",")
+            case Variable():
+                return value.name
+            case Name():
+                return self._imported(value.path)
+            case Parameter():
+                return parameter(value.name)
+            case Attribute():
+                return f"{self.source(value.owner)}.{value.name}"
+            case Index():
+                return f"{self.source(value.value)}[{', '.join(map(quoted, value.keys))}]"
+            case Items():
+                return Group("[", tuple(map(self.source, value.values)), "]")
+            case Table():
+                entries = value.entries
+                items = (headed(f"{quoted(key)}: ", self.source(item)) for key, item in entries)
+                return Group("{", tuple(items), "}")
+            case Members():
+                return listed(value.sets, self._layers)
+            case Numbered():
+                return self._numbered(value)
+            case MeshOf():
+                return self.source(mesh_source(value, self._axes))
+            case Call():
+                return self.call(value)
+            case Shared():
+                return self._variables[value]
+            case _:
+                assert_never(value)
+
+    def _numbered(self, value: Numbered) -> Source:
+        modules = value.modules
+        at = entry(modules)
+        segment = modules.path[at] if at is not None else None
+        assert isinstance(segment, Indices)
+        index = "i" if len(segment) > 1 else str(segment.first)
+        if len(modules) == 1:
+            return f"[({index}, {loop_over(modules, 0).item})]"
+        return comprehension("[", modules, 0, close="]", entry=index)
+
+    def _imported(self, path: str) -> str:
+        """A name that is imported by itself, or as a part of its module where that is the user's.
+
+        Definitions of `standalone` are inlined.
+        """
+        module, _, name = path.partition(":")
+        if module.startswith("torch."):
+            self.names[name.partition(".")[0]] = module
+        elif not module.startswith("standalone."):
+            self.modules.add(module)
+            return f"{module}.{name}"
+        return name
+
+    def _find(self, value: Value, found: dict[Shared, int]) -> int:
+        """Finds the shared values in one, with how deep others are nested in each."""
+        if isinstance(value, MeshOf):
+            return self._find(mesh_source(value, self._axes), found)
+        if isinstance(value, Shared):
+            if value not in found:
+                found[value] = self._find(value.value, found)
+            return found[value] + 1
+        return max((self._find(inner, found) for inner in inside(value)), default=0)
 
 
-def assign(target: str, value: str, indent: str = "") -> Iterator[str]:
-    """An assignment, its right side in brackets where it is too long."""
-    line = f"{indent}{target} = {value}"
-    if len(line) <= WIDTH:
-        yield line
-        return
-    yield from (f"{indent}{target} = (", f"{indent}    {value}", f"{indent})")
+def _named(values: Iterable[Shared]) -> dict[Shared, str]:
+    """A variable for each value, numbered where several have one name."""
+    like: dict[str, list[Shared]] = {}
+    for value in values:
+        like.setdefault(re.sub(r"\W", "_", value.name), []).append(value)
+    return {
+        value: name if len(some) == 1 else f"{name}_{number}"
+        for name, some in like.items()
+        for number, value in enumerate(some, start=1)
+    }
 
 
-def remark(text: str) -> str:
-    """The text of a comment, on one line whatever it was."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+def inner_first(steps: Sequence[Step]) -> list[Step]:
+    """Steps with what is inside another's modules before it: a wrapper hides its module.
 
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def attribute(name: str) -> bool:
-    """Whether `module.name` is Python."""
-    return name.isidentifier() and not keyword.iskeyword(name)
-
-
-def imports(body: str, own: Iterable[str] = ()) -> str:
-    """The imports that a body needs, in order.
-
-    Args:
-        body: what follows them.
-        own: modules of the user's.
+    The plan's order where nothing nests.
     """
-    used_names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    lines = [f"import {name}" for name in ("contextlib", "json", "re") if name in used_names]
-    for module, those in _STANDARD:
-        some = ", ".join(n for n in those if n in used_names)
-        lines += [f"from {module} import {some}"] if some else []
-    lines += [""] if lines else []
-    plain = {*own, *(used_names & {"torch", "megatron_fsdp"})}
-    lines += [f"import {name}" for name in sorted(plain)]
-    found: dict[str, list[str]] = {}
-    for module, names in _IMPORTS:
-        found.setdefault(module, []).extend(n for n in names if n in used_names)
-    for module, used in found.items():
-        line = f"from {module} import {', '.join(used)}"
-        if used and len(line) <= WIDTH:
-            lines.append(line)
-        elif used:
-            lines += [f"from {module} import (", *(f"    {n}," for n in used), ")"]
-    return "\n".join(lines) + "\n"
-
-
-def style_source(style: ir.Style, head: str = "") -> Group:
-    """The call of a style, torch's or of a definition that is inlined; defaults are left out.
-
-    Args:
-        style: of the plan.
-        head: what stands before the call.
-    """
-    match style:
-        case ir.Colwise() | ir.Rowwise():
-            return _weighted(style, head)
-        case ir.Sequence():
-            arguments = [f"sequence_dim={style.dim}"] if style.dim != 1 else []
-            return _call("SequenceParallel", style, arguments, head)
-        case ir.Input():
-            arguments = _sides("input_layouts", "desired_input_layouts", style.positional)
-            return _call("PrepareModuleInput", style, [*arguments, *_named(style)], head)
-        case ir.Output():
-            arguments = _sides("output_layouts", "desired_output_layouts", style.positional)
-            return _call("PrepareModuleOutput", style, arguments, head)
-        case ir.Replicated():
-            return Group(f"{head}SummedGradient(", ())
-        case ir.MlaKv():
-            return Group(f"{head}RotaryGradient(", (str(style.rope),))
-        case ir.Parameters() | ir.Experts():
-            return _bare(style, head)
-        case ir.Features():
-            return Group(f"{head}FeaturesParallel(", ())
-        case ir.Attributes():
-            return Group(f"{head}DividedAttributes(", tuple(map(quoted, style.names)))
-        case ir.Custom():
-            given = tuple(f"{name}={_value(value)}" for name, value in style.arguments)
-            return Group(f"{head}{style.path.replace(':', '.')}(", given)
-        case _:
-            assert_never(style)
-
-
-def _call(
-    name: str,
-    style: ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output,
-    arguments: list[str],
-    head: str,
-) -> Group:
-    if style.local != ir.local_default(style):
-        arguments = [*arguments, f"use_local_output={style.local}"]
-    return Group(f"{head}{name}(", tuple(arguments))
-
-
-def _weighted(style: ir.Colwise | ir.Rowwise, head: str) -> Group:
-    name = "ColwiseParallel" if isinstance(style, ir.Colwise) else "RowwiseParallel"
-    default = type(style)()
-    arguments: list[str] = []
-    if style.input != default.input:
-        arguments.append(f"input_layouts={_layout(style.input)}")
-    if style.output != default.output:
-        arguments.append(f"output_layouts={_layout(style.output)}")
-    parts = 1 if style.interleaved else style.parts
-    if not style.transposed and parts == 1:
-        return _call(name, style, arguments, head)
-    outer = "TransposedParallel" if style.transposed else "PackedParallel"
-    inner: list[Source] = [_call(name, style, arguments, "")]
-    if parts != 1:
-        inner.append(f"parts={_sizes(parts)}")
-    return Group(f"{head}{outer}(", tuple(inner))
-
-
-def _value(value: ir.Literal) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    return quoted(value) if isinstance(value, str) else repr(value)
-
-
-def _sizes(parts: ir.Parts) -> str:
-    return str(parts if isinstance(parts, int) else list(parts))
-
-
-def _bare(style: ir.Bare, head: str) -> Group:
-    held = tuple(f"{quoted(name)}: {_layout(h.layout)}" for name, h in style.held)
-    arguments: list[Source] = [Group("{", held, "}")]
-    packed = tuple(
-        f"{quoted(name)}: {_sizes(h.parts)}"
-        for name, h in style.held
-        if h.parts != 1 and not h.interleaved
+    own = [step for step in steps if isinstance(step, Each)]
+    nested = any(
+        len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
+        for a in own
+        for b in own
+        if b.replaces
     )
-    if isinstance(style, ir.Experts):
-        left = style.output in (ir.Partial(), ir.Shard(-1))
-        arguments.append(f"input_layout={_layout(style.input)}")
-        arguments.append(f"output_layout={None if left else _layout(style.output)}")
-        if not style.local:
-            arguments.append("use_local_output=False")
-    if packed:
-        arguments.append(Group("parts={", packed, "}"))
-    name = "ExpertsParallel" if isinstance(style, ir.Experts) else "BareParallel"
-    return Group(f"{head}{name}(", tuple(arguments))
-
-
-def _named(style: ir.Input) -> Iterator[str]:
-    if not style.named:
-        return
-    for argument, side in (("input_kwarg_layouts", 0), ("desired_input_kwarg_layouts", 1)):
-        pairs = (f"{quoted(n)}: {_layout((c.source, c.target)[side])}" for n, c in style.named)
-        yield f"{argument}={{{', '.join(pairs)}}}"
-
-
-def _sides(arrives: str, wanted: str, changes: tuple[ir.Change | None, ...]) -> list[str]:
-    if not changes:
-        return []
-    before = ", ".join(_layout(c.source) if c else "None" for c in changes)
-    after = ", ".join(_layout(c.target) if c else "None" for c in changes)
-    comma = "," if len(changes) == 1 else ""
-    return [f"{arrives}=({before}{comma})", f"{wanted}=({after}{comma})"]
-
-
-def _layout(layout: ir.Layout) -> str:
-    match layout:
-        case ir.Replicate():
-            return "Replicate()"
-        case ir.Shard():
-            return f"Shard({layout.dim})"
-        case ir.Partial():
-            return "Partial()"
+    if not nested or len(own) < len(steps):
+        return list(steps)
+    return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, Each) else 0)

@@ -34,6 +34,13 @@ def operators(names: Iterable[str]) -> Iterator[Any]:
             yield found
 
 
+def _there(groups: Iterable[Group]) -> None:
+    """An operator that stands alone in its group must be one of torch's."""
+    for _, names in groups:
+        if len(names) == 1 and not list(operators(names)):
+            raise ValueError(f"torch has no operator {names[0]}")
+
+
 def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
     """Decides call by call what to keep: of each group (n, names) every n-th result.
 
@@ -140,6 +147,7 @@ def _memory(tensor: Tensor) -> int:
 
 def saving(*groups: Group) -> Callable[[], tuple[Any, Any]]:
     """The `context_fn` that keeps results of some operators; a group is (n, names)."""
+    _there(groups)
 
     def contexts() -> tuple[Any, Any]:
         chosen, policy = _chooser(groups), torch.utils.checkpoint.CheckpointPolicy
@@ -260,6 +268,7 @@ class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):
 
 def saving_on_cpu(pin: bool, *groups: Group) -> Callable[[], tuple[Any, Any]]:
     """As `saving`, with the results kept on the CPU."""
+    _there(groups)
 
     def contexts() -> tuple[Any, Any]:
         kept: dict[Any, list[Any]] = {}

@@ -1,0 +1,48 @@
+"""The imports of an emitted script, sorted as formatters do."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+
+from planc.emit.python.inlined_source import global_names
+from planc.emit.python.layout import WIDTH, Group, lay
+
+
+def imports(body: str, modules: Iterable[str], names: Mapping[str, str]) -> str:
+    """The import statements that a body needs.
+
+    Args:
+        body: what follows them.
+        modules: those that the body may name as a whole.
+        names: the module of each name that the body may use by itself; empty for a module's.
+    """
+    used = global_names(body)
+    found: dict[str, list[str]] = {}
+    whole = {module for module in modules if module.partition(".")[0] in used}
+    for name in used & names.keys():
+        if names[name]:
+            found.setdefault(names[name], []).append(name)
+        else:
+            whole.add(name)
+    parts = ("\n".join(_section(whole, found, standard=some)) for some in (True, False))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _section(whole: set[str], found: Mapping[str, list[str]], *, standard: bool) -> Iterable[str]:
+    def here(module: str) -> bool:
+        return (module.partition(".")[0] in sys.stdlib_module_names) is standard
+
+    yield from (f"import {module}" for module in sorted(filter(here, whole)))
+    for module in sorted(filter(here, found)):
+        names = tuple(sorted(found[module], key=_by_kind))
+        line = f"from {module} import {', '.join(names)}"
+        broken = lay(Group(f"from {module} import (", names))
+        yield from [line] if len(line) <= WIDTH else broken
+
+
+def _by_kind(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions."""
+    kind = 0 if name.isupper() and len(name) > 1 else 1 if re.match("_*[A-Z]", name) else 2
+    return kind, name.lower()

@@ -1,0 +1,120 @@
+"""The values of calls: what data of `planc.ops.call` stands for in this process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, assert_never
+
+from torch import nn
+
+from planc.ops.call import (
+    Attribute,
+    Call,
+    Index,
+    Items,
+    Keywords,
+    Members,
+    MeshOf,
+    Name,
+    Numbered,
+    Parameter,
+    Shared,
+    Table,
+    Value,
+    Variable,
+)
+from planc.plan.unit_lists import entries, of_entry
+
+
+def resolve(path: str) -> Any:
+    """What `package.module:name` names.
+
+    Raises:
+        Exception: whatever importing raises.
+    """
+    module, _, name = path.partition(":")
+    home = f"planc.runtime.{module}" if module.startswith("standalone.") else module
+    return attrgetter(name)(importlib.import_module(home))
+
+
+def function_of(call: Call) -> Callable[..., Any]:
+    """The function of a call, or one that calls the method of its first argument."""
+    if not call.function.startswith("."):
+        found: Callable[..., Any] = resolve(call.function)
+        return found
+    method = attrgetter(call.function[1:])
+    return lambda owner, *arguments, **keywords: method(owner)(*arguments, **keywords)
+
+
+class Values:
+    """Makes values; what calls share is made once.
+
+    Args:
+        variables: `mesh`, and `model` where a value names it.
+        modules: by name, as they are now.
+        mesh: gives the mesh of some axes.
+        known: shared values that were made already.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, object],
+        modules: Mapping[str, nn.Module],
+        mesh: Callable[[MeshOf], object],
+        known: dict[Shared, Any] | None = None,
+    ) -> None:
+        self._variables = variables
+        self._modules = modules
+        self._mesh = mesh
+        self._known: dict[Shared, Any] = {} if known is None else known
+
+    def of(self, value: Value) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case tuple():
+                return tuple(map(self.of, value))
+            case Variable():
+                return self._variables[value.name]
+            case Name():
+                return resolve(value.path)
+            case Parameter():
+                owner, _, name = value.name.rpartition(".")
+                return getattr(self._modules[owner], name)
+            case Attribute():
+                return attrgetter(value.name)(self.of(value.owner))
+            case Index():
+                return self.of(value.value)[value.keys[0] if len(value.keys) == 1 else value.keys]
+            case Items():
+                return list(map(self.of, value.values))
+            case Table():
+                return {name: self.of(entry) for name, entry in value.entries}
+            case Members():
+                return [self._modules[name] for some in value.sets for name in some.names()]
+            case Numbered():
+                return list(self._numbered(value))
+            case MeshOf():
+                return self._mesh(value)
+            case Call():
+                arguments = map(self.of, value.arguments)
+                return function_of(value)(*arguments, **self.keywords(value.keywords))
+            case Shared():
+                if value not in self._known:
+                    self._known[value] = self.of(value.value)
+                return self._known[value]
+            case _:
+                assert_never(value)
+
+    def keywords(self, given: Keywords) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, value in given:
+            made |= {name: self.of(value)} if name else self.of(value)
+        return made
+
+    def _numbered(self, value: Numbered) -> Iterator[tuple[int, nn.Module]]:
+        for index in entries((value.modules,)):
+            own = of_entry(value.modules, index)
+            for name in own.names() if own else ():
+                yield index, self._modules[name]
