@@ -1,15 +1,13 @@
 """The example of every page of the diagnostics gives the code of its page, when it is run."""
 
-import contextlib
-import io
 import re
 import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
+from console import call
 
-from planc.cli import main
 from planc.codes import CODES
 from planc.report import explain
 
@@ -78,7 +76,4 @@ def findings(example, folder):
         header = re.search(r"plan \w+ for (\w+)", example)
         model = MODELS.get(header[1] if header else "", "llama-3.1-8b")
         words = ["check", model, "a.plan", "--world-size", "24"]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        main([*words, *(["--format", "concise"] if words[0] == "check" else [])])
-    return output.getvalue()
+    return "".join(call(*words, *(["--format", "concise"] if words[0] == "check" else []))[1:])
