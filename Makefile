@@ -48,7 +48,7 @@ pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the 
 	$(BIN)/python -m planc.ops.schema > grammars/lowered.schema.new
 	mv grammars/lowered.schema.new grammars/lowered.schema.json
 	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md
-	$(BIN)/python -m pytest tests/test_docs.py --update
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_specs.py --update
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

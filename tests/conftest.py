@@ -1,4 +1,5 @@
 import difflib
+import json
 import os
 from pathlib import Path
 
@@ -52,5 +53,21 @@ def golden(request):
                 old.splitlines(), text.splitlines(), "golden", "now", lineterm=""
             )
             pytest.fail("\n".join(lines))
+
+    return compare
+
+
+@pytest.fixture
+def golden_digest(request):
+    """`golden_digest(name, digest)` compares with tests/goldens/digests.json, or writes it."""
+
+    def compare(name, digest):
+        path = GOLDENS / "digests.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        if request.config.getoption("--update"):
+            known = dict(sorted({**known, name: digest}.items()))
+            path.write_text(json.dumps(known, indent=1) + "\n")
+            return
+        assert known.get(name) == digest, f"{name} lowers to other operations: see `planc diff`"
 
     return compare
