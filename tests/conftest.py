@@ -6,12 +6,21 @@ from pathlib import Path
 import pytest
 
 GOLDENS = Path(__file__).parent / "goldens"
+PROCESSES = Path(__file__).parent / "processes"
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--update", action="store_true", help="write what is printed into goldens and docs"
     )
+
+
+def pytest_configure(config):
+    """Tests that are named run whole: `slow` is left out of runs of the suite alone."""
+    here = config.invocation_params.dir
+    named = [(here / arg.partition("::")[0]).resolve() for arg in config.args]
+    if config.option.markexpr == "not slow" and any(p.is_relative_to(PROCESSES) for p in named):
+        config.option.markexpr = ""
 
 
 @pytest.fixture(scope="session", autouse=True)

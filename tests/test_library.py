@@ -18,7 +18,7 @@ from planc.syntax.plan_files import families, locate
 
 HERE = Path(__file__).parent
 PLANS = HERE.parent / "plans"
-sys.path.insert(0, str(HERE / "dist"))
+sys.path.insert(0, str(HERE / "processes"))
 
 CASES = [
     ("llama-3.1-8b", "llama", ["tp=2", "sequence_parallel=false"]),

@@ -1,5 +1,5 @@
 """`backend = megatron`: what it means, what it lowers to and emits. tests/specs/megatron.md has
-what it cannot honor, and tests/dist/test_megatron_fsdp.py that the real package trains the same."""
+what it cannot honor, tests/processes/test_megatron_fsdp.py how the real package trains."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What tests/dist/test_experts.py runs on every rank: experts that the tensor ranks share."""
+"""What tests/processes/test_experts.py runs on every rank: experts that the tensor ranks share."""
 
 import numerics
 import torch

@@ -1,7 +1,19 @@
 import warnings
+from pathlib import Path
 
 import pytest
 from pool import Pool, RankError
+
+HERE = Path(__file__).parent
+SAMPLE = {"test_apply.py", "test_coverage.py"}
+"""What plain `pytest` runs of this folder; all else here is `slow`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == HERE and item.path.name not in SAMPLE:
+            item.add_marker(pytest.mark.slow)
 
 
 class _Keeper:

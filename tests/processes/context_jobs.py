@@ -1,4 +1,4 @@
-"""What tests/dist/test_context.py runs: ranks of `cp` that each have a slice of the sequence.
+"""What tests/processes/test_context.py runs: ranks of `cp` that each have a slice of the sequence.
 
 planc splits no sequence yet; this is a loop that does it itself, with attention that gathers keys
 and values along `cp`, over a plan that shards parameters over `dp_shard * cp`.

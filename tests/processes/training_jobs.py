@@ -1,4 +1,4 @@
-"""What tests/dist/test_training.py runs on every rank."""
+"""What tests/processes/test_training.py runs on every rank."""
 
 import torch
 from numerics import BATCH, build, data, error, plain

@@ -1,4 +1,4 @@
-"""What tests/dist/test_units.py runs on every rank: a plan, its script, and the same by hand."""
+"""What test_units.py runs on every rank: a plan, its script, and the same by hand."""
 
 import numerics
 import torch

@@ -1,4 +1,4 @@
-"""What tests/dist/test_megatron_fsdp.py runs on every rank."""
+"""What tests/processes/test_megatron_fsdp.py runs on every rank."""
 
 import contextlib
 from pathlib import Path

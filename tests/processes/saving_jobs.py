@@ -1,4 +1,4 @@
-"""What tests/dist/test_saving.py runs: on every rank of the pool, and in processes that die."""
+"""What test_saving.py runs: on every rank of the pool, and in processes that die."""
 
 import os
 import signal

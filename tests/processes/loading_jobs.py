@@ -1,4 +1,4 @@
-"""What tests/dist/test_loading.py runs on every rank."""
+"""What tests/processes/test_loading.py runs on every rank."""
 
 import gc
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 It runs each case of `test_plans.py` on four gloo processes, which takes some minutes:
 
-    python -W ignore tests/dist/library.py
+    python -W ignore tests/processes/library.py
 
 and only some of them, by their names in `families.py`, where they are given.
 """
