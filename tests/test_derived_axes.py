@@ -1,15 +1,17 @@
 """Axes that follow from the mesh's, and units that lie on tensor ranks too."""
 
-from helpers import fsdp, lowered
+import pytest
+from helpers import fsdp, judged, lowered
 
 from planc.diagnostic import Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import render as diff_text
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
+from planc.ops.base import AxisRole
 from planc.ops.document import digest, dumps, loads
 from planc.ops.fsdp import Divide, FullyShard
-from planc.plan.mesh_axes import axes_of, known
+from planc.plan.mesh_axes import axes_of, known, role_of
 
 MESH = """plan t for mixtral
 mesh {
@@ -117,3 +119,33 @@ def test_a_spread_in_a_diff():
     gone = compare(old, mixtral(MESH + section(), world=16))
     said = diff_text(gone)
     assert "- spread" in said and "over dp_shard * tp, replicated over dp_replicate" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "data", "role"),
+    [
+        ("pp", (), (), AxisRole.STAGE),
+        ("cp", (), ("cp",), AxisRole.SEQUENCE),
+        ("ep", (), (), AxisRole.EXPERT),
+        ("tp", (), (), AxisRole.TENSOR),
+        ("tp", (), ("tp",), AxisRole.DATA),
+        ("gpu", ("gpu",), (), AxisRole.TENSOR),
+        ("node", ("gpu",), ("node",), AxisRole.DATA),
+        ("dp_shard", (), (), AxisRole.DATA),
+    ],
+)
+def test_what_an_axis_is_for(name, tensor, data, role):
+    assert role_of(name, tensor=tensor, data=data) is role
+
+
+def test_a_plan_gives_its_axes_their_roles():
+    """By the sections that work over them, where the name says nothing."""
+    mesh = "mesh {\n node = auto\n gpu = 4\n pp = 1\n cp = 1\n}\n"
+    tensor = "tensor on gpu {\n lm_head : colwise(-> replicate)\n}\n"
+    plan, _, _ = judged(f"plan t for llama\n{mesh}{tensor}fsdp on node * cp {{\n root : unit\n}}\n")
+    assert {a.name: a.role.value for a in plan.mesh.axes} == {
+        "node": "data",
+        "gpu": "tensor",
+        "pp": "stage",
+        "cp": "sequence",
+    }
