@@ -18,12 +18,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four processes
 	PATH="$(BIN):$$PATH" bash docs/demo/demo.sh
 
-test: $(VENV)/.ready  ## the whole test suite
+test: $(VENV)/.ready  ## the test suite, with a sample of the numerics on four gloo processes
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest tests/dist/test_apply.py tests/dist/test_coverage.py
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes (ten minutes)
-	$(BIN)/python -m pytest tests/dist
+	$(BIN)/python -m pytest tests/processes
 
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -48,7 +47,7 @@ pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the 
 	$(BIN)/python -m planc.ops.schema > grammars/lowered.schema.new
 	mv grammars/lowered.schema.new grammars/lowered.schema.json
 	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md
-	$(BIN)/python -m pytest tests/test_docs.py --update
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_specs.py --update
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

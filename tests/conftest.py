@@ -1,16 +1,26 @@
 import difflib
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 GOLDENS = Path(__file__).parent / "goldens"
+PROCESSES = Path(__file__).parent / "processes"
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--update", action="store_true", help="write what is printed into goldens and docs"
     )
+
+
+def pytest_configure(config):
+    """Tests that are named run whole: `slow` is left out of runs of the suite alone."""
+    here = config.invocation_params.dir
+    named = [(here / arg.partition("::")[0]).resolve() for arg in config.args]
+    if config.option.markexpr == "not slow" and any(p.is_relative_to(PROCESSES) for p in named):
+        config.option.markexpr = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,5 +62,21 @@ def golden(request):
                 old.splitlines(), text.splitlines(), "golden", "now", lineterm=""
             )
             pytest.fail("\n".join(lines))
+
+    return compare
+
+
+@pytest.fixture
+def golden_digest(request):
+    """`golden_digest(name, digest)` compares with tests/goldens/digests.json, or writes it."""
+
+    def compare(name, digest):
+        path = GOLDENS / "digests.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        if request.config.getoption("--update"):
+            known = dict(sorted({**known, name: digest}.items()))
+            path.write_text(json.dumps(known, indent=1) + "\n")
+            return
+        assert known.get(name) == digest, f"{name} lowers to other operations: see `planc diff`"
 
     return compare

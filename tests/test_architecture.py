@@ -165,11 +165,24 @@ def test_only_model_imports_transformers():
 
 
 def test_every_test_is_collected(request):
-    """pytest leaves out folders by name, and `dist` is a name that it leaves out by default."""
+    """pytest leaves out folders by name, such as `build` and `dist`; no test is in one of those."""
     tests = Path(__file__).parent
     left_out = request.config.getini("norecursedirs")
-    targets = (tests.parent / "Makefile").read_text()
     for file in tests.rglob("test_*.py"):
         for folder in file.relative_to(tests).parts[:-1]:
-            if any(fnmatch(folder, pattern) for pattern in left_out):
-                assert f"pytest tests/{folder}\n" in targets, f"no target runs {file}"
+            assert not any(fnmatch(folder, pattern) for pattern in left_out), file
+
+
+def test_what_is_slow_is_the_numerics_on_processes_but_for_a_sample():
+    """Plain `pytest` says how many tests it deselects; `make processes` runs all of that folder."""
+    tests = Path(__file__).parent
+    marked = {p for p in tests.rglob("*.py") if "mark" + ".slow" in p.read_text()}
+    conftest = tests / "processes" / "conftest.py"
+    assert marked == {conftest}
+    [sample] = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(conftest.read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "SAMPLE"
+    ]
+    assert sample and all((tests / "processes" / name).is_file() for name in sample)
+    assert "pytest tests/processes\n" in (tests.parent / "Makefile").read_text()

@@ -1,49 +1,48 @@
-"""The structural rules: each fires where it must, with its values, and is silent where it need not.
+"""Structural checks on facts that no shipped model has, and shipped plans that pass them all.
 
-`tests/test_examples.py` runs one example of every code; here are the edges, and what is not
-reported. `tests/dist` holds what was found by running on real processes.
+What each check finds on a shipped model is in tests/specs.
 """
 
 from dataclasses import replace
 
 import pytest
+import torch
+from helpers import codes, elaborated, facts, judged
 
 from planc.checks import check
 from planc.diagnostic import Sink
+from planc.lowering import lower
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 from planc.model.load import load
 from planc.model.module_table import facts_of
 from planc.plan import elaborate
-from planc.source import Source
-from planc.syntax import parse
 from planc.syntax.plan_files import read
 
-MESH = "mesh {\n dp_shard = auto\n tp = 2\n}\n"
-UNITS = "fsdp on dp_shard {\n root : unit\n}\n"
+NEVER = {"PL152", "PL162", "PL163", "PL205", "PL350", "PL351", "PL352", "PL418", "PL419"}
+NEVER |= {"PL433", "PL434", "PL435"}
+PLAN = """
+plan t for own, llama, Own
+
+mesh {
+    dp_shard = auto
+    tp       = 2
+}
+
+tensor on tp {
+    RULES
+}
+
+fsdp on dp_shard {
+    root : unit
+}
+"""
 
 
-def judged(facts, text, *, world=24, settings=()):
-    """The findings of a plan: (plan, diagnostics that are no notes)."""
-    sink = Sink()
-    file = parse(Source("t.plan", text), sink)
-    plan = elaborate([file], facts, sink, world_size=world, settings=settings)
-    assert plan is not None and not sink.failed, [d.message for d in sink]
-    check(plan, facts, sink)
-    return [d for d in sink if d.severity != "info"]
-
-
-def codes(findings):
-    return [d.code for d in findings]
-
-
-def facts(model="llama-3.1-8b"):
-    return load(model, Sink())
-
-
-def tensor(rules, tp=2, units=UNITS, family="llama"):
-    head = f"plan t for {family}\n" + MESH.replace("tp = 2", f"tp = {tp}")
-    return f"{head}tensor on tp {{\n{rules}\n}}\n{units}"
+def split(model, rules, tp=2):
+    """The findings of a plan that splits a model by some rules, and shards it as one unit."""
+    text = PLAN.replace("RULES", rules)
+    return judged(text, model=model, world=24, settings=[f"tp={tp}"])[2]
 
 
 # Shipped plans -----------------------------------------------------------------------------------
@@ -81,24 +80,22 @@ def test_shipped_plans_are_clean(model, plan, tp, sequence_parallel):
     assert [d.message for d in sink if d.severity != "info"] == []
 
 
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("llama-3.1-8b", "llama"), ("qwen3-8b", "qwen3"), ("phi-4", "phi3"), ("gemma-3-1b", "gemma3")],
+)
+def test_shipped_plans_fail_in_none_of_these_ways(model, name, tp, sequence_parallel):
+    sink = Sink()
+    known = load(model, sink)
+    settings = [f"tp={tp}", f"sequence_parallel={sequence_parallel}"]
+    ir = elaborate(read(name, sink), known, sink, world_size=16, settings=settings)
+    check(ir, known, sink)
+    assert not set(codes(sink)) & NEVER
+
+
 # Heads -------------------------------------------------------------------------------------------
-
-
-def test_key_value_heads_decide():
-    rules = " model.layers.*.self_attn {\n  {q,k,v}_proj : colwise\n  o_proj : rowwise\n }"
-    [found] = judged(facts(), tensor(rules, tp=12))
-    assert found.code == "PL201"
-    assert "8 key/value heads" in found.message and "tp = 12" in found.message
-    assert found.help == "tp can be 1, 2, 4 or 8 for this model"
-    assert any("num_key_value_heads = 8" in fact for fact in found.facts)
-    assert [label.text for label in found.labels][-1] == "tp is 12"
-    assert judged(facts(), tensor(rules, tp=8)) == []
-
-
-def test_gathered_projections_may_have_any_heads():
-    rules = " model.layers.*.self_attn {\n  {q,k,v}_proj : colwise(-> replicate)\n"
-    rules += "  o_proj : rowwise(replicate -> replicate)\n }"
-    assert "PL201" not in codes(judged(facts(), tensor(rules, tp=12)))
 
 
 def layered(*heads):
@@ -128,36 +125,23 @@ def layered(*heads):
 
 
 def test_layers_are_judged_by_their_own_heads():
-    rules = " layers.*.attn {\n  q_proj : colwise\n  o_proj : rowwise\n }"
-    text = tensor(rules, tp=4, family="own")
-    assert judged(layered(8, 4, 8), text) == []
-    [found] = judged(layered(8, 6, 8, 6), text)
+    rules = "layers.*.attn.q_proj : colwise\n    layers.*.attn.o_proj : rowwise"
+    assert split(layered(8, 4, 8), rules, tp=4) == []
+    [found] = split(layered(8, 6, 8, 6), rules, tp=4)
     assert found.code == "PL201" and "`layers[1,3].attn`" in found.message
     assert found.help == "tp can be 1, 2, 3 or 6 for this model"
 
 
 # Splits that do not divide -----------------------------------------------------------------------
 
-MLP = " model.layers.*.mlp {{\n  {{gate,up}}_proj : colwise{0}\n  down_proj : rowwise\n }}"
-
-
-def test_an_uneven_intermediate_size():
-    """14,336 over 6: right with DTensors in between, a crash with local tensors."""
-    found = judged(facts(), tensor(MLP.format(""), tp=6))
-    assert codes(found) == ["PL202", "PL202", "PL203"]
-    assert "local = false" in found[0].help
-    found = judged(facts(), tensor(MLP.format("(local = false)"), tp=6))
-    assert set(codes(found)) == {"PL203"} and all(d.severity == "warning" for d in found)
-
 
 def test_an_uneven_vocabulary_is_right_and_an_empty_part_is_not():
-    rules = " model.embed_tokens : rowwise\n lm_head : colwise(-> replicate)"
-    text = tensor(rules, tp=4, units="fsdp on dp_shard {\n root : unit\n}\n")
+    rules = "model.embed_tokens : rowwise\n    lm_head : colwise(-> replicate)"
     small = replace(facts(), root=resized(facts().root, 128_256, 131))
-    found = judged(small, text)
+    found = split(small, rules, tp=4)
     assert codes(found) == ["PL203", "PL203"] and "33, the last 32" in found[0].message
     empty = replace(facts(), root=resized(facts().root, 128_256, 9))
-    assert codes(judged(empty, text)) == ["PL202", "PL202"]
+    assert codes(split(empty, rules, tp=4)) == ["PL202", "PL202"]
 
 
 def resized(module, old, new):
@@ -175,96 +159,58 @@ def resized(module, old, new):
 # Kinds, pairs, norms -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "family", "rule", "word"),
-    [
-        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : sequence", "not a norm"),
-        ("llama-3.1-8b", "llama", "model.layers.*.mlp : mla_kv(rope = 8)", "no linear layer"),
-        ("llama-3.1-8b", "llama", "lm_head : mla_kv(rope = 1M)", "takes 1,000,000 of them"),
-        ("llama-3.1-8b", "llama", "model.embed_tokens : colwise(parts = 2)", "no projections"),
-        ("llama-3.1-8b", "llama", "model.rotary_emb : replicate(gradient = sum)", "no parameters"),
-        ("llama-3.1-8b", "llama", "model.norm : colwise", "neither"),
-        ("llama-3.1-8b", "llama", "model.layers.*.mlp : rowwise", "neither"),
-        ("llama-3.1-8b", "llama", "model.layers.* : sequence", "modules inside"),
-        ("llama-3.1-8b", "llama", "model.embed_tokens : sequence", "not a norm"),
-        (
-            "llama-3.1-8b",
-            "llama",
-            "model.embed_tokens : rowwise(shard(-1) -> replicate)",
-            "whole token ids",
+def pair(cls, out, into, *, facts=()):
+    """A model of one module with two linears, the first wider than the second takes."""
+
+    def linear(rows, columns):
+        weight = (Parameter("weight", (rows, columns)),)
+        return Module(cls="Linear", kind="linear", parameters=weight)
+
+    inner = Module(
+        cls=cls,
+        kind="other",
+        facts=facts,
+        children=(
+            Child(module=linear(out, 16), name="Wi"),
+            Child(module=linear(16, into), name="Wo"),
         ),
+    )
+    root = Module(cls="Own", kind="other", children=(Child(module=inner, name="mlp"),))
+    return Facts(name="Own", family="own", config={}, config_name="config.json", root=root)
+
+
+@pytest.mark.parametrize(
+    ("model", "style", "expected"),
+    [
+        (pair("GLU", 64, 32), "colwise", ["PL151"]),
+        (pair("GLU", 64, 32), "colwise(local = false)", []),
+        (pair("MLP", 32, 32), "colwise", []),
+        (pair("MLA", 64, 32, facts=(("num_heads", 4),)), "colwise", []),
     ],
 )
-def test_kinds(model, family, rule, word):
-    found = judged(facts(model), tensor(f" {rule}", family=family))
-    assert found[0].code == "PL150" and word in found[0].message
-
-
-def test_pairs_are_within_one_parent():
-    found = judged(facts(), tensor(" model.layers.*.mlp.down_proj : rowwise"))
-    assert codes(found) == ["PL160"] and "takes its whole input" in found[0].facts[0]
-    assert judged(facts(), tensor(MLP.format(""))) == []
-    assert judged(facts(), tensor(" lm_head : colwise(-> replicate)")) == []
-
-
-def test_pairs_may_be_next_door():
-    table, family = facts("bert-base"), "bert"
-    alone = " bert.encoder.layer.*.intermediate.dense : colwise"
-    both = f"{alone}\n bert.encoder.layer.*.output.dense : rowwise"
-    assert judged(table, tensor(both, family=family)) == []
-    assert codes(judged(table, tensor(alone, family=family))) == ["PL160"]
-
-
-def test_norms_inside_split_attention():
-    rules = " model.layers.*.self_attn {\n  {q,k,v}_proj : colwise\n  o_proj : rowwise\n"
-    found = judged(facts("qwen3-8b"), tensor(rules + " }", family="qwen3"))
-    assert codes(found) == ["PL161", "PL161"]
-    more = "  {q,k}_norm : sequence(dim = 2, local = true)\n }"
-    assert judged(facts("qwen3-8b"), tensor(rules + more, family="qwen3")) == []
-
-
-def test_a_norm_before_what_is_split_sees_no_heads():
-    rules = " model.visual.merger {\n  linear_fc1 : colwise\n  linear_fc2 : rowwise\n }"
-    assert judged(facts("qwen3-vl-8b"), tensor(rules, family="qwen3_vl")) == []
-
-
-def test_norms_beside_split_linears_of_the_block():
-    """OPT has no module for its MLP: what stands beside fc1 works on the stream."""
-    rules = " model.decoder.layers.* {\n  fc1 : colwise\n  fc2 : rowwise\n }"
-    assert judged(facts("opt-1.3b"), tensor(rules, family="opt")) == []
+def test_two_parts_in_one_weight_under_any_name(model, style, expected):
+    assert codes(split(model, f"mlp.Wi : {style}\n    mlp.Wo : rowwise")) == expected
 
 
 # Ties and units ----------------------------------------------------------------------------------
 
 
-def units(rules, family="gpt2"):
-    return f"plan t for {family}\nmesh {{\n dp_shard = auto\n}}\nfsdp on dp_shard {{\n{rules}\n}}\n"
+UNITS = """
+plan t for Own
 
+mesh {
+    dp_shard = auto
+}
 
-@pytest.mark.parametrize(
-    ("rules", "expected"),
-    [
-        (" root : unit", []),
-        (" group(transformer.wte, lm_head) : unit\n root : unit", []),
-        (" transformer.wte : unit\n root : unit", ["PL402"]),
-        (" transformer.wte : unit\n lm_head : unit\n root : unit", ["PL402"]),
-        (" transformer.h.* : unit", ["PL413"]),
-        (" transformer.h[1:] : unit\n root : unit", ["PL412"]),
-        (" transformer.h.*.{ln_1,attn,ln_2,mlp} : unit\n root : unit", []),
-        (" transformer.h.*.mlp.act : unit\n root : unit", ["PL411"]),
-        (" group(transformer, transformer.ln_f) : unit\n root : unit", ["PL410", "PL402"]),
-        (" root : unit(reshard = 4)", []),
-        (" root : unit(reshard = 24)", ["PL417"]),
-        (" precision(param = bf16)\n root : unit(precision(param = bf16))", ["PL416"]),
-    ],
-)
-def test_units(rules, expected):
-    assert sorted(codes(judged(facts("gpt2"), units(rules)))) == sorted(expected)
+fsdp on dp_shard {
+    INNER
+    blocks.* : unit
+    root     : unit
+}
+"""
 
 
 def test_a_unit_of_several_dtypes():
-    import torch
-
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -279,72 +225,21 @@ def test_a_unit_of_several_dtypes():
                 for block in self.blocks:
                     block.norm.requires_grad_(False)
 
-    text = units(" blocks.* : unit\n root : unit", family="Own")
-    [found] = judged(facts_of(Own()), text)
+    text = UNITS.replace("INNER", "")
+    [found] = judged(text, model=facts_of(Own()), world=24)[2]
     assert found.code == "PL415" and "bfloat16 and float32" in found.message
-    assert judged(facts_of(Own(frozen=True)), text) == []
-    apart = units(" blocks.*.norm : unit\n blocks.* : unit\n root : unit", family="Own")
-    assert judged(facts_of(Own()), apart) == []
-
-
-def test_ties_must_be_split_alike():
-    rules = " model.embed_tokens : {0}\n lm_head : {1}"
-    right = tensor(rules.format("rowwise", "colwise(-> replicate)"), family="qwen2")
-    assert judged(facts("qwen2.5-0.5b"), right) == []
-    wrong = tensor(rules.format("rowwise", "rowwise(replicate -> replicate)"), family="qwen2")
-    assert codes(judged(facts("qwen2.5-0.5b"), wrong)) == ["PL401"]
-    half = tensor(" model.embed_tokens : rowwise", family="qwen2")
-    [found] = judged(facts("qwen2.5-0.5b"), half)
-    assert found.code == "PL401" and "lm_head.weight stays whole" in found.facts
+    assert judged(text, model=facts_of(Own(frozen=True)), world=24)[2] == []
+    apart = UNITS.replace("INNER", "blocks.*.norm : unit")
+    assert judged(apart, model=facts_of(Own()), world=24)[2] == []
 
 
 # Order and optimizers ----------------------------------------------------------------------------
 
 
-def test_compiled_blocks_behind_a_sum():
-    blocks = "compile {\n model.layers.* : block\n}\n"
-    rowwise = tensor(" model.embed_tokens : rowwise") + blocks
-    assert codes(judged(facts(), rowwise)) == ["PL432"]
-    colwise = tensor(" model.embed_tokens : colwise(-> replicate)") + blocks
-    assert judged(facts(), colwise) == []
-
-
-def test_tensor_parallelism_alone():
-    text = tensor(MLP.format(""), units="").replace("dp_shard = auto", "dp_shard = 1")
-    found = judged(facts(), text, world=2)
-    assert codes(found) == ["PL414"] and found[0].severity == "warning"
-
-
-def test_what_stays_whole_is_a_note():
-    sink = Sink()
-    file = parse(Source("t.plan", tensor(MLP.format(""))), sink)
-    plan = elaborate([file], facts(), sink, world_size=24)
-    check(plan, facts(), sink)
-    [note] = [d for d in sink if d.code == "PL204"]
-    assert note.message.startswith("30% of the parameters stay whole")
-    assert any("q_proj.weight 536,870,912" in fact for fact in note.facts)
-
-
-def test_offload_and_compile():
-    def plan(way, what):
-        sections = f"checkpoint {{\n model.layers.* : {way}\n}}\ncompile {{\n {what} : block\n}}\n"
-        return tensor("", tp=1, units=sections + UNITS)
-
-    offload = "full(offload = cpu)"
-    assert codes(judged(facts(), plan(offload, "model.layers.*"))) == ["PL473"]
-    assert codes(judged(facts(), plan(offload, "model.layers[3].mlp"))) == ["PL473"]
-    assert codes(judged(facts(), plan(offload, "lm_head"))) == []
-    assert codes(judged(facts(), plan("ops(save = [matmul])", "model.layers.*"))) == []
-
-
 def test_a_cache_inside_the_configuration_of_a_tower_is_switched_off():
-    from planc.lowering import lower
-    from planc.plan import elaborate
-
     llama = facts()
     towers = replace(llama, config={"text_config": {"use_cache": True}, "vision_config": {}})
-    text = tensor("", tp=1)
     for known, names in ((llama, ["use_cache"]), (towers, ["text_config.use_cache"])):
-        plan = elaborate([parse(Source("t.plan", text), Sink())], known, Sink(), world_size=24)
+        plan, *_ = elaborated(PLAN.replace("RULES", ""), model=known, world=24, settings=["tp=1"])
         ops = lower(plan, known).ops
         assert [op.name for op in ops if type(op).__name__ == "Configure"] == names

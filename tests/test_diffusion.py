@@ -6,6 +6,7 @@ import sys
 
 import diffused
 import pytest
+from helpers import mutant, simulated
 from modelfolder import found
 
 from planc.cli import main
@@ -14,7 +15,6 @@ from planc.diagnostic import Sink
 from planc.model import cache
 from planc.model.load import load
 from planc.model.small.shrink import shrink
-from planc.proof.layout_flow import flow
 from planc.resources import PLANS
 
 pytestmark = diffused.needed
@@ -174,44 +174,37 @@ def test_of_another_class_the_inputs_are_not_known():
 # Proofs ------------------------------------------------------------------------------------------
 
 
-def judged(name, plan, settings):
-    sink, found = Sink(), Sink()
-    compiled = compile_plan(name, str(plan), sink, world_size=64, settings=settings)
-    assert compiled.lowered is not None, [d.message for d in sink]
-    return flow(compiled, found), list(found), list(sink)
-
-
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize(
     ("name", "plan"), [(n, "flux" if n.startswith("flux") else "wan") for n in diffused.TOTALS]
 )
 def test_shipped_plans_are_proved(name, plan, checkpointing):
-    verdict, findings, said = judged(name, plan, ["tp=4", f"checkpointing={checkpointing}"])
+    settings = ["tp=4", f"checkpointing={checkpointing}"]
+    verdict, findings = simulated(name, plan, settings)
+    said = Sink()
+    compile_plan(name, plan, said, world_size=64, settings=settings)
     assert (verdict.verdict, findings) == ("proved", [])
     assert 0 < verdict.outcome.worst < 1e-5
     assert {d.code for d in said} <= {"PL204"}
 
 
 MUTANTS = [  # (model, plan, what it says, what it is to say, the code, in its message)
-    ("wan2.1-t2v-1.3b", "wan", "ffn.net[2]                    : rowwise", "", "PL50", "ffn"),
-    ("wan2.1-t2v-1.3b", "wan", "attn{1,2}.to_out[0]           : rowwise", "", "PL50", "to_out"),
-    ("wan2.1-t2v-1.3b", "wan", "attn{1,2}                     :", "attn1 :", "PL50", "attn2"),
+    ("wan2.1-t2v-1.3b", "wan", "ffn.net[2] : rowwise", "", "PL50", "ffn"),
+    ("wan2.1-t2v-1.3b", "wan", "attn{1,2}.to_out[0] : rowwise", "", "PL50", "to_out"),
+    ("wan2.1-t2v-1.3b", "wan", "attn{1,2} :", "attn1 :", "PL50", "attn2"),
     ("wan2.1-t2v-1.3b", "wan", ": features", ": parameters(weight = shard(0))", "PL50", "norm_q"),
-    ("wan2.1-i2v-14b", "wan", "optional attn2.norm_added_k   : features", "", "PL50", "attn2"),
+    ("wan2.1-i2v-14b", "wan", "optional attn2.norm_added_k : features", "", "PL50", "attn2"),
     ("flux.1-dev", "flux", "parts = [width, 4 * width]", "parts = 5", "PL50", "proj_out"),
     ("flux.1-dev", "flux", "attn.norm_{q,k} : replicate(gradient = sum)", "", "PL50", "norm_q"),
-    ("flux.1-dev", "flux", "norm_out.linear                     : colwise(-> replicate)",
+    ("flux.1-dev", "flux", "norm_out.linear : colwise(-> replicate)",
      "norm_out.linear : colwise", "PL50", "norm_out"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "plan", "right", "wrong", "code", "where"), MUTANTS)
 def test_a_broken_plan_is_refuted(tmp_path, name, plan, right, wrong, code, where):
-    text = (PLANS / f"{plan}.plan").read_text()
-    assert right in text
-    path = tmp_path / "broken.plan"
-    path.write_text(text.replace(right, wrong))
-    verdict, findings, _ = judged(name, path, ["tp=2"])
+    path = mutant(tmp_path, plan, right, wrong)
+    verdict, findings = simulated(name, path, ["tp=2"])
     assert verdict.verdict == "refuted"
     assert any(d.code.startswith(code) and where in d.message for d in findings)
 
@@ -253,7 +246,7 @@ def sharded(folder, name, units):
     path = folder / "sharded.plan"
     cls = config(name)["_class_name"]
     path.write_text(SHARDED.replace("CLASS", cls).replace("UNITS", units))
-    return judged(name, path, [])
+    return simulated(name, path, [])
 
 
 UNCALLED = [("wan2.1-t2v-1.3b", "blocks.*", "ffn"), ("flux.1-dev", "transformer_blocks.*", "ff")]
@@ -261,18 +254,18 @@ UNCALLED = [("wan2.1-t2v-1.3b", "blocks.*", "ffn"), ("flux.1-dev", "transformer_
 
 @pytest.mark.parametrize(("name", "block", "inner"), UNCALLED)
 def test_a_unit_that_is_never_called_where_nothing_is_split(bypassed, name, block, inner):
-    verdict, findings, _ = sharded(bypassed, name, f"{block}.{inner}")
+    verdict, findings = sharded(bypassed, name, f"{block}.{inner}")
     assert [d.code for d in findings] == ["PL508"]
     assert findings[0].labels[0].span.line == 8
     assert verdict.verdict == "refuted"
-    verdict, findings, _ = sharded(bypassed, name, block)
+    verdict, findings = sharded(bypassed, name, block)
     assert (verdict.verdict, findings) == ("nothing", [])
     assert [(s.name, s.verdict) for s in verdict.sections] == [("fsdp on dp_shard", "proved")]
 
 
 @pytest.mark.parametrize(("name", "block", "inner"), UNCALLED)
 def test_units_of_a_shipped_model_that_are_called(home, name, block, inner):
-    verdict, findings, _ = sharded(home, name, f"{block}.{inner}")
+    verdict, findings = sharded(home, name, f"{block}.{inner}")
     assert (verdict.verdict, findings) == ("nothing", [])
     assert verdict.gathered
 
@@ -281,13 +274,13 @@ def test_other_units_are_checked_where_the_simulation_is_remembered(bypassed, mo
     """The same tensor part has the same outcome, and each plan's units their own verdict."""
     from planc.trial import simulate
 
-    verdict, findings, _ = judged("wan2.1-t2v-1.3b", "wan", ["tp=2"])
+    verdict, findings = simulated("wan2.1-t2v-1.3b", "wan", ["tp=2"])
     assert (verdict.verdict, findings) == ("proved", [])
     monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("it was simulated again"))
     text = (PLANS / "wan.plan").read_text()
     assert "    root " in text
     path = bypassed / "wan.plan"
     path.write_text(text.replace("    root ", "    $block.ffn : unit\n    root "))
-    verdict, findings, _ = judged("wan2.1-t2v-1.3b", path, ["tp=2"])
+    verdict, findings = simulated("wan2.1-t2v-1.3b", path, ["tp=2"])
     assert [d.code for d in findings] == ["PL508"]
     assert verdict.verdict == "refuted"

@@ -1,15 +1,13 @@
 """The example of every page of the diagnostics gives the code of its page, when it is run."""
 
-import contextlib
-import io
 import re
 import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
+from console import call
 
-from planc.cli import main
 from planc.codes import CODES
 from planc.report import explain
 
@@ -24,22 +22,22 @@ MODELS = {
 }
 EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
 UNREACHED = {
-    "PL189": "a run on processes; tests/dist/test_adapters.py has it",
+    "PL189": "a run on processes; tests/processes/test_adapters.py has it",
     "PL187": "peft is a part of the tests; tests/test_adapters.py hides it",
     "PL685": "tests/test_adapters.py hides bitsandbytes",
-    "PL686": "a run on processes; tests/dist/test_quantization.py has it",
-    "PL688": "a run on processes; tests/dist/test_adapters.py has it",
-    "PL687": "a run on processes; tests/dist/test_quantization.py has it",
+    "PL686": "a run on processes; tests/processes/test_quantization.py has it",
+    "PL688": "a run on processes; tests/processes/test_adapters.py has it",
+    "PL687": "a run on processes; tests/processes/test_quantization.py has it",
     "PL675": "diffusers is a part of the tests; tests/test_diffusion.py hides it",
     "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",
-    "PL474": "the model that apply was given; tests/dist/test_standalone_loading.py gives one",
-    "PL475": "a call of run.load; tests/dist/test_standalone_loading.py makes one",
+    "PL474": "the model that apply was given; tests/processes/test_standalone_loading.py gives one",
+    "PL475": "a call of run.load; tests/processes/test_standalone_loading.py makes one",
     "PL650": "the model of the plan's header is taken; tests/test_elaborate.py gives another",
     "PL508": "needs a model of one's own; tests/test_flow.py makes one",
     "PL172": "only apply imports; tests/test_python_styles.py does",
     "PL900": "a bug in planc; tests/test_cli.py makes one",
 }
-"""Codes whose example can't be run here, with the reason. PL49x and PL52x are in tests/dist."""
+"""Codes whose example can't be run here, with the reason. tests/processes has PL49x and PL52x."""
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,4 @@ def findings(example, folder):
         header = re.search(r"plan \w+ for (\w+)", example)
         model = MODELS.get(header[1] if header else "", "llama-3.1-8b")
         words = ["check", model, "a.plan", "--world-size", "24"]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        main([*words, *(["--format", "concise"] if words[0] == "check" else [])])
-    return output.getvalue()
+    return "".join(call(*words, *(["--format", "concise"] if words[0] == "check" else []))[1:])

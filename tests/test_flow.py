@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from helpers import mutant, simulated
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from planc.compiler import compile_plan
@@ -34,20 +35,11 @@ SHIPPED = [
 ]
 
 
-def judged(model, plan, settings, strict=False):
-    sink = Sink()
-    compiled = compile_plan(model, str(plan), sink, world_size=64, settings=settings)
-    assert compiled.lowered is not None, [d.message for d in sink]
-    found = Sink()
-    verdict = flow(compiled, found, strict=strict)
-    return verdict, list(found)
-
-
 @pytest.mark.parametrize("sequence_parallel", ["true", "false"])
 @pytest.mark.parametrize(("model", "plan", "tp"), SHIPPED)
 def test_shipped_plans_are_proved(model, plan, tp, sequence_parallel):
     settings = [f"tp={tp}", f"sequence_parallel={sequence_parallel}"]
-    verdict, findings = judged(model, plan, settings)
+    verdict, findings = simulated(model, plan, settings)
     assert (verdict.verdict, findings) == ("proved", [])
     assert 0 < verdict.outcome.worst < 1e-5
 
@@ -56,20 +48,20 @@ def test_no_collective_of_a_simulation_is_left_open(tmp_path, monkeypatch):
     """torch warns of them when the process ends; a block that runs again stops before it waits."""
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
     open_before = _get_work_registry_size()
-    verdict, _ = judged("command-r7b", "cohere2", ["tp=2", "sequence_parallel=false"])
+    verdict, _ = simulated("command-r7b", "cohere2", ["tp=2", "sequence_parallel=false"])
     assert verdict.verdict == "proved"
     assert _get_work_registry_size() == open_before
 
 
 def test_a_gradient_that_is_0_is_not_wrong():
     """A key's bias does nothing behind a softmax; what its gradient has is rounding."""
-    verdict, findings = judged("opt-1.3b", "opt", ["tp=2"])
+    verdict, findings = simulated("opt-1.3b", "opt", ["tp=2"])
     assert (verdict.verdict, findings) == ("proved", [])
 
 
 def test_without_tensor_parallelism_there_is_nothing_to_follow():
-    assert judged("llama-3.1-8b", "llama", [])[0].verdict == "nothing"
-    assert judged("gpt2", "gpt2", [])[0].verdict == "nothing"
+    assert simulated("llama-3.1-8b", "llama", [])[0].verdict == "nothing"
+    assert simulated("gpt2", "gpt2", [])[0].verdict == "nothing"
 
 
 MUTANTS = [
@@ -109,11 +101,8 @@ def llama():
 
 @pytest.mark.parametrize(("old", "new", "code", "line"), MUTANTS)
 def test_mutants(tmp_path, old, new, code, line):
-    text = llama()
-    assert old in text
-    path = tmp_path / "mutant.plan"
-    path.write_text(text.replace(old, new))
-    verdict, findings = judged("llama-3.1-8b", path, ["tp=8"])
+    path = mutant(tmp_path, "llama", old, new)
+    verdict, findings = simulated("llama-3.1-8b", path, ["tp=8"])
     if code is None:
         assert verdict.verdict == "proved", findings
         return
@@ -124,12 +113,9 @@ def test_mutants(tmp_path, old, new, code, line):
 
 def test_what_arrives_is_told_from_the_numbers(tmp_path):
     """A rowwise layer that is handed whole activations: the boundary is the cause."""
-    text = llama()
     old = "mlp.{gate,up}_proj : colwise"
-    assert old in text
-    path = tmp_path / "mutant.plan"
-    path.write_text(text.replace(old, f"{old}(-> replicate)"))
-    _, findings = judged("llama-3.1-8b", path, ["tp=8", "sequence_parallel=false"])
+    path = mutant(tmp_path, "llama", old, f"{old}(-> replicate)")
+    _, findings = simulated("llama-3.1-8b", path, ["tp=8", "sequence_parallel=false"])
     by_code = {d.code: d for d in findings}
     found = by_code["PL505"]
     assert found.severity == "error" and "shard(-1) is stated, replicate arrives" in found.message
@@ -139,12 +125,9 @@ def test_what_arrives_is_told_from_the_numbers(tmp_path):
 
 def test_a_redistribution_that_no_rule_states(tmp_path):
     """An open sum on a DTensor: right, and torch adds it up where the residual needs it."""
-    text = llama()
     old = "mlp.down_proj : rowwise(-> shard(1), local = false)"
-    assert old in text
-    path = tmp_path / "mutant.plan"
-    path.write_text(text.replace(old, "mlp.down_proj : rowwise(-> partial, local = false)"))
-    verdict, [found] = judged("llama-3.1-8b", path, ["tp=8"])
+    path = mutant(tmp_path, "llama", old, "mlp.down_proj : rowwise(-> partial, local = false)")
+    verdict, [found] = simulated("llama-3.1-8b", path, ["tp=8"])
     assert (verdict.verdict, found.code, found.severity) == ("proved", "PL506", "warning")
     assert "partial -> shard(1)" in found.message and "aten.add" in found.message
     assert any("residual + hidden_states" in fact for fact in found.facts)
@@ -155,7 +138,7 @@ def test_a_redistribution_that_no_rule_states(tmp_path):
 
 
 def test_every_kind_of_layer_has_a_verdict():
-    verdict, _ = judged("gemma-2-9b", "gemma2", ["tp=4"])
+    verdict, _ = simulated("gemma-2-9b", "gemma2", ["tp=4"])
     assert [(k.modules, k.label, k.verdict) for k in verdict.kinds] == [
         ("model.layers[0:41:2]", "sliding_attention", "proved"),
         ("model.layers[1:42:2]", "full_attention", "proved"),
@@ -169,25 +152,6 @@ def test_every_kind_of_layer_has_a_verdict():
     ]
 
 
-def test_only_the_kind_that_is_wrong_is_refuted(tmp_path):
-    """A mistake in full-attention layers; what runs before them is not blamed for it."""
-    path = tmp_path / "mutant.plan"
-    path.write_text(
-        'plan mutant for gemma2\nextend "gemma2.plan"\ntensor on tp {\n'
-        "    override model.layers[1::2].mlp.{gate,up}_proj : colwise(-> replicate)\n}\n"
-    )
-    verdict, _ = judged("gemma-2-9b", path, ["tp=4"])
-    words = {k.label or k.modules: k.verdict for k in verdict.kinds}
-    assert words == {
-        "sliding_attention": "unknown",
-        "full_attention": "refuted",
-        "root": "unknown",
-    }
-    assert verdict.verdict == "refuted"
-    [sliding] = [k for k in verdict.kinds if k.label == "sliding_attention"]
-    assert "model.layers.1.mlp" in sliding.reason
-
-
 def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     """Were the shrunken model to lose a kind of layer, no one could take it for proved."""
     from planc.proof import small_case as module
@@ -198,7 +162,7 @@ def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
         return values
 
     monkeypatch.setattr(module, "shrink", first_kind_alone)
-    verdict, [finding] = judged("gemma-2-9b", "gemma2", ["tp=4"])
+    verdict, [finding] = simulated("gemma-2-9b", "gemma2", ["tp=4"])
     assert (verdict.verdict, finding.code) == ("unknown", "PL504")
     assert "model.layers[1:42:2] (full_attention)" in verdict.reason
     sections = {s["name"]: s for s in verdict.document()["sections"]}
@@ -234,11 +198,8 @@ def test_json_has_the_verdicts(capsys):
 def test_the_api_checks_as_the_command_does(tmp_path):
     import planc
 
-    text = (PLANS / "qwen3.plan").read_text()
     rule = "$block.self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
-    assert rule in text
-    path = tmp_path / "mutant.plan"
-    path.write_text(text.replace(rule, "model.norm : output(replicate -> replicate)"))
+    path = mutant(tmp_path, "qwen3", rule, "model.norm : output(replicate -> replicate)")
     arguments = {"world_size": 8, "overrides": ["tp=2", "sequence_parallel=false"]}
     assert "PL502" in {d.code for d in planc.check("qwen3-8b", str(path), **arguments)}
     assert "PL502" not in {
@@ -279,16 +240,16 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
         raise ValueError("no way")
 
     monkeypatch.setattr("planc.proof.small_case.shrink", refuse)
-    verdict, [finding] = judged("llama-3.1-8b", "llama", ["tp=8"])
+    verdict, [finding] = simulated("llama-3.1-8b", "llama", ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
     assert (finding.code, finding.severity) == ("PL504", "warning")
-    _, [finding] = judged("llama-3.1-8b", "llama", ["tp=8"], strict=True)
+    _, [finding] = simulated("llama-3.1-8b", "llama", ["tp=8"], strict=True)
     assert finding.severity == "error"
 
 
 def test_a_verdict_is_remembered_without_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
-    fresh = judged("llama-3.1-8b", "llama", ["tp=4"])
+    fresh = simulated("llama-3.1-8b", "llama", ["tp=4"])
     code = "import sys; from planc.cli import main; code = main(sys.argv[1:]); "
     code += "print(code, [m for m in ('torch', 'transformers') if m in sys.modules])"
     words = ["check", "llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=4"]
@@ -297,18 +258,18 @@ def test_a_verdict_is_remembered_without_torch(tmp_path, monkeypatch):
     )
     assert done.stdout.splitlines()[-1] == "0 []"
     assert "layout flow (proved" in done.stdout
-    assert judged("llama-3.1-8b", "llama", ["tp=4"]) == fresh
+    assert simulated("llama-3.1-8b", "llama", ["tp=4"]) == fresh
 
 
 def test_a_damaged_verdict_is_judged_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
-    fresh = judged("qwen2.5-0.5b", "llama", ["tp=2"])
+    fresh = simulated("qwen2.5-0.5b", "llama", ["tp=2"])
     for path in tmp_path.glob("*.json"):
         path.write_text(path.read_text()[:-9])
-    assert judged("qwen2.5-0.5b", "llama", ["tp=2"]) == fresh
+    assert simulated("qwen2.5-0.5b", "llama", ["tp=2"]) == fresh
     for path in tmp_path.glob("*.json"):  # whole, and of another kind
         cache.keep(path.stem, json.loads("[1]"))
-    assert judged("qwen2.5-0.5b", "llama", ["tp=2"]) == fresh
+    assert simulated("qwen2.5-0.5b", "llama", ["tp=2"]) == fresh
 
 
 @pytest.fixture
@@ -336,7 +297,7 @@ def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulatio
         assert old in text, old
         for content in (text, text.replace(old, new)):
             path.write_text(content)
-            assert judged("llama-3.2-1b", path, settings)[0].verdict == "proved"
+            assert simulated("llama-3.2-1b", path, settings)[0].verdict == "proved"
         assert len(simulations) == runs, new
 
 
@@ -344,11 +305,11 @@ def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatc
     from planc.proof import called_modules, layout_flow
 
     settings = ["tp=2", "sequence_parallel=false"]
-    judged("llama-3.2-1b", "llama", settings)
-    judged("llama-3.2-1b", "llama", settings)
+    simulated("llama-3.2-1b", "llama", settings)
+    simulated("llama-3.2-1b", "llama", settings)
     assert len(simulations) == 1
     monkeypatch.setattr(layout_flow, "source_digest", lambda: "of other sources")
-    judged("llama-3.2-1b", "llama", settings)
+    simulated("llama-3.2-1b", "llama", settings)
     assert len(simulations) == 2
 
     facts = load("llama-3.2-1b", Sink())
@@ -409,7 +370,7 @@ def test_a_plan_is_proved_as_it_was_checked(tmp_path, simulations, monkeypatch):
     assert flow(compiled, sink).verdict == "proved"
     assert len(simulations) == 1
     monkeypatch.undo()
-    assert judged("llama-3.2-1b", base, settings)[0].verdict == "refuted"
+    assert simulated("llama-3.2-1b", base, settings)[0].verdict == "refuted"
 
 
 PAIRS = """
@@ -458,27 +419,6 @@ fsdp on dp_shard {
     root  : unit
 }
 """
-
-
-def test_a_unit_that_is_never_called(tmp_path, monkeypatch, capsys):
-    """FSDP gathers when a module is called; `pair.one(...)` calls the pair's insides alone."""
-    from planc.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_pairs.py").write_text(PAIRS)
-    words = ["check", "own_pairs:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
-    words += ["--set", "tp=2", "--format", "json"]
-    (tmp_path / "a.plan").write_text(PAIRED.replace("UNITS", "pairs.*"))
-    assert main(words) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [d["code"] for d in found["diagnostics"] if d["severity"] == "error"] == ["PL508"]
-    assert found["diagnostics"][0]["labels"][0]["start"]["line"] == 15
-    assert found["flow"]["verdict"] == "refuted"
-    sections = {s["name"]: s["verdict"] for s in found["flow"]["sections"]}
-    assert sections == {"tensor on tp": "proved", "fsdp on dp_shard": "refuted"}
-    (tmp_path / "a.plan").write_text(PAIRED.replace("UNITS", "pairs.*.{one,two}"))
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
 
 
 def test_a_proof_overrules_what_structure_presumes(tmp_path, monkeypatch, capsys):
@@ -556,38 +496,6 @@ def refused(y):
         return y
     return torch.Tensor._make_wrapper_subclass(Refused, y.shape)
 """
-ALONE = """plan alone for Pairs
-
-mesh {
-    dp_shard = auto
-}
-
-fsdp on dp_shard {
-    UNITS : unit
-    root  : unit
-}
-"""
-
-
-@pytest.mark.parametrize("section", ["fsdp", "replicate"])
-def test_a_unit_that_is_never_called_where_nothing_is_split(tmp_path, monkeypatch, capsys, section):
-    from planc.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_pairs.py").write_text(PAIRS)
-    words = ["check", "own_pairs:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
-    text = ALONE.replace("fsdp on", f"{section} on")
-    (tmp_path / "a.plan").write_text(text.replace("UNITS", "pairs.*"))
-    assert main([*words, "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [d["code"] for d in found["diagnostics"]] == ["PL508"]
-    assert found["diagnostics"][0]["labels"][0]["start"]["line"] == 8
-    assert found["flow"]["verdict"] == "refuted"
-    sections = {s["name"]: s["verdict"] for s in found["flow"]["sections"]}
-    assert sections == {f"{section} on dp_shard": "refuted"}
-    (tmp_path / "a.plan").write_text(text.replace("UNITS", "pairs.*.{one,two}"))
-    assert main([*words, "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "nothing"
 
 
 def test_which_modules_are_called_is_run_once_for_a_configuration(monkeypatch):

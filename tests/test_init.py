@@ -1,7 +1,7 @@
 """`planc init`: plans as one would write them, proved as they are written.
 
 What transformers' families come to, on real processes, is in `make coverage`; ten of them are in
-tests/dist/test_coverage.py.
+tests/processes/test_coverage.py.
 """
 
 import json

@@ -1,12 +1,11 @@
 """Samples for models that take more than text reach the towers, and layout flow judges them."""
 
 import json
-import re
 
 import pytest
 import torch
+from helpers import simulated
 
-from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.model.layer_kinds import sorts
 from planc.model.load import load, of_values
@@ -14,8 +13,6 @@ from planc.model.small.input_search import Choice, part_of
 from planc.model.small.sample_inputs import KINDS
 from planc.model.small.shrink import shrink
 from planc.model.small.transformers_model import Maker
-from planc.proof.layout_flow import flow
-from planc.resources import PLANS
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
 FAMILIES = {
@@ -102,17 +99,9 @@ SHIPPED = [
 ]
 
 
-def judged(model, plan, settings=("tp=2",)):
-    sink = Sink()
-    compiled = compile_plan(model, str(plan), sink, world_size=8, settings=settings)
-    assert compiled.lowered is not None, [d.message for d in sink]
-    found = Sink()
-    return flow(compiled, found), list(found)
-
-
 @pytest.mark.parametrize(("model", "plan", "tower"), SHIPPED)
 def test_shipped_plans_are_proved_with_their_towers(model, plan, tower):
-    verdict, findings = judged(model, plan)
+    verdict, findings = simulated(model, plan)
     assert (verdict.verdict, findings) == ("proved", [])
     [kind] = [k for k in verdict.kinds if k.modules == tower]
     assert kind.verdict == "proved" and 0 < kind.error < 1e-5
@@ -151,12 +140,8 @@ MODELS = {"gemma3_vision": "gemma-3-4b", "qwen3_vl": "qwen3-vl-8b"}
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
 def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, mutant):
     plan, old, new, code, line = mutant
-    text = re.sub(" +:", " :", (PLANS / f"{plan}.plan").read_text())
-    text = text.replace('extend "llama.plan"', f'extend "{PLANS / "llama.plan"}"')
-    at = text.index(old, text.index("tensor on tp {\n    $tower"))
-    path = tmp_path / "mutant.plan"
-    path.write_text(text[:at] + new + text[at + len(old) :])
-    verdict, findings = judged(MODELS[plan], path)
+    path = mutant(tmp_path, plan, old, new, after="tensor on tp {\n    $tower")
+    verdict, findings = simulated(MODELS[plan], path)
     assert verdict.verdict == "refuted", findings
     [found] = [d for d in findings if d.code == code]
     marked = [x.span.text for x in found.labels if x.span.source.name == str(path)]
@@ -175,7 +160,7 @@ def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monk
         + [k for k in inputs.KINDS if k.name == "lists of images"],
     )
     monkeypatch.setattr(module, "_FORMAT", "test")
-    verdict, findings = judged("gemma-3-4b", "gemma3_vision")
+    verdict, findings = simulated("gemma-3-4b", "gemma3_vision")
     assert verdict.verdict == "unknown"
     [kind] = verdict.unsettled
     assert kind.modules == "model.vision_tower.encoder.layers[0:27]"

@@ -1,5 +1,5 @@
-"""`backend = megatron`: what it means, every word that it cannot honour, what it lowers to and
-emits. That the real package then trains the same model is for tests/dist/test_megatron_fsdp.py."""
+"""`backend = megatron`: what it means, what it lowers to and emits. tests/specs/megatron.md has
+what it cannot honor, tests/processes/test_megatron_fsdp.py how the real package trains."""
 
 import inspect
 import json
@@ -8,7 +8,8 @@ import types
 
 import pytest
 import torch
-from test_fsdp import HEAD, fsdp, judged, lowered
+from helpers import fsdp, judged, lowered
+from test_fsdp import HEAD
 from torch import distributed, nn
 
 import planc
@@ -87,165 +88,6 @@ def test_bytes_follow_the_strategy(strategy):
 def test_experts_are_known_by_their_names():
     plan = HEAD.replace("llama", "mixtral") + megatron(BLOCKS)
     assert op_of(plan, model="mixtral-8x7b").experts
-
-
-# Every mistake -----------------------------------------------------------------------------------
-
-TENSOR = "tensor on tp {\n model.layers.*.mlp.up_proj : colwise(-> replicate)\n}\n"
-TWO = "plan t for llama\nmesh {\n dp_shard = auto\n tp = 2\n}\n"
-MISTAKES = {
-    "a word of megatron's alone": (HEAD + fsdp("strategy = optim", BLOCKS), [6], "a word of"),
-    "options of megatron's alone": (
-        HEAD + fsdp("megatron(nccl_ub = true)", BLOCKS),
-        [6],
-        "`megatron` is a word of",
-    ),
-    "a replicate section": (
-        HEAD + "replicate on dp_shard {\n backend = megatron\n root : unit\n}\n",
-        [6],
-        "no `replicate` section",
-    ),
-    "prefetch": (HEAD + megatron("prefetch(forward = 2)", BLOCKS), [7], "gathers ahead"),
-    "offload": (HEAD + megatron("offload(cpu)", BLOCKS), [7], "on the device"),
-    "divide": (HEAD + megatron("divide = 3", BLOCKS), [7], "divide gradients by 3"),
-    "output": (HEAD + megatron("precision(output = fp32)", BLOCKS), [7], "`output`"),
-    "cast_inputs": (
-        HEAD + megatron("precision(reduce = fp32, cast_inputs = false)", BLOCKS),
-        [7],
-        "`cast_inputs`",
-    ),
-    "another type to compute in": (
-        HEAD + megatron("precision(param = fp16)", BLOCKS),
-        [7],
-        "not in float16",
-    ),
-    "two types to send in": (
-        HEAD + megatron("precision(reduce = bf16)", "megatron(grad_comm = fp32)", BLOCKS),
-        [7],
-        "both say",
-    ),
-    "outer without replicas": (
-        HEAD + megatron("outer_strategy = optim", BLOCKS),
-        [7],
-        "there are none",
-    ),
-    "outer that is not averaged": (
-        MESH + megatron("outer_strategy = optim", BLOCKS, on=WIDE),
-        [9],
-        "adds gradients up",
-    ),
-    "outer without whole shards": (
-        MESH
-        + megatron("outer_strategy = optim", "divide = 1", "strategy = optim", BLOCKS, on=WIDE),
-        [9],
-        "needs `strategy = optim_grads_params`",
-    ),
-    "copies of copies": (
-        MESH + megatron("strategy = no_shard", BLOCKS, on=WIDE),
-        [9],
-        "no optimizer for",
-    ),
-    "an option that is forced": (
-        HEAD + megatron("megatron(overlap_param_gather = false)", BLOCKS),
-        [7],
-        "always true",
-    ),
-    "a group": (
-        HEAD + megatron(BLOCKS, "group(model.norm, lm_head) : unit"),
-        [8],
-        "no groups",
-    ),
-    "a precision of its own": (
-        HEAD + megatron("model.layers.* : unit(precision(param = fp32))"),
-        [7],
-        "a `precision` of its own",
-    ),
-    "axes of its own": (
-        MESH + megatron("model.layers.* : unit(on = dp_in)", on=WIDE),
-        [9],
-        "a `on` of its own",
-    ),
-    "a dim of its own": (
-        HEAD + megatron("model.layers.* : unit(shard_dim = 1)"),
-        [7],
-        "a `shard_dim` of its own",
-    ),
-    "kept": (HEAD + megatron("model.layers.* : unit(reshard = never)"), [7], "go after forward"),
-    "the last kept": (
-        HEAD + megatron("model.layers.* : unit(reshard = except_last)"),
-        [7],
-        "go after forward",
-    ),
-    "a part resharded": (
-        HEAD + megatron("model.layers.* : unit(reshard = 2)"),
-        [7],
-        "go after forward",
-    ),
-    "the root resharded": (
-        HEAD + megatron(BLOCKS, "root : unit(reshard = always)", root=False),
-        [8],
-        "keeps what no unit holds",
-    ),
-    "whole parameters resharded": (
-        HEAD + megatron("strategy = optim", "model.layers.* : unit(reshard = always)"),
-        [8],
-        "keeps parameters whole",
-    ),
-    "some of a class": (
-        HEAD + megatron("model.layers[0:16] : unit"),
-        [7],
-        "`model.layers[0:16]` is a LlamaDecoderLayer",
-    ),
-    "a class with others": (HEAD + megatron(BLOCKS, "lm_head : unit"), [8], "is a Linear"),
-    "a unit in a unit": (
-        HEAD + megatron(BLOCKS, "model.layers.*.mlp : unit"),
-        [8],
-        "no unit inside a unit",
-    ),
-    "no unit": (HEAD + megatron(), [5], "needs a unit beside the root"),
-    "no root": (HEAD + megatron(BLOCKS, root=False) + "}\n", [5], "shards the whole model"),
-    "meta": (
-        HEAD + "load {\n init = meta\n}\n" + megatron(BLOCKS),
-        [6],
-        "has memory for its weights",
-    ),
-    "tensor parallelism": (TWO + TENSOR + megatron(BLOCKS), [7], "tensor parallelism has split"),
-    "another axis": (TWO + megatron(BLOCKS), [6], "not `tp`"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_what_cannot_be_honoured_is_said_at_its_line(name):
-    text, lines, message = MISTAKES[name]
-    found = [d for d in judged(text)[2] if d.code == "PL498" and message in d.message]
-    assert len(found) == 1, [d.message for d in judged(text)[2]]
-    assert [label.span.line for label in found[0].labels] == lines
-    assert found[0].severity == "error" and found[0].help
-
-
-def test_ignored_parameters_are_refused():
-    frozen = "train {\n model.embed_tokens : frozen\n}\n"
-    text = HEAD + frozen + megatron("ignore model.embed_tokens", BLOCKS)
-    [found] = [d for d in judged(text)[2] if d.code == "PL498"]
-    assert "cannot be left out" in found.message and found.labels[0].span.line == 10
-
-
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("backend = fsdp1", "PL012"),
-        ("strategy = zero3", "PL012"),
-        ("megatron()", "PL012"),
-        ("megatron(nccl = true)", "PL012"),
-        ("megatron(nccl_ub = 3)", "PL012"),
-        ("backend = torch", "PL102"),
-        ("override strategy = optim", "PL103"),
-    ],
-)
-def test_lines_that_say_nothing_right(line, code):
-    first = [] if line.startswith("backend = fsdp1") else ["backend = megatron"]
-    _, _, found = judged(HEAD + fsdp(*first, line, BLOCKS))
-    assert [d.code for d in found] == [code]
 
 
 # What becomes of it ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from helpers import simulated
 from torch import distributed
 
 import planc
@@ -13,7 +14,6 @@ from planc.diagnostic import PlanError, Sink
 from planc.emit.python.script import render
 from planc.emit.text import render as text_of
 from planc.ops.document import dumps, loads
-from planc.proof.layout_flow import flow
 
 PLAN = """plan own for llama
 style vocab = python "own_styles:Split"
@@ -45,26 +45,21 @@ def compiled(path):
     return found, sink
 
 
-def judged(path, **more):
-    found, sink = compiled(path)
-    assert found.lowered is not None, [d.message for d in sink]
-    return flow(found, sink, **more), sink
-
-
 def test_checking_runs_no_code(plan):
-    verdict, sink = judged(plan)
+    verdict, found = simulated("llama-3.2-1b", plan, [], world=4)
     assert verdict.verdict == "unknown"
     assert "own_styles:Split is code of the plan's own" in verdict.reason
-    assert [d.code for d in sink if d.severity == "warning" and d.code == "PL504"]
+    assert [d.code for d in found if d.severity == "warning" and d.code == "PL504"]
     assert "own_styles" not in sys.modules
 
 
 def test_allowed_code_is_simulated(plan):
-    verdict, _ = judged(plan, allow_code=True)
+    verdict, _ = simulated("llama-3.2-1b", plan, [], world=4, allow_code=True)
     assert verdict.verdict == "proved"
     assert sys.modules["own_styles"].imported[0] == (True, "head", [1, 2])
     plan.write_text(PLAN.replace("gather = true", "gather = false"))
-    assert judged(plan, allow_code=True)[0].verdict == "refuted"
+    verdict, _ = simulated("llama-3.2-1b", plan, [], world=4, allow_code=True)
+    assert verdict.verdict == "refuted"
 
 
 def test_it_is_in_the_text_the_document_and_the_script(plan):
@@ -78,29 +73,6 @@ def test_it_is_in_the_text_the_document_and_the_script(plan):
     assert "import own_styles\nimport torch\n" in source or "import own_styles\nfrom" in source
     ast.parse(source)
     assert "own_styles" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "words"),
-    [
-        ('style colwise = python "a:B"', "PL170", "already"),
-        ('style vocab = python "a:B"', "PL170", "already"),
-        ('style other = python "a.b"', "PL171", "names no class"),
-        ('style other = python "os; x:B"', "PL171", "names no class"),
-    ],
-)
-def test_mistakes(plan, line, code, words):
-    plan.write_text(PLAN.replace("mesh {", f"{line}\nmesh {{", 1))
-    found, sink = compiled(plan)
-    assert found.lowered is None
-    assert [(d.code, words in d.message) for d in sink if d.severity == "error"] == [(code, True)]
-
-
-def test_a_style_without_a_rule(plan):
-    plan.write_text(PLAN.replace("mesh {", 'style idle = python "a:B"\nmesh {', 1))
-    assert [d.message for d in compiled(plan)[1] if d.code == "PL104"] == [
-        "style `idle` is never used"
-    ]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The emitted Python: laid out as a formatter would, torch alone, safe whatever names there are.
 
-That it computes what `planc.apply` computes, bit for bit, is for tests/dist.
+That it computes what `planc.apply` computes, bit for bit, is for tests/processes.
 """
 
 import ast

@@ -6,8 +6,8 @@
 import json
 
 import pytest
+from helpers import judged
 from lowered import llama, rule, with_ops
-from test_fsdp import judged
 
 from planc.diagnostic import Sink
 from planc.emit.python.script import render as script

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "dist"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
 
 from pool import Pool, RankError
 from rich.progress import track

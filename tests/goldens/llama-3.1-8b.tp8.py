@@ -1,6 +1,6 @@
 """llama for LlamaForCausalLM on 64 ranks.
 
-Written by planc from the lowered plan 6e1caac33e11; it needs torch alone.
+Written by planc from the lowered plan 5a041b22a2bf; it needs torch alone.
 
     model = parallelize(model, build_mesh("cuda"))
 """

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "dist"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numerics

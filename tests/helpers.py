@@ -1,0 +1,78 @@
+"""What tests do with a plan's text, once: judge it, lower it, simulate it, change a shipped one.
+
+A test of what a user sees belongs into tests/specs; these are for what has no command: facts
+that no shipped model has, and values that are compared as objects.
+"""
+
+import re
+
+from planc.checks import check
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.lowering import lower
+from planc.model.load import load
+from planc.plan import elaborate
+from planc.plan.apply_adapters import adapted
+from planc.proof.layout_flow import flow
+from planc.resources import PLANS
+from planc.source import Source
+from planc.syntax import parse
+
+
+def facts(model="llama-3.1-8b"):
+    return load(model, Sink())
+
+
+def elaborated(*texts, model="llama-3.1-8b", world=8, settings=()):
+    """(plan, facts, sink) of plans, extended ones first, for a model's name or its facts."""
+    known = facts(model) if isinstance(model, str) else model
+    sink = Sink()
+    names = ["t.plan"] if len(texts) == 1 else [f"{i}.plan" for i in range(len(texts))]
+    files = [parse(Source(*pair), sink) for pair in zip(names, texts, strict=True)]
+    plan = elaborate(files, known, sink, world_size=world, settings=settings)
+    return plan, known, sink
+
+
+def judged(*texts, **options):
+    """(plan, facts, findings that are not notes) after the structural checks."""
+    plan, known, sink = elaborated(*texts, **options)
+    if plan is not None:
+        plan, known = adapted(plan, known)
+        check(plan, known, sink)
+    return plan, known, [d for d in sink if d.severity != "info"]
+
+
+def codes(findings):
+    return [d.code for d in findings if d.severity != "info"]
+
+
+def lowered(*texts, **options):
+    """The lowered plan of texts in which nothing is found."""
+    plan, known, findings = judged(*texts, **options)
+    assert [d.message for d in findings] == []
+    return lower(plan, known)
+
+
+def fsdp(*lines, on="dp_shard", root=True):
+    """An fsdp section of some lines."""
+    lines = [*lines, *(["root : unit"] if root else [])]
+    return f"fsdp on {on} {{\n" + "".join(f" {line}\n" for line in lines) + "}\n"
+
+
+def simulated(model, plan, settings=("tp=2",), *, world=64, **options):
+    """(verdict, findings) of layout flow for a plan that compiles: a path or a shipped name."""
+    sink, found = Sink(), Sink()
+    compiled = compile_plan(model, str(plan), sink, world_size=world, settings=settings)
+    assert compiled.lowered is not None, [d.message for d in sink]
+    return flow(compiled, found, **options), list(found)
+
+
+def mutant(folder, plan, old, new, after=""):
+    """A shipped plan with one change, in a file; columns are closed up, and paths made whole."""
+    text = re.sub(" +:", " :", (PLANS / f"{plan}.plan").read_text())
+    text = re.sub(r'extend "(\w)', rf'extend "{PLANS}/\1', text)
+    head, found, rest = text.partition(after) if after else ("", "", text)
+    assert old in rest, f"{plan}.plan has no {old!r}"
+    path = folder / "mutant.plan"
+    path.write_text(head + found + (rest.replace(old, new, 1) if after else rest.replace(old, new)))
+    return path

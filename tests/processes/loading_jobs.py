@@ -1,0 +1,266 @@
+"""What tests/processes/test_loading.py runs on every rank."""
+
+import gc
+from pathlib import Path
+
+import torch
+import transformers
+from numerics import MODELS, build, data, error, gradients_of, whole
+from torch import distributed
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from training_jobs import mine
+
+import planc
+from planc.runtime.standalone import shards
+from planc.runtime.weights.loading import load_files
+
+
+def written(model, folder, changes=None, shard_size="100KB"):
+    """A folder as transformers writes it; by rank 0, and all wait."""
+    if distributed.get_rank() == 0:
+        build(model, **(changes or {})).save_pretrained(folder, max_shard_size=shard_size)
+    distributed.barrier()
+
+
+def on_meta(model, changes=None, dtype=torch.float32):
+    config = transformers.AutoConfig.for_model(**{**MODELS[model], **(changes or {})})
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return made.to(dtype).train()
+
+
+def fresh(model, plan, overrides, changes=None, meta=True):
+    made = on_meta(model, changes) if meta else build(model, **(changes or {}))
+    if not meta:
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.fill_(7.0)
+    return planc.apply(made, plan, overrides=overrides, device_type="cpu")
+
+
+def same(run, single):
+    """Whether every parameter and buffer is the single process's, bit for bit."""
+    mine, right = run.full_state_dict(every_rank=True), single.state_dict()
+    assert mine.keys() == right.keys()
+    different = [n for n in right if not torch.equal(mine[n], right[n])]
+    buffers = {shards.plain_name(n): b for n, b in run.model.named_buffers()}
+    expected = dict(single.named_buffers())
+    assert buffers.keys() == expected.keys()
+    different += [n for n in expected if not torch.equal(whole(buffers[n]), expected[n])]
+    return different
+
+
+def load(
+    model, plan, overrides, folder, *, weights="slices", changes=None, meta=True, single=False
+):
+    """Tensors that differ from the single process's after a load, and errors of a step."""
+    written(model, folder, changes, shard_size="5GB" if single else "100KB")
+    right = build(model, **(changes or {}))
+    run = fresh(model, plan, overrides, changes, meta)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)  # made on meta, still good after
+    assert run.load(folder, weights=weights) is None
+    assert not any(t.is_meta for t in [*run.model.parameters(), *run.model.buffers()])
+    different = same(run, right)
+    tokens, labels = data(right.config.vocab_size)
+    right(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    a, b = mine(run, tokens, labels)
+    run.model(input_ids=a, labels=b).loss.backward()
+    reference = dict(right.named_parameters())
+    gradients = gradients_of(run.model)
+    assert gradients.keys() == reference.keys(), "a tie was lost"
+    worst = max(error(g, reference[n].grad) for n, g in gradients.items())
+    torch.optim.SGD(right.parameters(), lr=0.1).step()
+    optimizer.step()
+    stepped = run.full_state_dict(every_rank=True)
+    worst = max(worst, *(error(stepped[n], reference[n]) for n in gradients))
+    return different, worst, len(list(Path(folder).glob("*.safetensors")))
+
+
+def refused(model, plan, folder, *, weights="slices", meta=True, optimizer=False):
+    """The findings of a load that must not touch the model; the folder is there already."""
+    run = fresh(model, plan, ["param_dtype=fp32", "tp=2"], meta=meta)
+    before = [(p.is_meta, None if p.is_meta else whole(p).clone()) for p in run.model.parameters()]
+    made = torch.optim.SGD(run.model.parameters()) if optimizer else None
+    try:
+        run.load(folder, weights=weights, optimizer=made)
+    except planc.PlanError as caught:
+        found = [(d.code, d.message) for d in caught.diagnostics]
+    else:
+        return "loaded"
+    for parameter, (was_meta, value) in zip(run.model.parameters(), before, strict=True):
+        assert parameter.is_meta == was_meta
+        assert was_meta or torch.equal(whole(parameter), value), "half loaded"
+    return found
+
+
+def garbage(folder):
+    """A model with a buffer that nothing can compute again, and one that a method can."""
+    from safetensors.torch import save_file
+    from torch import nn
+
+    class Known(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.arange(4.0), persistent=False)
+
+        def reset_buffers(self):
+            self.scale.copy_(torch.arange(4.0))
+
+    class Lost(Known):
+        def reset_buffers(self):
+            self.scale.mul_(2)  # what was there before shows
+
+    run = {}
+    plan = Path(folder) / "plain.plan"
+    for kind in (Known, Lost):
+        torch.manual_seed(0)
+        right = kind()
+        if distributed.get_rank() == 0:
+            plan.write_text(PLAIN.format(name=kind.__name__))
+            save_file(right.state_dict(), Path(folder) / "model.safetensors")
+        distributed.barrier()
+        with torch.device("meta"):
+            made = kind()
+        handle = planc.apply(made, str(plan), device_type="cpu")
+        try:
+            handle.load(folder)
+            run[kind.__name__] = same(handle, right)
+        except planc.PlanError as caught:
+            assert made.linear.weight.is_meta
+            run[kind.__name__] = [(d.code, d.message) for d in caught.diagnostics]
+        distributed.barrier()
+    return run
+
+
+PLAIN = """plan plain for {name}
+
+mesh {{
+    dp_shard = auto
+}}
+
+fsdp on dp_shard {{
+    root : unit
+}}
+"""
+
+
+def peak(work, folder):
+    """The most bytes that torch's CPU allocator held at once during `work`, over those before.
+
+    Every allocation and release is an event of the profiler, with its size. A mapped file is one
+    too, as large as the file, though its pages are the page cache's: those are left out by size.
+    """
+    files = {file.stat().st_size for file in Path(folder).iterdir()}
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    found = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = most = 0
+    for _, size in sorted(found, key=lambda pair: pair[0]):
+        held += size if abs(size) not in files else 0
+        most = max(most, held)
+    return most
+
+
+def memory(plan, overrides, folder, weights):
+    """Bytes: the peak of a load, this rank's shards, the largest tensor, and all of them."""
+    changes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
+    written("llama", folder, changes, shard_size="4MB")
+    run = fresh("llama", plan, overrides, changes)
+    most = peak(lambda: run.load(folder, weights=weights), folder)
+    tensors = list(run.model.parameters())
+    own = sum(
+        (t.to_local() if isinstance(t, DTensor) else t).numel() * t.element_size() for t in tensors
+    )
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    return {"peak": most, "shard": own, "largest": max(sizes), "whole": sum(sizes)}
+
+
+def cast(folder):
+    """Weights of bfloat16 in a model of float32, and the other way round."""
+    from safetensors.torch import load_file, save_file
+
+    written("llama", folder, shard_size="5GB")
+    file = Path(folder) / "model.safetensors"
+    right = load_file(file)
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        save_file({n: t.bfloat16() for n, t in right.items()}, file)
+    distributed.barrier()
+    run = fresh("llama", "llama", ["tp=2"])
+    run.load(folder)
+    got = run.full_state_dict(every_rank=True)
+    assert all(t.dtype == torch.float32 for t in got.values())
+    up = all(torch.equal(got[n], right[n].bfloat16().float()) for n in right)
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        save_file(right, file)
+    distributed.barrier()
+    run = planc.apply(
+        on_meta("llama", dtype=torch.bfloat16), "llama", overrides=["tp=2"], device_type="cpu"
+    )
+    run.load(folder)
+    got = run.full_state_dict(every_rank=True)
+    return up, all(torch.equal(got[n], right[n].bfloat16()) for n in right)
+
+
+def everywhere():
+    """`slices_of` and `whole_of` for uneven shards of two meshes, laid out by FSDP itself."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    checked = 0
+    for sizes in ((2, 2), (4, 1), (1, 4)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+        for rows in (1, 2, 3, 5, 7, 9, 16, 33):
+            full = torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
+            layer = nn.Linear(3, rows, bias=False)
+            with torch.no_grad():
+                layer.weight.copy_(full)
+            if sizes[1] > 1:
+                parallelize_module(layer, mesh["tp"], ColwiseParallel())
+            fully_shard(layer, mesh=mesh["dp"])
+            part = layer.weight.detach()
+            rebuilt = torch.full(tuple(part.to_local().shape), 9.0)
+            for inner, outer in shards.blocks_of(shards.slices_of(part)):
+                rebuilt[inner] = full[outer]
+            assert torch.equal(rebuilt, part.to_local()), (sizes, rows)
+            assert torch.equal(shards.taken(full, shards.slices_of(part)), part.to_local())
+            assert torch.equal(shards.whole_of(part), full), (sizes, rows)
+            assert torch.equal(shards.added_up(part), full), (sizes, rows)
+            checked += 1
+    return checked
+
+
+def own_buffers(folder):
+    """The findings where each rank computes a buffer of its own."""
+    from safetensors.torch import save_file
+    from torch import nn
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.zeros(4), persistent=False)
+
+        def reset_buffers(self):
+            self.scale.fill_(float(distributed.get_rank() == 2))
+
+    if distributed.get_rank() == 0:
+        save_file(
+            dict(nn.Linear(4, 4).named_parameters(prefix="linear")), f"{folder}/a.safetensors"
+        )
+    distributed.barrier()
+    with torch.device("meta"):
+        model = Odd()
+    try:
+        load_files(model, Path(folder), weights="slices", device="cpu")
+    except planc.PlanError as caught:
+        assert all(p.is_meta for p in model.parameters())
+        return [(d.code, d.message) for d in caught.diagnostics]
+    return []

@@ -1,0 +1,44 @@
+"""Every example of tests/specs: a plan, a command, what it prints and the exit code.
+
+Each section (`## `) of a page is a test with a folder of its own, which begins with the files of
+the page's introduction. A command that fails ends with its exit code in brackets.
+`pytest tests/test_specs.py --update` writes the true output into the pages.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from console import played
+
+SPECS = Path(__file__).parent / "specs"
+SECTION = re.compile(r"^(?=## )", re.M)
+EXAMPLES = [
+    pytest.param(page, number, id=f"{page.stem}: {section.partition(chr(10))[0].strip('# ')}")
+    for page in sorted(SPECS.glob("*.md"))
+    for number, section in enumerate(SECTION.split(page.read_text()))
+    if "```console" in section
+]
+
+
+@pytest.mark.parametrize(("page", "number"), EXAMPLES)
+def test_example(page, number, tmp_path, monkeypatch, request):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    sections = SECTION.split(page.read_text())
+    if number:
+        played(re.sub(r"^```console.*?^```$", "", sections[0], flags=re.M | re.S), tmp_path)
+    new = played(sections[number], tmp_path, status=True)
+    if request.config.getoption("--update"):
+        sections[number] = new
+        page.write_text("".join(sections))
+        return
+    assert new == sections[number], f"read the change; --update writes it into {page.name}"
+
+
+def test_every_page_has_examples_and_every_example_a_command():
+    assert {param.values[0].name for param in EXAMPLES} == {p.name for p in SPECS.iterdir()}
+    for param in EXAMPLES:
+        page, number = param.values
+        section = SECTION.split(page.read_text())[number]
+        assert "\n$ planc " in section, param.id
