@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -302,6 +303,7 @@ def test_a_rank_that_hangs_ends_with_the_time_limit(command):
     told, _ = process.communicate(timeout=150)
     assert process.returncode == 2, told
     assert "error[PL522]: no answer from " in told
+    assert re.search(r"rank 0 waits in \S+ \(\w+\.py:\d+\)", told), told
     assert gone(nursery)
 
 
