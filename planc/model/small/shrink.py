@@ -113,7 +113,7 @@ class _Shrinker:
         named = [n for n in LAYERS if _number(config.get(n))]
         kinds = config.get("layers_block_type")
         if not named and isinstance(kinds, list):  # nemotron_h: the list alone is the depth
-            kept = _window(kinds, self.layers)
+            kept = list(_window(kinds, self.layers))
             small["layers_block_type"] = [kinds[i] for i in kept]
         for name in named:
             depth = config[name]
@@ -312,7 +312,7 @@ def _offsets(config: Config, depth: int) -> dict[str, int]:
     Empty where another period has none: then the layers are those from the first one on.
     """
     periods = [n for n, v in config.items() if _PERIOD.search(n) and _number(v) and v < depth]
-    offsets = {re.sub("period$", "offset", name): config[name] for name in periods}
+    offsets = {name.removesuffix("period") + "offset": config[name] for name in periods}
     return offsets if all(isinstance(config.get(name), int) for name in offsets) else {}
 
 
