@@ -5,7 +5,7 @@ import time
 
 import diffused
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planc.model.small.shrink import shrink
@@ -125,6 +125,7 @@ def test_a_list_of_kinds_alone_is_the_depth():
     assert shrink(few, ranks=2)["layers_block_type"] == ["mlp", "mlp"]
 
 
+@settings(deadline=None)  # no test is timed
 @given(st.integers(2, 9), st.integers(1, 9), st.integers(0, 8), st.integers(0, 8))
 def test_periods_with_offsets_keep_every_kind_in_a_run_of_neighbors(attention, expert, at, on):
     """jamba: attention once in a period, experts once in another."""
