@@ -7,7 +7,6 @@ import errno
 import os
 import stat
 from pathlib import Path
-from secrets import token_hex
 
 
 def write(path: Path, data: str | bytes) -> None:
@@ -35,7 +34,7 @@ def write(path: Path, data: str | bytes) -> None:
         return
     if mode is not None and not os.access(target, os.W_OK):  # a rename would not ask
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    made = target.with_name(f".{target.name[:100]}.{token_hex(6)}")
+    made = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
     try:
         with made.open("xb") as stream:
             if mode is not None:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planc import atomic_write, compiler
 from planc.cli_parser import parser
-from planc.codes import CODES, exit_code
-from planc.compiler import Compiled, compile_plan
-from planc.diagnostic import Diagnostic, Sink
-from planc.model.load import load
-from planc.ops.document import dumps
-from planc.proof.layout_flow import flow
-from planc.report import render, wants_colour
-from planc.report.json_document import findings
-from planc.trial import certificate
+
+# Each command imports what it needs, so that `planc --help` and `planc fmt` start quickly.
+if TYPE_CHECKING:
+    from planc.compiler import Compiled
+    from planc.diagnostic import Diagnostic, Sink
+    from planc.trial.certificate import Certificate
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
 
@@ -41,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("PLANC_TRACEBACK"):
             raise
+        from planc.diagnostic import Sink
+
         sink = Sink()
         sink.error(
             "PL900",
@@ -52,10 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from planc.diagnostic import Sink
+    from planc.report.json_document import findings
+    from planc.trial import certificate
+
     sink = Sink()
     compiled = _compile(options, sink)
     checked, verdict = "structure", None
     if options.level == "flow" and compiled.lowered:
+        from planc.proof.layout_flow import flow
+
         verdict = flow(compiled, sink, strict=options.strict, allow_code=options.allow_code)
         checked += f", {verdict.text}"
     proof = _proof(compiled, sink)
@@ -74,8 +76,10 @@ def _check(options: argparse.Namespace) -> int:
     return _code(sink, strict=options.strict)
 
 
-def _proof(compiled: Compiled, sink: Sink) -> certificate.Certificate | None:
+def _proof(compiled: Compiled, sink: Sink) -> Certificate | None:
     """What `planc verify` found of this very plan, if it was asked; a refuted one is a finding."""
+    from planc.trial import certificate
+
     if compiled.facts is None or compiled.lowered is None:
         return None
     found = certificate.known(compiled.digest, compiled.facts.config)
@@ -85,12 +89,16 @@ def _proof(compiled: Compiled, sink: Sink) -> certificate.Certificate | None:
 
 
 def _lower(options: argparse.Namespace) -> int:
+    from planc.diagnostic import Sink
+
     sink = Sink()
     compiled = _compile(options, sink)
     _show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
         return _code(sink)
     if options.format == "json":
+        from planc.ops.document import dumps
+
         text = dumps(compiled.lowered)
     elif options.format == "python":
         from planc.emit.python import script
@@ -104,7 +112,10 @@ def _lower(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    from planc import compiler
+    from planc.diagnostic import Sink
     from planc.diffing import compare, render
+    from planc.model.load import load
 
     sides = []
     told, own = Sink(), vars(options)
@@ -135,8 +146,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from planc.diagnostic import Sink
     from planc.proof.verify import verify
     from planc.proof.verify_report import document, table
+    from planc.trial import certificate
 
     sink = Sink()
     found = verify(
@@ -163,7 +176,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
+    from planc.diagnostic import Sink
     from planc.draft.init import draft
+    from planc.model.load import load
 
     sink = Sink()
     facts = load(options.model, sink, allow_code=options.allow_code)
@@ -176,9 +191,10 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _why(options: argparse.Namespace) -> int:
+    from planc.diagnostic import Sink
     from planc.provenance import render
     from planc.provenance.query import why
-    from planc.report.color import paint
+    from planc.report.color import paint, wants_colour
 
     sink = Sink()
     compiled = _compile(options, sink)
@@ -195,6 +211,7 @@ def _why(options: argparse.Namespace) -> int:
 
 
 def _fmt(options: argparse.Namespace) -> int:
+    from planc.diagnostic import Sink
     from planc.syntax.formatter.files import layouts
 
     sink = Sink()
@@ -217,7 +234,9 @@ def _fmt(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from planc.codes import CODES
     from planc.report import explain
+    from planc.report.color import wants_colour
 
     text = explain.explain(options.code.upper())
     if text is None:
@@ -228,6 +247,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace, sink: Sink) -> Compiled:
+    from planc.compiler import compile_plan
+
     return compile_plan(
         options.model,
         options.plan,
@@ -253,12 +274,16 @@ def _show(
     found = [d for d in sink if not (quiet and d.severity == "info")]
     if quiet and not found:
         return
+    from planc.report import render, wants_colour
+
     colour = wants_colour(stream, os.environ)
     text = render(found, format, colour=colour, width=_width(), also=also)
     print(text, end="" if text.endswith("\n") or not text else "\n", file=stream)  # type: ignore[call-overload]
 
 
 def _width() -> int:
+    import shutil
+
     return max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
 
 
@@ -269,6 +294,8 @@ def _code(sink: Sink, *, strict: bool = False) -> int:
         sink: the findings.
         strict: whether a warning alone makes it 1.
     """
+    from planc.codes import exit_code
+
     warned = strict and any(d.severity == "warning" for d in sink)
     found = exit_code(d.code for d in sink if d.severity == "error")
     return FINDINGS if warned and found == CLEAN else found
@@ -279,6 +306,11 @@ def _write(text: str, output: str | None) -> int:
     if output is None or output == "-":
         sys.stdout.write(text)
         return CLEAN
+    from pathlib import Path
+
+    from planc import atomic_write
+    from planc.diagnostic import Sink
+
     try:
         atomic_write.write(Path(output), text)
     except OSError as error:

@@ -7,7 +7,6 @@ that `planc explain` prints.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -165,6 +164,8 @@ class PlanError(Exception):
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
     """The known names that look most like a misspelt one, best first."""
+    import difflib  # only a mistake needs it
+
     return tuple(difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6))
 
 

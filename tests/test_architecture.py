@@ -35,6 +35,7 @@ FLOORS = {
     "api": 11,
     "cli": 11,
     "__init__": 12,
+    "__main__": 12,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

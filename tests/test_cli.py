@@ -181,7 +181,7 @@ def test_a_failure_of_planc_itself_is_told_apart(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("planc.cli.compile_plan", broken)
+    monkeypatch.setattr("planc.compiler.compile_plan", broken)
     code, out, err = call("check", *GOOD)
     assert code == 2 and out == "" and "PL900" in err and "boom" in err
 
@@ -203,3 +203,55 @@ def test_a_warm_check_imports_no_torch(tmp_path):
     words = [sys.executable, "-c", code, "check", *GOOD, "--format", "concise"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def modules_after(*words):
+    """What a process of its own printed, and the modules that the command had imported."""
+    code = (
+        "import json, sys\nfrom planc.cli import main\ntry: main(sys.argv[1:])\n"
+        "except SystemExit: pass\nprint(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True
+    )
+    *printed, modules = done.stdout.splitlines()
+    return printed, set(json.loads(modules))
+
+
+def test_help_imports_the_parser_of_arguments_alone():
+    printed, modules = modules_after("--help")
+    assert printed[0].startswith("usage: planc")
+    ours = {m for m in modules if m.startswith("planc")}
+    assert ours == {"planc", "planc.cli", "planc.cli_parser", "planc.report", "planc.report.color"}
+    assert not modules & {"dataclasses", "asyncio", "lark", "jsonschema", "torch", "transformers"}
+
+
+def test_fmt_imports_no_stage_behind_the_syntax(tmp_path):
+    plan = tmp_path / "a.plan"
+    plan.write_bytes((PLANS / "qwen3.plan").read_bytes())
+    printed, modules = modules_after("fmt", "--check", plan)
+    assert printed == []
+    stages = {m.split(".")[1] for m in modules if m.startswith("planc.")}
+    assert stages == {
+        "cli",
+        "cli_parser",
+        "report",
+        "diagnostic",
+        "source",
+        "resources",
+        "syntax",
+    } | {"atomic_write"}
+
+
+def test_python_runs_the_package_as_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "planc", "fmt", "--check", str(PLANS / "qwen3.plan")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    failed = subprocess.run(
+        [sys.executable, "-m", "planc", "explain", "PL000"], capture_output=True, check=False
+    )
+    assert failed.returncode == 2 and b"no code PL000" in failed.stderr

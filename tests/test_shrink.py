@@ -5,7 +5,7 @@ import time
 
 import diffused
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planc.model.small.shrink import shrink
@@ -114,6 +114,52 @@ def test_each_kind_of_layer_is_there_once():
     small = shrink(config, ranks=2)
     assert small["layer_types"] == ["sliding_attention", "full_attention"]
     assert small["num_hidden_layers"] == 2
+
+
+def test_a_list_of_kinds_alone_is_the_depth():
+    """nemotron_h has no number of layers; neighbors stay neighbors."""
+    kinds = [*["mamba", "mlp"] * 3, "mamba", "attention", *["mlp", "mamba"] * 22]
+    small = shrink({"model_type": "nemotron_h", "layers_block_type": kinds}, ranks=2)
+    assert small["layers_block_type"] == ["mlp", "mamba", "attention"]
+    few = {"model_type": "nemotron_h", "layers_block_type": ["mlp"] * 9}
+    assert shrink(few, ranks=2)["layers_block_type"] == ["mlp", "mlp"]
+
+
+@settings(deadline=None)  # no test is timed
+@given(st.integers(2, 9), st.integers(1, 9), st.integers(0, 8), st.integers(0, 8))
+def test_periods_with_offsets_keep_every_kind_in_a_run_of_neighbors(attention, expert, at, on):
+    """jamba: attention once in a period, experts once in another."""
+    config = {
+        "model_type": "jamba",
+        "num_hidden_layers": 72,
+        "attn_layer_period": attention,
+        "attn_layer_offset": at % attention,
+        "expert_layer_period": expert,
+        "expert_layer_offset": on % expert,
+    }
+
+    def layers(values):
+        return [
+            (
+                i % values["attn_layer_period"] == values["attn_layer_offset"],
+                i % values["expert_layer_period"] == values["expert_layer_offset"],
+            )
+            for i in range(values["num_hidden_layers"])
+        ]
+
+    full, small = layers(config), layers(shrink(config, ranks=2))
+    assert set(small) == set(full)
+    runs = [full[i : i + len(small)] for i in range(len(full) - len(small) + 1)]
+    assert small in runs
+    shorter = [run[:-1] for run in runs]
+    assert len(small) == 2 or not any(set(run) == set(full) for run in shorter)
+
+
+def test_a_period_without_an_offset_stays_whole():
+    config = {"model_type": "x", "num_hidden_layers": 24, "moe_layer_interval": 3}
+    assert shrink(config, ranks=2)["num_hidden_layers"] == 3
+    jamba = {**config, "attn_layer_period": 2, "attn_layer_offset": 1}
+    assert shrink(jamba, ranks=2)["num_hidden_layers"] == 6
 
 
 def test_dense_and_sparse_layers_are_kinds_and_go_with_the_others():

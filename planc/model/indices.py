@@ -49,11 +49,19 @@ class Indices:
         return bool(self.bits >> index & 1)
 
     def __iter__(self) -> Iterator[int]:
+        if self._consecutive:
+            yield from range(self.first, self.last + 1)
+            return
         bits = self.bits
         while bits:
             low = bits & -bits
             yield low.bit_length() - 1
             bits ^= low
+
+    @property
+    def _consecutive(self) -> bool:
+        """Whether the set is one run without gaps: adding its lowest bit carries through it."""
+        return self.bits != 0 and self.bits + (self.bits & -self.bits) & self.bits == 0
 
     @property
     def first(self) -> int:
@@ -65,6 +73,8 @@ class Indices:
 
     def runs(self) -> tuple[range, ...]:
         """The set as few ranges, in order: greedy runs of one step."""
+        if self._consecutive:
+            return (range(self.first, self.last + 1),)
         rest = list(self)
         runs = []
         while rest:

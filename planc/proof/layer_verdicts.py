@@ -150,10 +150,14 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
         merged: dict[_Key, _Group] = {}
         for child in at.module.children:
             assert child.indices is not None
-            for index in child.indices:
+            made = signature(child.module)
+            parts: dict[tuple[str, ...], Indices] = {} if columns else {(): child.indices}
+            for index in child.indices if columns else ():
                 values = tuple(str(column[index]) for _, column in columns if index < len(column))
-                key = (at.path, values, signature(child.module))
-                one = Modules((*at.path, Indices.of([index])), child.module)
+                parts[values] = parts.get(values, Indices(0)) | Indices.of([index])
+            for values, indices in parts.items():
+                key = (at.path, values, made)
+                one = Modules((*at.path, indices), child.module)
                 if key in merged:
                     joined = merged[key].modules.union(one)
                     assert joined is not None

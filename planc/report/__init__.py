@@ -8,13 +8,14 @@ show the findings in one order (`order.arranged`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planc.diagnostic import Diagnostic
 from planc.report.color import wants_colour
-from planc.report.sorting import summary
 
-__all__ = ["FORMATS", "render", "summary", "wants_colour"]
+if TYPE_CHECKING:
+    from planc.diagnostic import Diagnostic
+
+__all__ = ["FORMATS", "render", "wants_colour"]
 
 FORMATS = ("full", "concise", "json", "github", "sarif")
 

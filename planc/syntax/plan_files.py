@@ -7,7 +7,6 @@ its own git revision, else from the plans that ship with planc.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,6 +205,8 @@ def _is_at_revision(revision: str, path: Path) -> bool:
 
 def _at_revision(revision: str, path: Path) -> bytes:
     """A file as git has it at a revision; a relative path is relative to the current folder."""
+    import subprocess
+
     if revision.startswith("-"):
         raise ValueError(f"{revision!r} is not a git revision")
     inside = path.as_posix() if path.is_absolute() else f"./{path.as_posix()}"

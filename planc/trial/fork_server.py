@@ -26,6 +26,7 @@ def main() -> int:
     """Returns 0 when every rank ended well."""
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.disable()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the ranks alone where they wait
     from planc.trial import worker
 
     text = sys.stdin.buffer.readline()

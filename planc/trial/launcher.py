@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +132,9 @@ class Nursery:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             late = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGUSR1)  # a rank writes its stack on it
+            time.sleep(0.5)
         found = list(_reports(self.folder, job.ranks))
         if late or self._process.returncode != 0 or len(found) < job.ranks:
             return self._trouble(found, timeout if late else None, job.ranks)
@@ -164,7 +168,8 @@ class Nursery:
             silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
             who = "any rank" if len(silent) == ranks else f"rank {one_of(map(str, silent))}"
             told = f"no answer from {who} in {late:g} s"
-            return Trouble(kind="time", message=told, detail=_tail(self.log))
+            waits = "\n".join(_waiting(self.folder, silent))
+            return Trouble(kind="time", message=told, detail=waits or _tail(self.log))
         lines = _tail(self.log).splitlines()
         return Trouble(
             kind="rank",
@@ -230,6 +235,18 @@ def _signals(folder: Path) -> Iterator[tuple[float, int, int]]:
     for path in folder.glob("*.signal"):
         number, when = path.read_text().split()
         yield float(when), int(path.stem), int(number)
+
+
+def _waiting(folder: Path, ranks: list[int]) -> Iterator[str]:
+    """Where the main threads of ranks wait: the two innermost frames of each."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            # faulthandler writes the main thread last, and its innermost frame first
+            stack = (folder / f"{rank}.stack").read_text().rpartition("most recent call first):\n")
+            frames = re.findall(r'([^/"]+)", line (\d+) in (.+)', stack[2])[:2]
+            if frames:
+                places = (f"{name} ({file}:{line})" for file, line, name in frames)
+                yield f"rank {rank} waits in {', called by '.join(places)}"
 
 
 def _told(kind: str, report: dict[str, Any]) -> Trouble:

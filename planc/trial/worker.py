@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import json
 import math
+import signal
 import time
 import traceback
 from pathlib import Path
@@ -39,6 +41,8 @@ def prepare(job: Job) -> None:
 def main(job: Job, number: int) -> int:
     """Returns 0 when there is a comparison, whatever it says; leaves `<number>.json`."""
     found: dict[str, Any] = {"rank": number, "phase": "start"}
+    stack = (Path(job.folder) / f"{number}.stack").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
     try:
         found["device"] = device = device_for(job.ranks)
         if device == "cuda":

@@ -117,8 +117,11 @@ def worker(rank, store, repeat, results):
     init = distributed.FileStore(store, RANKS)
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=init)
     results.put(timed(rank, repeat))
+    # A thread of the queue writes the result to its pipe: os._exit() would end that thread too.
+    results.close()
+    results.join_thread()
     distributed.barrier()
-    os._exit(0)  # torch's farewell is slow, and nothing is left to do
+    os._exit(0)  # destroying the process group is slow, and nothing is left to do
 
 
 def time_of(repeat):

@@ -1,8 +1,7 @@
-import warnings
 from pathlib import Path
 
 import pytest
-from pool import Pool, RankError
+from pool import Pool
 
 HERE = Path(__file__).parent
 SAMPLE = {"test_apply.py", "test_coverage.py"}
@@ -17,11 +16,7 @@ def pytest_collection_modifyitems(items):
 
 
 class _Keeper:
-    """One pool for the session; a new one after a job has ended it.
-
-    A job whose ranks all fall silent runs once more: gloo does that now and then on a machine with
-    fewer cores than ranks. A plan that makes ranks wait for each other does it again.
-    """
+    """One pool for the session; a new one after a job has ended it."""
 
     def __init__(self):
         self.pool = None
@@ -29,14 +24,7 @@ class _Keeper:
     def run(self, function, **arguments):
         if self.pool is None or not self.pool.alive:
             self.pool = Pool()
-        try:
-            return self.pool.run(function, **arguments)
-        except RankError as error:
-            if "did not end on every rank in time" not in str(error):
-                raise
-            warnings.warn(f"{function} runs once more: {error}", stacklevel=2)
-            self.pool = Pool()
-            return self.pool.run(function, **arguments)
+        return self.pool.run(function, **arguments)
 
     def close(self):
         if self.pool is not None:

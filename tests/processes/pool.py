@@ -2,14 +2,17 @@
 
 Importing torch and transformers takes seconds, so the processes start once. A job names a function
 of a module that they can import; every rank calls it with the same arguments, and the results come
-back by rank. A rank that dies or hangs ends the pool, and with it the job, with its own error.
+back by rank. A rank that dies or hangs ends the pool, and with it the job: the error then has the
+stack of every rank that did not answer, so that a hang names the collective that it waits in.
 """
 
 import contextlib
 import datetime
+import faulthandler
 import importlib
 import os
 import queue
+import signal
 import sys
 import tempfile
 import time
@@ -18,27 +21,42 @@ from pathlib import Path
 
 WORLD = 4
 TESTS = Path(__file__).parent
+START = 600  # seconds that the processes get to import torch and transformers
+COLLECTIVE = 60  # seconds that a collective may take
 GRACE = 15  # seconds that ranks get to follow one that raised
 
 
 def worker(rank, store, parent, jobs, results):
-    """The life of one process; `store` is the path of a file to meet at, and how many meet."""
+    """Runs jobs until the session ends.
+
+    Args:
+        store: the path of the file of the process group's store, and the world size.
+        parent: the process id of the session.
+        results: gets (rank, None, None) once the process is ready, then what each job gives.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(TESTS))
+    stacks = Path(store[0]).with_name(f"{rank}.stacks").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    import numerics  # noqa: F401 (with it all that most jobs need: DTensor, transformers, planc)
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=COLLECTIVE)
+    # A mesh makes its groups without a timeout, and they would wait for half an hour by default.
+    distributed.distributed_c10d.default_pg_timeout = timeout
     distributed.init_process_group(
         "gloo",
         rank=rank,
         world_size=store[1],
         store=distributed.FileStore(*store),
-        timeout=datetime.timedelta(seconds=60),
+        timeout=timeout,
     )
     from planc.runtime import meshes
 
     meshes._MADE = {}  # torch frees no process group, so the next job of a mesh shares them
+    results.put((rank, None, None))
     for module, name, arguments in until_stopped(jobs, parent):
         try:
             result = getattr(importlib.import_module(module), name)(**arguments)
@@ -88,6 +106,7 @@ class Pool:
         ]
         for process in self._processes:
             process.start()
+        self._started = False
 
     @property
     def alive(self):
@@ -98,14 +117,22 @@ class Pool:
 
         Args:
             function: `module.function`, of a module in this folder or one that is installed.
-            timeout: seconds; the first job of a pool waits for its processes too.
+            timeout: seconds. The processes' start is not counted: importing torch and transformers
+                takes minutes where other work shares the cores.
 
         Raises:
             RankError: a rank raised, died, or did not answer in time.
         """
+        if not self._started:
+            self._answers("the start", START)
+            self._started = True
         module, _, name = function.rpartition(".")
         for jobs in self._jobs:
             jobs.put((module, name, arguments))
+        return self._answers(function, timeout)
+
+    def _answers(self, what, timeout):
+        """What every rank answers, by rank."""
         answers, failed = {}, {}
         deadline = time.monotonic() + timeout
         while len(answers) + len(failed) < len(self._processes):
@@ -114,11 +141,12 @@ class Pool:
             except queue.Empty:
                 lost = self._lost(answers | failed)
                 if lost or time.monotonic() > deadline:
+                    stacks = {} if failed or lost else self._stacks(answers)
                     self.close()  # the others may wait for it in a collective
-                    late = f"{function} did not end on every rank in time"
+                    late = f"{what} did not end on every rank in {timeout} s\n{told(stacks)}"
                     raise RankError(told(failed | lost) or late) from None
                 continue
-            (answers if good else failed)[rank] = value
+            (failed if good is False else answers)[rank] = value
             if failed:
                 deadline = min(deadline, time.monotonic() + GRACE)
         if failed:
@@ -132,6 +160,19 @@ class Pool:
             for rank, process in enumerate(self._processes)
             if rank not in heard and not process.is_alive()
         }
+
+    def _stacks(self, heard):
+        """The Python stacks of the ranks that have not answered."""
+        silent = [rank for rank in range(len(self._processes)) if rank not in heard]
+        files = {rank: Path(self._folder.name) / f"{rank}.stacks" for rank in silent}
+        for rank in silent:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        end = time.monotonic() + 10  # a handler of the signal writes the stack
+        while time.monotonic() < end and not all(
+            "<module>" in f.read_text() for f in files.values()
+        ):
+            time.sleep(0.1)
+        return {rank: file.read_text() for rank, file in files.items()}
 
     def close(self):
         for jobs in self._jobs:

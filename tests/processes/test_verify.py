@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from planc.proof.verify import verify
 from planc.resources import GRAMMARS
 from planc.trial import certificate as store
 from planc.trial import launcher as runtime
+from planc.trial.launcher import _waiting
 
 SCHEMA = json.loads((GRAMMARS / "certificate.schema.json").read_text())
 COMMAND = [sys.executable, "-W", "ignore", "-m", "planc.cli", "verify"]
@@ -302,7 +304,25 @@ def test_a_rank_that_hangs_ends_with_the_time_limit(command):
     told, _ = process.communicate(timeout=150)
     assert process.returncode == 2, told
     assert "error[PL522]: no answer from " in told
+    assert re.search(r"rank 0 waits in \S+ \(\w+\.py:\d+\)", told), told
     assert gone(nursery)
+
+
+def test_where_a_rank_waits_is_read_off_its_stack(tmp_path):
+    """What faulthandler wrote, the main thread last; a rank without a stack says nothing."""
+    code = (
+        "import faulthandler, sys, threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "def inner(): faulthandler.dump_traceback(open(sys.argv[1], 'w'))\n"
+        "def outer(): inner()\n"
+        "outer()"
+    )
+    script = tmp_path / "rank.py"
+    script.write_text(code)
+    subprocess.run([sys.executable, str(script), str(tmp_path / "1.stack")], check=True)
+    assert list(_waiting(tmp_path, [0, 1])) == [
+        "rank 1 waits in inner (rank.py:3), called by outer (rank.py:4)"
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

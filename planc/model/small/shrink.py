@@ -110,10 +110,13 @@ class _Shrinker:
 
     def _depth(self, config: Config, small: dict[str, Any]) -> None:
         """Keeps one layer of each kind, and as many as asked for."""
-        for name in LAYERS:
-            depth = config.get(name)
-            if not _number(depth):
-                continue
+        named = [n for n in LAYERS if _number(config.get(n))]
+        kinds = config.get("layers_block_type")
+        if not named and isinstance(kinds, list):  # nemotron_h: the list alone is the depth
+            kept = list(_window(kinds, self.layers))
+            small["layers_block_type"] = [kinds[i] for i in kept]
+        for name in named:
+            depth = config[name]
             lists = [n for n, v in config.items() if isinstance(v, list) and len(v) == depth > 1]
             every = list(range(depth))  # a list that names all layers tells none apart
             columns = [[str(v) for v in config[n]] for n in lists if config[n] != every]
@@ -128,6 +131,12 @@ class _Shrinker:
                 columns.append(list(self.blocks[depth]))
             kept = self._kept(list(zip(*columns, strict=True)))
             repeats = max(repeats, 2 if _dense_first(config, depth) else 1)
+            if not kept and (offsets := _offsets(config, depth)):
+                turns = [
+                    str([i % p == config[o] for o, p in offsets.items()]) for i in range(depth)
+                ]
+                kept = list(_window(turns, self.layers))
+                small |= {o: (config[o] - kept[0]) % p for o, p in offsets.items()}
             kept = kept or list(range(min(depth, max(self.layers, repeats))))
             for field in lists:
                 values = [config[field][i] for i in kept]
@@ -279,13 +288,41 @@ def _numbered_layers(
                 small[name] = [len(kept) - 1]  # a tower hands on what some layer gives
 
 
+def _window(kinds: list[str], least: int) -> range:
+    """The first of the shortest runs of neighboring layers in which every kind occurs.
+
+    Args:
+        kinds: of each layer.
+        least: how many layers the run has at the least.
+    """
+    depth, every = len(kinds), set(kinds)
+    for size in range(min(depth, max(least, len(every))), depth):
+        for start in range(depth - size + 1):
+            if set(kinds[start : start + size]) == every:
+                return range(start, start + size)
+    return range(depth)
+
+
+_PERIOD = re.compile(r"(period|interval|pattern|sparse_step|layer_step|every_n_layers)$")
+
+
+def _offsets(config: Config, depth: int) -> dict[str, int]:
+    """The fields that say where in its period a kind of layer comes, with the period (jamba).
+
+    Empty where another period has none: then the layers are those from the first one on.
+    """
+    periods = [n for n, v in config.items() if _PERIOD.search(n) and _number(v) and v < depth]
+    offsets = {name.removesuffix("period") + "offset": config[name] for name in periods}
+    return offsets if all(isinstance(config.get(name), int) for name in offsets) else {}
+
+
 def _period(config: Config, depth: int) -> int:
     """After how many layers a model without lists of kinds repeats itself."""
     period = 1
     for name, value in config.items():
         if not _number(value) or value >= depth:
             continue
-        if re.search(r"(period|interval|pattern|sparse_step|layer_step|every_n_layers)$", name):
+        if _PERIOD.search(name):
             period = lcm(period, value)
     pattern = config.get("block_types")  # a list that is gone through again and again
     if isinstance(pattern, list) and len(pattern) < depth:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,8 @@ class Layout:
         """The changes as a unified diff; empty where there are none."""
         if self.after is None:
             return ""
+        import difflib
+
         lines = difflib.unified_diff(
             self.before.splitlines(), self.after.splitlines(), self.name, self.name, lineterm=""
         )
