@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planc.diagnostic import Diagnostic, Label, Severity, Sink
-from planc.report import FORMATS, render, summary, wants_colour
+from planc.report import FORMATS, render, wants_colour
+from planc.report.sorting import summary
 from planc.report.terminal_width import cells, width, wrap
 from planc.source import Source
 
