@@ -168,7 +168,7 @@ def _styled(lowered: Lowered) -> Iterator[str]:
 
 
 def _gradients(runs: _Runs) -> Iterator[Part]:
-    reference = dict(runs.single.named_parameters())
+    reference = dict(named(runs.single))
     every = (p.grad for p in reference.values() if p.grad is not None)
     floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
     own = rank_orders(runs.model)
