@@ -16,6 +16,7 @@ from planc.cli import main
 
 BLOCK = re.compile(r"^```(\w+)(?: ([\w./-]+))?\n(.*?)^```$", re.M | re.S)
 PIPE = re.compile(r" \| grep (?:-(v?)E? )?('[^']*'|\S+)$")
+ROUNDING = re.compile(r"(?<=largest error )\d+(?:\.\d+)?e-\d+")
 REDIRECT = re.compile(r" ([<>]) (\S+)(?= [<>] |$)")
 
 
@@ -54,6 +55,23 @@ def run(command, folder, status=False):
     return "".join(f"{line}\n" for line in lines)
 
 
+def with_rounding_of(page, shown):
+    """The output with the page's rounding errors: they differ by a digit from CPU to CPU.
+
+    Only an error of the size of float32's rounding is replaced, by one of that size.
+    """
+    written = ROUNDING.findall(page)
+    if len(written) != len(ROUNDING.findall(shown)):
+        return shown
+    numbers = iter(written)
+
+    def replace(match):
+        number = next(numbers)
+        return number if max(float(number), float(match[0])) < 1e-5 else match[0]
+
+    return ROUNDING.sub(replace, shown)
+
+
 def played(text, folder, status=False):
     """The page as it reads with the true output in its console blocks."""
 
@@ -68,6 +86,6 @@ def played(text, folder, status=False):
         if kind != "console" or not commands:
             return match[0]
         shown = "".join(f"$ {c}\n{run(c, folder, status)}" for c in commands)
-        return f"```console\n{shown}```"
+        return f"```console\n{with_rounding_of(body, shown)}```"
 
     return BLOCK.sub(replace, text)

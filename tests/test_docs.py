@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from console import BLOCK, played, run
+from console import BLOCK, played, run, with_rounding_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +41,7 @@ def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
     page = ROOT / "docs" / "demo" / "transcript.md"
     before, fence, demo = page.read_text().partition("```text\n== ")
     new = DEMO.sub(lambda match: f"$ {match[1]}\n{run(match[1], ROOT).rstrip()}", demo)
+    new = with_rounding_of(demo, new)
     assert len(DEMO.findall(demo)) > 5
     if request.config.getoption("--update"):
         page.write_text(f"{before}{fence}{new}")
