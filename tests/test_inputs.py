@@ -137,9 +137,9 @@ MUTANTS = [
 MODELS = {"gemma3_vision": "gemma-3-4b", "qwen3_vl": "qwen3-vl-8b"}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
-def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, mutant):
-    plan, old, new, code, line = mutant
+@pytest.mark.parametrize("broken", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
+def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, broken):
+    plan, old, new, code, line = broken
     path = mutant(tmp_path, plan, old, new, after="tensor on tp {\n    $tower")
     verdict, findings = simulated(MODELS[plan], path)
     assert verdict.verdict == "refuted", findings
