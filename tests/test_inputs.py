@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import simulated
+from helpers import mutant, simulated
 
 from planc.diagnostic import Sink
 from planc.model.layer_kinds import sorts
