@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from planc.draft.roles import Ran
+from planc.draft.roles import RunRecord
 
 if TYPE_CHECKING:
     import torch
 
-    from planc.model.small.user_model import Makes
+    from planc.model.small.user_model import ModelBuilder
     from planc.trial.trace import Trace
 
 
-def run(maker: Makes) -> Ran | None:
+def run(builder: ModelBuilder) -> RunRecord | None:
     """What a run shows, or None where the model does not run."""
     import torch
 
     from planc.trial.trace import Trace
 
-    model, trace, inputs = maker.build(0), Trace(), maker.sample()
-    gives: dict[str, int] = {}
+    model, trace, inputs = builder.build(0), Trace(), builder.sample()
+    output_counts: dict[str, int] = {}
     positional: dict[str, int] = {}
 
     def hook(name: str) -> Any:
         def keep(_module: Any, inputs: Any, output: Any) -> None:
             positional[name] = len(inputs)
-            gives[name] = len(output) if isinstance(output, tuple) else 0
+            output_counts[name] = len(output) if isinstance(output, tuple) else 0
 
         return keep
 
@@ -45,13 +45,15 @@ def run(maker: Makes) -> Ran | None:
     if width is None:
         return None
     hidden: dict[str, str] = {}
-    for name, call in trace.begun.items():
+    for name, call in trace.calls.items():
         for which, value in call.inputs.items():
             if _hidden(value) and value.shape[-1] == width:
                 hidden[name] = _gathered(which, positional.get(name, 1))
                 break
-    given = {n: c.output.dim() for n, c in trace.begun.items() if c.output is not None}
-    return Ran(dims=given, order=list(trace.begun), hidden=hidden, gives=gives, width=width)
+    given = {n: c.output.dim() for n, c in trace.calls.items() if c.output is not None}
+    return RunRecord(
+        dims=given, order=list(trace.calls), hidden=hidden, output_counts=output_counts, width=width
+    )
 
 
 def _hidden(value: torch.Tensor) -> bool:
@@ -61,7 +63,7 @@ def _hidden(value: torch.Tensor) -> bool:
 
 def _width(trace: Trace) -> int | None:
     """The features that hidden states have, which is what most modules take."""
-    calls = trace.begun.values()
+    calls = trace.calls.values()
     widths = Counter(v.shape[-1] for call in calls for v in call.inputs.values() if _hidden(v))
     return widths.most_common(1)[0][0] if widths else None
 

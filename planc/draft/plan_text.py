@@ -56,7 +56,7 @@ def render(draft: Draft) -> str:
         lines.append("#")
     if draft.comment:
         lines[-1] = ""
-    tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), lets(draft.blocks)
+    tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), block_names(draft.blocks)
     wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
     again = [f"        ${names[i]} : full" for i in wrapped] if draft.checkpoint else []
     lines += [f"option {text}  # {why}" for text, why in _options(draft, bool(again))]
@@ -90,7 +90,7 @@ def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
     ]
 
 
-def lets(blocks: Iterable[str]) -> list[str]:
+def block_names(blocks: Iterable[str]) -> list[str]:
     """What the plan calls each list of blocks: those of a tower apart from the language model's.
 
     Args:
@@ -113,17 +113,19 @@ def _wrapped(text: str) -> list[str]:
 def _tensor(draft: Draft) -> Iterable[str]:
     """The rules: what both ways share first, then what differs."""
     sequence = draft.sequence
-    for name, path in zip(lets(draft.blocks), draft.blocks, strict=True):
+    for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
         plain = draft.plain.get(path, {})
         other = None if sequence is None else sequence.get(path, {})
-        inner = list(_ways(plain, other, draft.notes))
+        inner = list(_both_variants(plain, other, draft.notes))
         if inner:
             yield from [f"${name} {{", *(f"    {line}" for line in inner), "}"]
     plain = draft.plain.get("", {})
-    yield from _ways(plain, None if sequence is None else sequence.get("", {}), draft.notes)
+    yield from _both_variants(
+        plain, None if sequence is None else sequence.get("", {}), draft.notes
+    )
 
 
-def _ways(
+def _both_variants(
     plain: dict[str, str], sequence: dict[str, str] | None, notes: dict[str, str]
 ) -> Iterable[str]:
     if sequence is None:
@@ -147,10 +149,10 @@ def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
     for key, style in rules.items():
         for one in style.split(" & "):
             by_style.setdefault((one, notes.get(key, "")), []).append(key)
-    told: set[str] = set()
+    noted: set[str] = set()
     for (style, note), names in by_style.items():
-        if note and note not in told:
-            told.add(note)
+        if note and note not in noted:
+            noted.add(note)
             yield from (f"# {line}" for line in _wrapped(note))
         yield from (f"{target} : {style}" for target in braced(names))
 
@@ -188,14 +190,14 @@ def _joined(words: list[str]) -> list[str]:
 def _fsdp(draft: Draft) -> Iterable[str]:
     yield "fsdp on dp_shard, replicate on dp_replicate {"
     yield "    precision(param = param_dtype, reduce = reduce_dtype)"
-    for name, path in zip(lets(draft.blocks), draft.blocks, strict=True):
+    for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
         classes = draft.units.get(path)
         if path in draft.called and classes is None:
             yield f"    ${name} : unit(reshard = except_last)"
         elif path in draft.called:
             yield from (f"    {path}.*<{cls}> : unit" for cls in classes or ())
     ends = [*draft.tail, *([draft.head] if draft.head else [])]
-    apart = list(_apart(draft.embedding, ends))
+    apart = list(_separate_units(draft.embedding, ends))
     together = [*([draft.embedding] if draft.embedding else []), *ends]
     if draft.may_tie and draft.embedding and draft.head:
         yield "    when config.tie_word_embeddings {"
@@ -211,7 +213,7 @@ def _fsdp(draft: Draft) -> Iterable[str]:
     yield "}"
 
 
-def _apart(embedding: str | None, ends: list[str]) -> Iterable[str]:
+def _separate_units(embedding: str | None, ends: list[str]) -> Iterable[str]:
     if embedding:
         yield f"{embedding} : unit"
     if len(ends) > 1:

@@ -17,7 +17,7 @@ from typing import Any
 from planc.model.facts import Facts, Module, Modules
 from planc.model.layer_kinds import block_lists
 
-CLOSES = re.compile(
+ROWWISE_NAMES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
     r"|linear_2|linear_fc2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
     r"|attention_out|linear_out|output\.dense|output|out)$"
@@ -52,7 +52,7 @@ class Linear:
 
 
 @dataclass(slots=True, kw_only=True)
-class Segment:
+class ProjectionGroup:
     """Args:
     fans: what opens up.
     close: what closes.
@@ -61,23 +61,23 @@ class Segment:
     latent: linears before the fans that make something small of the hidden states.
     """
 
-    fans: list[Linear]
-    close: Linear
+    colwise: list[Linear]
+    rowwise: Linear
     holder: str = ""
-    takes: str | None = None
+    hidden_input: str | None = None
     latent: list[Linear] = field(default_factory=list)
 
     @property
     def linears(self) -> list[Linear]:
-        return [*self.latent, *self.fans, self.close]
+        return [*self.latent, *self.colwise, self.rowwise]
 
     @property
     def attention(self) -> bool:
-        return bool(ATTENTION.search(self.close.name))
+        return bool(ATTENTION.search(self.rowwise.name))
 
 
 @dataclass(slots=True, kw_only=True)
-class Experts:
+class FusedExperts:
     """A module that keeps the weights of all its experts in parameters of its own."""
 
     name: str
@@ -92,8 +92,8 @@ class Blocks:
     """
 
     path: str
-    segments: list[Segment]
-    experts: list[Experts]
+    projection_groups: list[ProjectionGroup]
+    experts: list[FusedExperts]
     norms: list[str]
 
 
@@ -116,7 +116,7 @@ class Roles:
     norms: list[str]
 
 
-def roles(facts: Facts, ran: Ran | None) -> Roles:
+def roles(facts: Facts, ran: RunRecord | None) -> Roles:
     """The roles of a model's modules.
 
     Args:
@@ -163,7 +163,7 @@ def _text(facts: Facts) -> Any:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ran:
+class RunRecord:
     """What a run of the small model showed.
 
     Args:
@@ -176,7 +176,7 @@ class Ran:
 
     order: list[str]
     hidden: dict[str, str]
-    gives: dict[str, int]
+    output_counts: dict[str, int]
     dims: dict[str, int]
     width: int
 
@@ -208,10 +208,10 @@ def _rows(block: Modules, path: str) -> frozenset[str]:
     return frozenset(_inner(next(m.names()), path) for m in found)
 
 
-def _blocks(at: Modules, ran: Ran | None) -> Blocks:
+def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     path = str(at)
     linears: dict[str, Linear] = {}
-    experts: dict[str, Experts] = {}
+    experts: dict[str, FusedExperts] = {}
     norms: dict[str, None] = {}
     kinds: list[list[str]] = []
     for child in at.module.children:
@@ -230,21 +230,23 @@ def _blocks(at: Modules, ran: Ran | None) -> Blocks:
             if own.kind == "norm":
                 norms[name] = None
             elif sum(len(p.shape) == 3 for p in own.parameters) > 1:
-                experts[name] = Experts(name=name, module=own)
-    segments: dict[str, Segment] = {}
+                experts[name] = FusedExperts(name=name, module=own)
+    projection_groups: dict[str, ProjectionGroup] = {}
     for names in kinds:
-        for segment in _segments([linears[n] for n in names], ran.width if ran else 0):
-            _hold(segment, path, ran)
-            segments.setdefault(segment.close.name, segment)
+        for projections in _projection_groups([linears[n] for n in names], ran.width if ran else 0):
+            _hold(projections, path, ran)
+            projection_groups.setdefault(projections.rowwise.name, projections)
     return Blocks(
         path=path,
-        segments=list(segments.values()),
+        projection_groups=list(projection_groups.values()),
         experts=list(experts.values()),
         norms=list(norms),
     )
 
 
-def _by_run(names: list[str], first: str, path: str, rows: frozenset[str], ran: Ran) -> list[str]:
+def _by_run(
+    names: list[str], first: str, path: str, rows: frozenset[str], ran: RunRecord
+) -> list[str]:
     """The names in the order of the run; what did not run (an expert without tokens) last."""
     order: dict[str, int] = {}
     for i, name in enumerate(ran.order):
@@ -267,30 +269,30 @@ def _linear(name: str, module: Module) -> Linear:
     return Linear(name=name, inputs=two, outputs=one)
 
 
-def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
+def _projection_groups(linears: list[Linear], width: int) -> Iterator[ProjectionGroup]:
     """Linears in their order -> segments; what opens and is never closed is left out."""
     waiting: list[Linear] = []
     for linear in linears:
-        if not _closes(linear, waiting, width):
+        if not _is_rowwise(linear, waiting, width):
             waiting.append(linear)
             continue
         near = [w for w in waiting if _near(w.name, linear.name)] or waiting
-        fans = [w for w in near if not _latent(w, near, width)]
+        colwise = [w for w in near if not _latent(w, near, width)]
         latent = [w for w in near if _latent(w, near, width)]
-        if fans:
-            yield Segment(fans=fans, close=linear, latent=latent)
+        if colwise:
+            yield ProjectionGroup(colwise=colwise, rowwise=linear, latent=latent)
         waiting = [w for w in waiting if w not in near]
 
 
-def _closes(linear: Linear, waiting: list[Linear], width: int) -> bool:
+def _is_rowwise(linear: Linear, waiting: list[Linear], width: int) -> bool:
     """Whether a linear closes a segment; `dense` does where its own module opened one.
 
     So does any that gives hidden states of what is wider and was opened, whatever its name.
     """
-    if linear.name.rpartition(".")[2] == "dense" and not CLOSES.search(linear.name):
+    if linear.name.rpartition(".")[2] == "dense" and not ROWWISE_NAMES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)
-    if CLOSES.search(linear.name):
+    if ROWWISE_NAMES.search(linear.name):
         return bool(waiting)
     opened = [w for w in waiting if w.inputs == width and w.outputs % linear.inputs == 0]
     return linear.outputs == width < linear.inputs and bool(opened)
@@ -314,9 +316,9 @@ def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
     return False
 
 
-def _hold(segment: Segment, path: str, ran: Ran | None) -> None:
+def _hold(projections: ProjectionGroup, path: str, ran: RunRecord | None) -> None:
     """Finds the module around the segment that takes the hidden states."""
-    names = [linear.name.split(".")[:-1] for linear in segment.linears]
+    names = [linear.name.split(".")[:-1] for linear in projections.linears]
     common: list[str] = []
     for parts in zip(*names, strict=False):
         if len(set(parts)) > 1:
@@ -324,10 +326,10 @@ def _hold(segment: Segment, path: str, ran: Ran | None) -> None:
         common.append(parts[0])
     if "*" in common:
         return
-    segment.holder = ".".join(common)
-    if ran is None or not segment.holder:
+    projections.holder = ".".join(common)
+    if ran is None or not projections.holder:
         return
     for name, which in ran.hidden.items():
-        if name.startswith(f"{path}.") and _inner(name, path) == segment.holder:
-            segment.takes = which
+        if name.startswith(f"{path}.") and _inner(name, path) == projections.holder:
+            projections.hidden_input = which
             return

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from planc import compiler
 from planc.diagnostic import Severity, Sink
 from planc.draft.plan_text import Draft, render
-from planc.draft.recipes import Choice, Recipe, choices
-from planc.draft.roles import Ran, Roles
+from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
+from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
@@ -23,7 +23,7 @@ from planc.proof.layout_flow import judge
 from planc.proof.small_case import RANKS, SmallCase, SmallModel
 from planc.source import Source
 from planc.syntax import ast, parse
-from planc.trial.outcome import Outcome, Part
+from planc.trial.outcome import Discrepancy, Outcome
 
 _MOST = 60
 """Runs; a model has far fewer parts than that."""
@@ -42,10 +42,10 @@ class Search:
     facts: Facts
     small: SmallModel | None
     roles: Roles
-    ran: Ran | None
+    ran: RunRecord | None
     draft: Draft
-    parts: dict[str, list[Choice]] = field(default_factory=dict)
-    outside: list[Choice] = field(default_factory=list)
+    parts: dict[str, list[SplitChoice]] = field(default_factory=dict)
+    outside: list[SplitChoice] = field(default_factory=list)
     summed: dict[str, dict[str, str]] = field(default_factory=dict)
     inside: dict[str, dict[str, Module]] = field(default_factory=dict)
     unreached: list[str] = field(default_factory=list)
@@ -54,22 +54,24 @@ class Search:
     def __post_init__(self) -> None:
         for blocks in self.roles.blocks:
             inside = self.inside[blocks.path] = _holders(self.facts, blocks.path)
-            self.parts[blocks.path] = choices(blocks, self.facts.config, inside)
+            self.parts[blocks.path] = split_choices(blocks, self.facts.config, inside)
             if self.ran is not None and not any(
                 name.startswith(f"{blocks.path}.") for name in self.ran.order
             ):
                 self.unreached.append(blocks.path)
-                self._given_up(blocks.path)
+                self._leave_unsplit(blocks.path)
             self.summed[blocks.path] = {}
         for name, styles in self._ends():
             self.outside.append(
-                Choice(
+                SplitChoice(
                     name=name,
                     members=(name,),
                     top=name,
                     recipes=[
-                        Recipe(name="split", plain={name: styles[0]}, sequence={name: styles[1]}),
-                        Recipe(name="whole", plain={}),
+                        SplitRecipe(
+                            name="split", plain={name: styles[0]}, sequence={name: styles[1]}
+                        ),
+                        SplitRecipe(name="whole", plain={}),
                     ],
                 )
             )
@@ -83,29 +85,29 @@ class Search:
             yield head, ("colwise(-> replicate)", "colwise(shard(1) -> replicate)")
 
     @property
-    def all(self) -> list[Choice]:
+    def all(self) -> list[SplitChoice]:
         return [*(c for some in self.parts.values() for c in some), *self.outside]
 
     def plain(self) -> Outcome:
         """Settles the recipes without sequence parallelism; gives what the last run said."""
         self.draft.checkpoint = False  # what can be split is found out without it
-        outcome = self._settled()
-        if outcome.again:  # reversible layers: no unit may let go what their backward needs
+        outcome = self._settle()
+        if outcome.recomputed:  # reversible layers: no unit may let go what their backward needs
             self.draft.called = set()
             return outcome
         self.draft.checkpoint = True
-        again = self._tried(sequence=False)
+        again = self._try(sequence=False)
         if again.verdict == outcome.verdict:
             return again
         self.draft.checkpoint = False
         return outcome
 
-    def _settled(self) -> Outcome:
-        outcome = self._tried(sequence=False)
+    def _settle(self) -> Outcome:
+        outcome = self._try(sequence=False)
         while outcome.verdict != "proved" and self.runs < _MOST:
-            if outcome.verdict == "nothing" or not self._taken_back(outcome):
+            if outcome.verdict == "nothing" or not self._step_back(outcome):
                 break
-            outcome = self._tried(sequence=False)
+            outcome = self._try(sequence=False)
         return outcome
 
     def with_sequence(self) -> Outcome | None:
@@ -114,11 +116,11 @@ class Search:
         if rules is None:
             return None
         self.draft.sequence = rules
-        outcome = self._tried(sequence=True)
+        outcome = self._try(sequence=True)
         for _ in range(3):
             if outcome.verdict != "refuted" or not self._summed(outcome, rules):
                 break
-            outcome = self._tried(sequence=True)
+            outcome = self._try(sequence=True)
         if outcome.verdict != "proved":
             self.draft.sequence = None
         return outcome
@@ -126,17 +128,17 @@ class Search:
     def cautious(self) -> None:
         """For a model that can't be run: only what does not depend on its code is split."""
         for path in self.parts:
-            self._given_up(path)
+            self._leave_unsplit(path)
         self._fill()
 
-    def _given_up(self, path: str) -> None:
+    def _leave_unsplit(self, path: str) -> None:
         """Leaves all of a list of blocks whole."""
         for choice in self.parts[path]:
             choice.at = len(choice.recipes) - 1
 
     # Running -------------------------------------------------------------------------------------
 
-    def _tried(self, *, sequence: bool) -> Outcome:
+    def _try(self, *, sequence: bool) -> Outcome:
         """What layout flow says of the draft as it stands."""
         self.runs += 1
         self._fill()
@@ -149,7 +151,7 @@ class Search:
         file = parse(Source("draft.plan", render(self.draft)), sink)
         compiled = compiler.compile((file,), self.facts, sink, world_size=RANKS, settings=settings)
         if compiled.lowered is None:
-            return Outcome(verdict="refuted", parts=tuple(_refused(file, sink)))
+            return Outcome(verdict="refuted", discrepancies=tuple(_refused(file, sink)))
         if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
             return Outcome(verdict="nothing", reason="nothing of it can be split")
         assert self.small is not None
@@ -176,7 +178,7 @@ class Search:
 
     # Taking back ---------------------------------------------------------------------------------
 
-    def _taken_back(self, outcome: Outcome) -> bool:
+    def _step_back(self, outcome: Outcome) -> bool:
         """Mends or lowers what an outcome blames; False where nothing is left to take back."""
         if outcome.verdict == "refuted" and self._summed(outcome, None):
             return True
@@ -192,9 +194,11 @@ class Search:
 
     def _summed(self, outcome: Outcome, rules: dict[str, dict[str, str]] | None) -> bool:
         """Rules for gradients that nothing sums, or for MLA's way around a projection."""
-        outputs = [p for p in outcome.parts if p.kind in ("output", "crash", "refused", "size")]
+        outputs = [
+            p for p in outcome.discrepancies if p.kind in ("output", "crash", "refused", "size")
+        ]
         added = False
-        for part in outcome.parts if not outputs else ():
+        for part in outcome.discrepancies if not outputs else ():
             module = part.subject.rpartition(".")[0]
             path, inner = self._inside(module)
             if path is None:
@@ -220,12 +224,14 @@ class Search:
                 return path, generic(name[len(path) + 1 :].partition(".")[2])
         return None, name
 
-    def _blamed(self, outcome: Outcome) -> list[Choice]:
+    def _blamed(self, outcome: Outcome) -> list[SplitChoice]:
         """The choices whose modules an outcome names, the first one first."""
-        found: list[Choice] = []
-        subjects = [p.subject for p in outcome.parts if p.kind not in ("boundary", "unstated")]
-        subjects += [p.before for p in outcome.parts if p.before]
-        boundaries = [p.subject for p in outcome.parts if p.kind == "boundary"]
+        found: list[SplitChoice] = []
+        subjects = [
+            p.subject for p in outcome.discrepancies if p.kind not in ("boundary", "unstated")
+        ]
+        subjects += [p.before for p in outcome.discrepancies if p.before]
+        boundaries = [p.subject for p in outcome.discrepancies if p.kind == "boundary"]
         for subject in (*boundaries[:1], *subjects):
             path, inner = self._inside(subject)
             inner = re.sub(r"^\$(block|tower)\d*\.", "", inner)
@@ -270,7 +276,7 @@ class Search:
             if name and "." not in name and module.kind != "norm" and module.count:
                 yield name
 
-    def _of_top(self, path: str, top: str, own: list[Choice]) -> dict[str, str] | None:
+    def _of_top(self, path: str, top: str, own: list[SplitChoice]) -> dict[str, str] | None:
         """The rules for one child of a block: fine ones, else it works on the whole sequence."""
         assert self.ran is not None
         if not top or (len(own) == 1 and own[0].recipe.sequence is not None):
@@ -282,7 +288,7 @@ class Search:
             return rules
         names = [n for n in self.ran.order if self._inside(n) == (path, top)]
         takes = next((self.ran.hidden[n] for n in names if n in self.ran.hidden), None)
-        gives = next((self.ran.gives[n] for n in names if n in self.ran.gives), 0)
+        gives = next((self.ran.output_counts[n] for n in names if n in self.ran.output_counts), 0)
         if takes is None:
             return None
         many = ", null" * max(0, gives - 1)
@@ -292,7 +298,7 @@ class Search:
         return {**inner, top: " & ".join(filter(None, [inner.get(top), around]))}
 
 
-def _refused(file: ast.File, sink: Sink) -> Iterator[Part]:
+def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
     """What the compiler refuses, as if a run had died there: the rules' selectors say where."""
     rules = [node for node in _rules(file.statements) if isinstance(node, ast.Rule)]
     for found in sink:
@@ -300,7 +306,7 @@ def _refused(file: ast.File, sink: Sink) -> Iterator[Part]:
             spans = [label.span for label in found.labels]
             targets = (rule.target for span in spans for rule in rules if rule.origin.has(span))
             subject = next((target.origin.text for target in targets), "")
-            yield Part(kind="refused", subject=subject, detail=found.message)
+            yield Discrepancy(kind="refused", subject=subject, detail=found.message)
 
 
 def _rules(nodes: Iterable[ast.Statement | ast.Item]) -> Iterator[ast.Statement | ast.Item]:
@@ -314,7 +320,7 @@ def _rules(nodes: Iterable[ast.Statement | ast.Item]) -> Iterator[ast.Statement 
                 yield from _rules((*node.then, *node.otherwise))
 
 
-def _concerns(choice: Choice, inner: str) -> bool:
+def _concerns(choice: SplitChoice, inner: str) -> bool:
     """Whether a name is one of the choice's modules, or inside or right around them."""
     if not inner:
         return False

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from planc import atomic_write
-from planc.model.config import diffused
+from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
-_FORMAT = 4
+_FORMAT = 5
 """Counts the changes of what `planc.model.module_table` records and of how it is written here."""
 
 
@@ -36,15 +36,17 @@ def folder() -> Path:
 
 def key_of(config: dict[str, Any]) -> str:
     """The name of a configuration's entry: its content and the versions that read it."""
-    return named(f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *also(config))
+    return entry_name(
+        f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *extra_versions(config)
+    )
 
 
-def also(config: Mapping[str, Any]) -> list[str]:
+def extra_versions(config: Mapping[str, Any]) -> list[str]:
     """The version of the library that a configuration needs beside those that all do."""
-    return [f"diffusers {version('diffusers')}"] if diffused(config) else []
+    return [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
 
 
-def named(*parts: str) -> str:
+def entry_name(*parts: str) -> str:
     """The name of an entry that depends on these texts, on Python, torch and transformers."""
     own = [
         parts[0],
@@ -75,14 +77,14 @@ def version(package: str) -> str:
 
 def versions(config: Mapping[str, Any]) -> dict[str, str]:
     """The versions of the packages that decide what a model is and how it runs."""
-    names = ("torch", "transformers", *(("diffusers",) if diffused(config) else ()))
+    names = ("torch", "transformers", *(("diffusers",) if is_diffusers(config) else ()))
     return {name: version(name) for name in names}
 
 
-def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:
+def read(key: str, *, config_name: str, stated_fields: frozenset[str]) -> Facts | None:
     """The facts of an entry, or None where there is no sound one."""
     try:
-        return _decode(recall(key), config_name, given)
+        return _decode(recall(key), config_name, stated_fields)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None  # whatever is wrong with it, the facts are built anew
 
@@ -124,7 +126,9 @@ def _encode(facts: Facts) -> dict[str, Any]:
                 [add(c.module), c.name, None if c.indices is None else hex(c.indices.bits)]
                 for c in module.children
             ]
-            own = [[p.name, p.shape, p.dtype, p.trainable, p.island] for p in module.parameters]
+            own = [
+                [p.name, p.shape, p.dtype, p.trainable, p.keep_in_fp32] for p in module.parameters
+            ]
             modules.append([module.cls, module.kind, own, module.facts, children])
             known[id(module)] = len(modules) - 1
         return known[id(module)]
@@ -140,7 +144,7 @@ def _encode(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _decode(data: dict[str, Any], config_name: str, given: frozenset[str]) -> Facts:
+def _decode(data: dict[str, Any], config_name: str, stated_fields: frozenset[str]) -> Facts:
     modules: list[Module] = []
     for cls, kind, own, facts, children in data["modules"]:
         modules.append(
@@ -162,5 +166,5 @@ def _decode(data: dict[str, Any], config_name: str, given: frozenset[str]) -> Fa
         config_name=config_name,
         root=modules[data["root"]],
         ties=tuple(tuple(group) for group in data["ties"]),
-        given=given,
+        stated_fields=stated_fields,
     )

@@ -20,14 +20,14 @@ CLASS = "_class_name"
 """The field that names the class, in every configuration that diffusers writes."""
 
 
-def diffused(values: Mapping[str, Any]) -> bool:
+def is_diffusers(values: Mapping[str, Any]) -> bool:
     """Whether the fields are of a model of diffusers."""
     return CLASS in values and "model_type" not in values
 
 
 def buildable(values: Mapping[str, Any]) -> bool:
     """Whether the fields say which model of transformers or of diffusers they are of."""
-    return "model_type" in values or diffused(values)
+    return "model_type" in values or is_diffusers(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Config:
         """Whether the schema holds; each field that breaks it is a finding (PL603)."""
 
         schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
-        if diffused(self.values):
+        if is_diffusers(self.values):
             schema["required"] = [CLASS]
         validator = _strict()(schema)
         problems = [leaf for e in validator.iter_errors(self.values) for leaf in _leaves(e)]
@@ -74,7 +74,7 @@ class Config:
         return not problems
 
 
-def in_hand(values: dict[str, Any], name: str) -> Config:
+def config_of(values: dict[str, Any], name: str) -> Config:
     """A configuration that is in no file."""
     return Config(name=name, path=Path(name), values=values)
 
@@ -139,14 +139,14 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ConfigFile:
     """A configuration file and what to call it."""
 
     name: str
     path: Path
 
 
-def locate(model: str) -> Place | None:
+def locate_config(model: str) -> ConfigFile | None:
     """The configuration file that a name means, or None where nothing of that name is."""
     path = Path(model)
     known = PLANS / "models" / f"{model}.json"
@@ -155,16 +155,16 @@ def locate(model: str) -> Place | None:
     except (FileNotFoundError, NotADirectoryError):
         mode = None
     except PermissionError:  # of a folder above it; reading it says so
-        return Place(name=model, path=path)
+        return ConfigFile(name=model, path=path)
     except (OSError, ValueError):  # a name too long, or with a NUL in it
         return None
     if mode is not None and stat.S_ISDIR(mode):
         inner = _inside(path)
-        return Place(name=f"{model.rstrip('/')}/{inner}", path=path / inner)
+        return ConfigFile(name=f"{model.rstrip('/')}/{inner}", path=path / inner)
     if mode is not None:
-        return Place(name=model, path=path)
+        return ConfigFile(name=model, path=path)
     if re.fullmatch(r"[\w.-]+", model) and known.is_file():
-        return Place(name=f"plans/models/{model}.json", path=known)
+        return ConfigFile(name=f"plans/models/{model}.json", path=known)
     return _in_hub_cache(model)
 
 
@@ -174,12 +174,12 @@ def _inside(folder: Path) -> str:
     return "transformer/config.json" if pipeline else "config.json"
 
 
-def shipped() -> tuple[str, ...]:
+def shipped_models() -> tuple[str, ...]:
     """The names of the models whose configurations ship with planc."""
     return tuple(sorted(p.stem for p in (PLANS / "models").glob("*.json")))
 
 
-def _in_hub_cache(model: str) -> Place | None:
+def _in_hub_cache(model: str) -> ConfigFile | None:
     """The configuration of a hub model that was downloaded earlier; nothing is fetched."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         return None
@@ -195,7 +195,7 @@ def _in_hub_cache(model: str) -> Place | None:
     if path is None:
         return None
     inner = "transformer/" if path.parent.name == "transformer" else ""
-    return Place(name=f"{model}/{inner}config.json", path=path)
+    return ConfigFile(name=f"{model}/{inner}config.json", path=path)
 
 
 def _snapshot(model: str) -> Path | None:
@@ -216,7 +216,7 @@ def _snapshot(model: str) -> Path | None:
         return None
 
 
-def read(place: Place, sink: Sink) -> Config | None:
+def read(place: ConfigFile, sink: Sink) -> Config | None:
     """The fields of a configuration file, or None after a finding (PL601, PL602)."""
     try:
         if not stat.S_ISREG(place.path.stat().st_mode):  # never wait for a pipe

@@ -48,7 +48,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    island: str = ""
+    keep_in_fp32: str = ""
 
     def cast(self, dtype: str) -> str:
         """The type that it has after the model was cast.
@@ -58,7 +58,7 @@ class Parameter:
         if "float" not in self.dtype:
             return self.dtype
         whole = {"float16": ("float16", "half"), "bfloat16": ("half",)}.get(dtype, ())
-        return "float32" if self.island in whole else dtype
+        return "float32" if self.keep_in_fp32 in whole else dtype
 
     @property
     def numel(self) -> int:
@@ -269,7 +269,7 @@ class Facts:
     config_name: str
     root: Module
     ties: tuple[tuple[str, ...], ...] = ()
-    given: frozenset[str] = frozenset()
+    stated_fields: frozenset[str] = frozenset()
     code: str = ""
 
     @property
@@ -320,7 +320,7 @@ class Facts:
 
     def source(self, field_name: str) -> str:
         """Where a configuration value comes from, for a message."""
-        return self.config_name if field_name in self.given else f"default of {self.family}"
+        return self.config_name if field_name in self.stated_fields else f"default of {self.family}"
 
 
 def _entry(part: str, indices: Indices) -> bool:

@@ -29,13 +29,13 @@ def signature(module: Module) -> tuple[Any, ...]:
     return (module.cls, tuple(p.name for p in module.parameters), inner)
 
 
-def sorts(facts: Facts) -> dict[int, list[str]]:
+def block_kinds(facts: Facts) -> dict[int, list[str]]:
     """For the lists of a model, by their length, a number for what each block is made of.
 
     Two lists of one length that are not alike are left out: a length can't tell them apart.
     """
     found: dict[int, list[str]] = {}
-    unlike: set[int] = set()
+    ambiguous: set[int] = set()
     for at in block_lists(facts.model):
         known: dict[tuple[Any, ...], str] = {}
         row: dict[int, str] = {}
@@ -44,5 +44,5 @@ def sorts(facts: Facts) -> dict[int, list[str]]:
             row |= dict.fromkeys(child.indices or (), number)
         labels = [row[i] for i in sorted(row)]
         if found.setdefault(len(labels), labels) != labels:
-            unlike.add(len(labels))
-    return {length: labels for length, labels in found.items() if length not in unlike}
+            ambiguous.add(len(labels))
+    return {length: labels for length, labels in found.items() if length not in ambiguous}

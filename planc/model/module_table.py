@@ -37,7 +37,7 @@ def facts_of(
     *,
     config: Any = None,
     config_name: str = "config.json",
-    given: frozenset[str] = frozenset(),
+    stated_fields: frozenset[str] = frozenset(),
 ) -> Facts:
     """The facts of a model at hand.
 
@@ -55,9 +55,9 @@ def facts_of(
         family=str(values.get("model_type") or name),
         config=values,
         config_name=config_name,
-        root=_Table(_islands(module)).module(module),
+        root=_Table(_fp32_patterns(module)).module(module),
         ties=_ties(module),
-        given=given,
+        stated_fields=stated_fields,
     )
 
 
@@ -79,7 +79,7 @@ class _Table:
     """Builds the table; like modules become one object, so that comparing them is quick."""
 
     def __init__(self, islands: Sequence[tuple[re.Pattern[str], str]]) -> None:
-        self._islands = islands
+        self._fp32_patterns = islands
         self._known: dict[tuple[Any, ...], Module] = {}
         self._shared: dict[tuple[Any, ...], Parameter] = {}
 
@@ -88,7 +88,7 @@ class _Table:
 
         kind = _kind(module)
         own = tuple(
-            self._parameter(name, p, self._island(path, name))
+            self._parameter(name, p, self._keep_in_fp32(path, name))
             for name, p in module._parameters.items()
             if p is not None
         )
@@ -115,32 +115,32 @@ class _Table:
             )
         return self._known[key]
 
-    def _island(self, path: str, name: str) -> str:
+    def _keep_in_fp32(self, path: str, name: str) -> str:
         """What is said of a parameter; the stronger word where there are two."""
-        return max((word for p, word in self._islands if p.search(path + name)), default="")
+        return max((word for p, word in self._fp32_patterns if p.search(path + name)), default="")
 
-    def _parameter(self, name: str, parameter: Any, island: str) -> Parameter:
-        key = (name, parameter.shape, parameter.dtype, parameter.requires_grad, island)
+    def _parameter(self, name: str, parameter: Any, keep_in_fp32: str) -> Parameter:
+        key = (name, parameter.shape, parameter.dtype, parameter.requires_grad, keep_in_fp32)
         if key not in self._shared:
             self._shared[key] = Parameter(
                 name=name,
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 trainable=parameter.requires_grad,
-                island=island,
+                keep_in_fp32=keep_in_fp32,
             )
         return self._shared[key]
 
 
-def _islands(module: Any) -> list[tuple[re.Pattern[str], str]]:
+def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
     """The names that a transformers model keeps in float32, as `from_pretrained` looks for them.
 
     Source: `build_glob_alternation` in `transformers.core_model_loading`: a star is any text.
     """
-    said = {"_keep_in_fp32_modules": "float16", "_keep_in_fp32_modules_strict": "half"}
+    conditions = {"_keep_in_fp32_modules": "float16", "_keep_in_fp32_modules_strict": "half"}
     return [
         (re.compile(name.replace("*", r".*")), word)
-        for field, word in said.items()
+        for field, word in conditions.items()
         for name in sorted(getattr(module, field, None) or ())
     ]
 

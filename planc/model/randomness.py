@@ -9,7 +9,7 @@ from planc.model.facts import Facts
 from planc.model.small.config_fields import DROPOUT, JITTER
 
 
-def drawn(facts: Facts) -> tuple[str, ...]:
+def random_fields(facts: Facts) -> tuple[str, ...]:
     """The fields by which training draws random numbers, as `name = value`.
 
     A model that is not from transformers has modules instead, of torch's dropout.
@@ -26,7 +26,7 @@ def drawn(facts: Facts) -> tuple[str, ...]:
     return tuple(fields)
 
 
-def skipping(facts: Facts) -> tuple[str, ...]:
+def layer_drop_fields(facts: Facts) -> tuple[str, ...]:
     """Those by which training leaves out whole layers at random."""
     return tuple(f"{n} = {v}" for n, v in _fields(facts.config) if n.endswith("layerdrop"))
 

@@ -17,7 +17,7 @@ from planc.trial.source_digest import source_digest
 _FORMAT = 2
 
 
-def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
+def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
     """The modules that are called, with stars for numbers; None, and why, where no run tells it.
 
     Args:
@@ -27,7 +27,9 @@ def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
     if isinstance(model, str):
         return None, model
     config = json.dumps(model.values, sort_keys=True)
-    key = cache.named(f"calls {_FORMAT}", config, *cache.also(model.values), source_digest())
+    key = cache.entry_name(
+        f"calls {_FORMAT}", config, *cache.extra_versions(model.values), source_digest()
+    )
     kept = None if model.code else cache.recall(key)
     if isinstance(kept, list):
         return frozenset(map(str, kept)), ""
@@ -41,7 +43,7 @@ def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
 
 
 def _run(model: SmallModel) -> set[str]:
-    from planc.trial.trace import called as run
+    from planc.trial.trace import run_order as run
 
-    maker = model.maker()
-    return {generic(name) for name in run(maker.build(0), maker.sample())}
+    builder = model.builder()
+    return {generic(name) for name in run(builder.build(0), builder.sample())}

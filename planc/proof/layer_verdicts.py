@@ -21,7 +21,7 @@ from planc.trial.outcome import LIMIT, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class LayerVerdict:
     """Like blocks and the verdict on them.
 
     Args:
@@ -59,7 +59,7 @@ class _Group:
     label: str
 
 
-def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
+def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[LayerVerdict, ...]:
     """The verdict on each kind of layer of a model, from a run of a small one.
 
     Args:
@@ -72,63 +72,67 @@ def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
     groups = {key: group.modules for key, group in _groups(small.facts, facts)}
     seen = {key: list(modules.names()) for key, modules in groups.items()}
     ran = {name for name, _ in outcome.modules}
-    found: list[Kind] = []
+    found: list[LayerVerdict] = []
     for key, group in _groups(facts, facts):
         names = seen.get(key, [])
         if names and not any(_in(r, name) for r in ran for name in names):
-            found.append(_not_run(group, groups[key], small.plan, outcome.unfed))
+            found.append(_not_run(group, groups[key], small.plan, outcome.missing_inputs))
         else:
             found.append(_judged(str(group.modules), group.label, names, outcome))
     blocks = [name for names in seen.values() for name in names]
     rest = [n for n, _ in outcome.modules if not any(_in(n, b) or _in(b, n) for b in blocks)]
     if rest:
         found.append(_judged("root", "", rest, outcome))
-    return (*found, *_not_used(small, blocks, ran, outcome.unfed))
+    return (*found, *_not_used(small, blocks, ran, outcome.missing_inputs))
 
 
-def _not_used(small: Compiled, blocks: list[str], ran: set[str], unfed: str) -> Iterator[Kind]:
+def _not_used(
+    small: Compiled, blocks: list[str], ran: set[str], missing_inputs: str
+) -> Iterator[LayerVerdict]:
     """Modules in no list of blocks that a rule is about and the run neither calls nor trains."""
     assert small.plan is not None
     for rule in small.plan.tensor:
         names = [n for n in rule.modules.names() if not any(_in(n, b) for b in blocks)]
         if rule.modules.module.count and names and not any(_in(r, n) for n in names for r in ran):
-            reason = _unreached(unfed)
-            yield Kind(modules=str(rule.modules), label="", verdict="unknown", reason=reason)
+            reason = _unreached(missing_inputs)
+            yield LayerVerdict(
+                modules=str(rule.modules), label="", verdict="unknown", reason=reason
+            )
 
 
-def _not_run(group: _Group, modules: Modules, plan: Plan, unfed: str) -> Kind:
+def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -> LayerVerdict:
     """Blocks that the run has no input for, such as a tower that waits for images."""
     split = any(rule.modules.within(modules) for rule in plan.tensor)
-    return Kind(
+    return LayerVerdict(
         modules=str(group.modules),
         label=group.label,
         verdict="unknown" if split else "proved",
-        reason=_unreached(unfed) if split else "",
+        reason=_unreached(missing_inputs) if split else "",
     )
 
 
-def _unreached(unfed: str) -> str:
-    told = "the small model's run does not come there"
-    return f"{told}: {unfed}" if unfed else told
+def _unreached(missing_inputs: str) -> str:
+    reason = "the small model's run does not come there"
+    return f"{reason}: {missing_inputs}" if missing_inputs else reason
 
 
-def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Kind:
+def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> LayerVerdict:
     errors = [e for n, e in outcome.modules if any(_in(n, name) for name in names)]
     if not errors:
         reason = "the small model has no such layer"
-        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
+        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     first = outcome.first
     worst = max((e for e in errors if e is not None), default=None)
     own = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
     if own:
-        return Kind(modules=modules, label=label, verdict="refuted", error=worst)
+        return LayerVerdict(modules=modules, label=label, verdict="refuted", error=worst)
     if first is not None:
         reason = f"the model is wrong at {first.subject or 'its end'}, so this can't be compared"
-        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
+        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     if None in errors:
         reason = "the run did not get there"
-        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
-    return Kind(modules=modules, label=label, verdict="proved", error=worst)
+        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
+    return LayerVerdict(modules=modules, label=label, verdict="proved", error=worst)
 
 
 def _in(name: str, holder: str) -> bool:

@@ -10,10 +10,10 @@ from planc.plan.apply_adapters import NAME, styles
 from planc.plan.ir import Plan
 from planc.source import Span
 
-Rules = list[tuple[Modules, Span]]
+RuleSpans = list[tuple[Modules, Span]]
 
 
-def rules(name: str, plan: Plan) -> Iterator[Label]:
+def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
     """The tensor rules for a module, else those inside it, else of what holds it.
 
     What holds it counts with the rules right inside of it: a module without a rule takes what the
@@ -24,28 +24,28 @@ def rules(name: str, plan: Plan) -> Iterator[Label]:
         plan: The plan.
     """
     known = [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
-    on = _on(name, known)
+    direct = _direct(name, known)
     inside = _right_inside(name, known) or [
         (m, o) for m, o in known if any(below(n, name) for n in m.names())
     ]
-    if on or inside:
-        yield from _labels(on or inside)
+    if direct or inside:
+        yield from _labels(direct or inside)
         return
     for at in holders(name):
-        around = _on(at, known) or (_right_inside(at, known) if at else [])
+        around = _direct(at, known) or (_right_inside(at, known) if at else [])
         if around:
             yield from _labels(around)
             return
 
 
-def units(name: str, plan: Plan) -> Iterator[Label]:
+def unit_labels(name: str, plan: Plan) -> Iterator[Label]:
     """The FSDP unit of a module: its own, or that of the nearest module which holds it."""
     known = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
     for at in (name, *holders(name)):
-        found = dict.fromkeys(origin for _, origin in _on(at, known))
+        found = dict.fromkeys(origin for _, origin in _direct(at, known))
         if found:
-            told = "its unit" if at == name else f"the unit of {at or 'the model'}"
-            yield from (Label(span=span, text=told) for span in found)
+            label = "its unit" if at == name else f"the unit of {at or 'the model'}"
+            yield from (Label(span=span, text=label) for span in found)
             return
 
 
@@ -56,11 +56,11 @@ def holders(name: str) -> Iterator[str]:
         yield name
 
 
-def _on(name: str, known: Rules) -> Rules:
+def _direct(name: str, known: RuleSpans) -> RuleSpans:
     return [(modules, origin) for modules, origin in known if modules.has(name)]
 
 
-def _right_inside(name: str, known: Rules) -> Rules:
+def _right_inside(name: str, known: RuleSpans) -> RuleSpans:
     count = len(name.split(".")) + 1 if name else 1
     return [
         (modules, origin)

@@ -17,14 +17,14 @@ from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.model.config import buildable
 from planc.model.facts import Facts
-from planc.model.layer_kinds import sorts
-from planc.model.load import of_values
+from planc.model.layer_kinds import block_kinds
+from planc.model.load import load_values
 from planc.model.small.shrink import shrink
 from planc.ops.base import AxisRole
 from planc.proof import small_mesh
 
 if TYPE_CHECKING:
-    from planc.model.small.user_model import Makes
+    from planc.model.small.user_model import ModelBuilder
 
 RANKS = 2
 """Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
@@ -42,11 +42,11 @@ class SmallModel:
     values: dict[str, Any]
     code: str = ""
 
-    def maker(self) -> Makes:
+    def builder(self) -> ModelBuilder:
         """Builds the model with weights, and its inputs; imports torch. Raises as `maker_of`."""
-        from planc.model.small.user_model import maker_of
+        from planc.model.small.user_model import builder_of
 
-        return maker_of(self.values, self.code)
+        return builder_of(self.values, self.code)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.
@@ -55,7 +55,7 @@ class SmallModel:
             model: what it is the small model of.
             sink: receives what is wrong (PL60x).
         """
-        return model if self.code else of_values(self.values, "the small model", sink)
+        return model if self.code else load_values(self.values, "the small model", sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallMo
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that could be made small"
     try:
-        values = shrink(facts.config, ranks=ranks, blocks=sorts(facts))
+        values = shrink(facts.config, ranks=ranks, blocks=block_kinds(facts))
     except Exception as error:
         return f"the model cannot be shrunk: {error}"
     values = json.loads(json.dumps(values, default=str))

@@ -19,7 +19,7 @@ _FIRST = (
 """Which axes get the processes, where there are not enough for all."""
 
 
-def sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
+def small_sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
     """The size of each axis on a few processes.
 
     An axis of more than one rank keeps more than one as long as there are processes; what is left

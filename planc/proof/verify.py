@@ -19,18 +19,18 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
-from planc.proof.layout_flow import UNSEEN, megatron
+from planc.proof.layout_flow import UNSEEN, is_megatron
 from planc.proof.small_case import SmallCase, small_case
-from planc.proof.small_mesh import not_reached, sizes
-from planc.proof.verify_findings import parted, troubled, unknown
+from planc.proof.small_mesh import not_reached, small_sizes
+from planc.proof.verify_findings import report_difference, report_failure, report_unknown
 from planc.trial import certificate as store
 from planc.trial.launcher import (
     LIMITS,
     SEEDS,
     Comparison,
-    Nursery,
-    Trouble,
-    nursery,
+    ForkServer,
+    TrialFailure,
+    fork_server,
     single_precision,
 )
 
@@ -57,10 +57,10 @@ class _Case:
     lowered: Lowered
     compiled: Compiled
     processes: int
-    said: tuple[str, ...]
+    check_codes: tuple[str, ...]
     small: SmallCase | None = None
     run: Lowered | None = None
-    small_said: tuple[str, ...] = ()
+    small_check_codes: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -98,29 +98,29 @@ def verify(
         timeout: seconds for the processes, their start included.
     """
     world_size = world_size or processes
-    with nursery() as made:  # it imports torch while this compiles
+    with fork_server() as server:  # it imports torch while this compiles
         files = compiler.read(plan, sink)
         if isinstance(files, LoweredFile):
-            told = "a lowered plan is for one model, and not for a small one"
-            unknown(sink, told, "give the .plan")
+            message = "a lowered plan is for one model, and not for a small one"
+            report_unknown(sink, message, "give the .plan")
             return Proof(verdict="unknown")
         facts = load(model, sink, allow_code=allow_code)
         case = _compiled(files, facts, sink, world_size, tuple(settings))
         if case is None:
             return Proof(verdict="unknown")
         if case.lowered.code and not allow_code:
-            told = f"{case.lowered.code[0]} is code of the plan's own"
-            unknown(sink, told, "look at it, then give --allow-code")
+            message = f"{case.lowered.code[0]} is code of the plan's own"
+            report_unknown(sink, message, "look at it, then give --allow-code")
             return Proof(verdict="unknown")
-        if megatron(case.lowered):
-            unknown(sink, UNSEEN, "train a few steps beside the same with torch's FSDP")
+        if is_megatron(case.lowered):
+            report_unknown(sink, UNSEEN, "train a few steps beside the same with torch's FSDP")
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
         case.processes = min(processes, world_size)
-        reason = _shrunken(case)
+        reason = _make_small_case(case)
         if reason:
-            unknown(sink, reason)
+            report_unknown(sink, reason)
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", reason))
-        return _run(case, made, sink, timeout)
+        return _run(case, server, sink, timeout)
 
 
 def _compiled(
@@ -135,7 +135,11 @@ def _compiled(
     if done.facts is None or done.lowered is None:
         return None
     return _Case(
-        facts=done.facts, lowered=done.lowered, compiled=done, processes=world, said=_codes(checks)
+        facts=done.facts,
+        lowered=done.lowered,
+        compiled=done,
+        processes=world,
+        check_codes=_codes(checks),
     )
 
 
@@ -144,40 +148,40 @@ def _codes(checks: Sink) -> tuple[str, ...]:
     return tuple(sorted({d.code for d in checks if d.severity == "error"}))
 
 
-def _shrunken(case: _Case) -> str | None:
+def _make_small_case(case: _Case) -> str | None:
     """Makes the small case; gives the reason where there is none."""
     assert case.compiled.plan is not None
-    axes, checks = sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
+    axes, checks = small_sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
     small = small_case(case.compiled, axes, checks=checks)
     if isinstance(small, str):
         return small
     assert small.compiled.lowered is not None
     case.small, case.run = small, single_precision(small.compiled.lowered)
-    case.small_said = _codes(checks)
+    case.small_check_codes = _codes(checks)
     return None
 
 
-def _run(case: _Case, made: Nursery, sink: Sink, timeout: float) -> Proof:
+def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     assert case.run is not None
-    found = made.compare(case.config, case.run, timeout=timeout, code=case.facts.code)
+    found = server.compare(case.config, case.run, timeout=timeout, code=case.facts.code)
     places: tuple[str, ...] = ()
     reason: str | None = None
-    heard = Sink()
-    if isinstance(found, Trouble):
-        verdict, reason = troubled(found, case.plan, case.run, heard)
+    findings = Sink()
+    if isinstance(found, TrialFailure):
+        verdict, reason = report_failure(found, case.plan, case.run, findings)
     elif found.same:
         verdict = "verified"
     else:
         verdict = "refuted"
-        reason, places = parted(found, case.plan, case.run, heard)
+        reason, places = report_difference(found, case.plan, case.run, findings)
     doubt = _doubt(case, verdict)
     if doubt:
         verdict, reason = "unknown", doubt
-        unknown(sink, doubt)
+        report_unknown(sink, doubt)
     else:
-        for diagnostic in heard:
+        for diagnostic in findings:
             sink.add(diagnostic)
-    compared = None if isinstance(found, Trouble) else found
+    compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
     if verdict != "unknown" and not case.facts.code:  # a user's code may be another one tomorrow
         key = store.key_of(certificate["lowered"], case.facts.config)
@@ -187,13 +191,16 @@ def _run(case: _Case, made: Nursery, sink: Sink, timeout: float) -> Proof:
 
 def _doubt(case: _Case, verdict: str) -> str | None:
     """Why the small model's verdict is not the real one's: one of them alone has wrong sizes."""
-    real, small = set(case.said) - set(case.small_said), set(case.small_said) - set(case.said)
+    real, small = (
+        set(case.check_codes) - set(case.small_check_codes),
+        set(case.small_check_codes) - set(case.check_codes),
+    )
     if verdict == "verified" and real:
-        told = one_of(sorted(real), last="and")
-        return f"planc check finds {told} in the real sizes, and the small ones don't have it"
+        codes = one_of(sorted(real), last="and")
+        return f"planc check finds {codes} in the real sizes, and the small ones don't have it"
     if verdict == "refuted" and small:
-        told = one_of(sorted(small), last="and")
-        return f"planc check finds {told} in the small model, and not in the real one"
+        codes = one_of(sorted(small), last="and")
+        return f"planc check finds {codes} in the small model, and not in the real one"
     return None
 
 
@@ -224,7 +231,7 @@ def _certificate(
         "worst": found.worst if found else None,
         "first": first
         and {**{n: first[n] for n in ("what", "name", "error")}, "places": list(places)},
-        "checks": list(case.said),
+        "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
         "left_out": list(_left_out(case.lowered)),
         "versions": store.versions(case.facts.config),

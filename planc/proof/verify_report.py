@@ -29,8 +29,8 @@ def table(certificate: Certificate) -> str:
         for kind, words in _KINDS.items():
             limit = certificate["limits"][kind]
             at = (certificate["worst"] or {}).get(kind)
-            told = f"  {at}" if at and errors[kind] > limit else ""
-            lines.append(f"{words:<34}{number(errors[kind]):>14}{number(limit):>8}{told}")
+            location = f"  {at}" if at and errors[kind] > limit else ""
+            lines.append(f"{words:<34}{number(errors[kind]):>14}{number(limit):>8}{location}")
         lines.append("")
     for title, what in (("left out", "left_out"), ("not reached", "not_reached")):
         lines += [f"{title}: {text}" for text in certificate[what]]

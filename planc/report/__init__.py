@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from planc.report.color import wants_colour
+from planc.report.color import wants_color
 
 if TYPE_CHECKING:
     from planc.diagnostic import Diagnostic
 
-__all__ = ["FORMATS", "render", "wants_colour"]
+__all__ = ["FORMATS", "render", "wants_color"]
 
 FORMATS = ("full", "concise", "json", "github", "sarif")
 
@@ -24,7 +24,7 @@ def render(
     diagnostics: Iterable[Diagnostic],
     format: str,
     *,
-    colour: bool = False,
+    color: bool = False,
     width: int = 100,
     also: Mapping[str, Any] | None = None,
 ) -> str:
@@ -33,7 +33,7 @@ def render(
     Args:
         diagnostics: the findings, in any order.
         format: one of `FORMATS`.
-        colour: whether to use ANSI colours; for `full` and `concise`.
+        color: whether to use ANSI colors; for `full` and `concise`.
         width: the cells of a line; for `full`.
         also: fields beside the findings, such as a verdict; for `json`.
 
@@ -45,11 +45,11 @@ def render(
         case "full":
             from planc.report import full
 
-            return full.render(found, colour=colour, width=width)
+            return full.render(found, color=color, width=width)
         case "concise":
             from planc.report import concise
 
-            return concise.render(found, colour=colour)
+            return concise.render(found, color=color)
         case "json":
             from planc.report import json_document
 

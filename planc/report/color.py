@@ -1,10 +1,10 @@
-"""Colours on a terminal: when they are wanted, and the codes that give them."""
+"""Colors on a terminal: when they are wanted, and the codes that give them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-Segment = tuple[str, str]
+StyledText = tuple[str, str]
 """A piece of text and the name of its style; `""` is plain."""
 
 _CODES = {
@@ -18,8 +18,8 @@ _CODES = {
 }
 
 
-def wants_colour(stream: object, environ: Mapping[str, str]) -> bool:
-    """Whether text that is written to a stream may hold colours.
+def wants_color(stream: object, environ: Mapping[str, str]) -> bool:
+    """Whether text that is written to a stream may hold colors.
 
     Args:
         stream: a file; one without `isatty` is no terminal.
@@ -36,7 +36,7 @@ def wants_colour(stream: object, environ: Mapping[str, str]) -> bool:
     return bool(isatty and isatty())
 
 
-def paint(segments: Iterable[Segment], colour: bool) -> str:
+def paint(segments: Iterable[StyledText], color: bool) -> str:
     """One line of text, without the blanks at its end."""
     pieces = list(segments)
     while pieces and not pieces[-1][0].strip(" "):
@@ -44,6 +44,6 @@ def paint(segments: Iterable[Segment], colour: bool) -> str:
     if pieces:
         pieces[-1] = (pieces[-1][0].rstrip(" "), pieces[-1][1])
     return "".join(
-        f"\x1b[{_CODES[style]}m{text}\x1b[0m" if colour and style and text else text
+        f"\x1b[{_CODES[style]}m{text}\x1b[0m" if color and style and text else text
         for text, style in pieces
     )

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planc.diagnostic import Label
-from planc.report.color import Segment
+from planc.report.color import StyledText
 from planc.report.terminal_width import cells, width, wrap
 from planc.source import Source
 
-Row = list[Segment]
+Row = list[StyledText]
 
 _ELLIPSIS = "\u2026"
 _MARGIN = 4
@@ -32,7 +32,7 @@ class Mark:
 class _Canvas:
     """Rows of cells; what takes several has its text in the first and nothing in the others."""
 
-    rows: list[dict[int, Segment]] = field(default_factory=list)
+    rows: list[dict[int, StyledText]] = field(default_factory=list)
 
     def put(self, row: int, column: int, text: str, style: str = "") -> None:
         self.put_cells(row, column, cells(text), style)
@@ -56,7 +56,7 @@ class _Canvas:
         return [_merged(row) for row in self.rows]
 
 
-def _merged(row: dict[int, Segment]) -> Row:
+def _merged(row: dict[int, StyledText]) -> Row:
     out: Row = []
     for column in range(max(row, default=-1) + 1):
         text, style = row.get(column, (" ", ""))
@@ -88,7 +88,7 @@ def mark(label: Label, *, style: str, primary: bool) -> Mark:
     return Mark(start=start, end=max(end, start + 1), text=label.text, style=style, primary=primary)
 
 
-def drawn(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
+def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
     """The line and what is written below it, within `room` cells.
 
     A long line is cut to a window around its marks. Marks that are too far apart for one window
@@ -144,13 +144,13 @@ def _window(
     if cut:
         canvas.put(0, room - 1, _ELLIPSIS, "gutter")
     bound = high if cut else total + 1  # a mark may point just behind the last character
-    moved = []
+    shifted = []
     for one in marks:
         start = min(max(one.start, low), bound - 1)
         end = min(max(one.end, start + 1), bound)
-        moved.append(replace(one, start=start - left, end=end - left))
-    _underline(canvas, moved)
-    _write(canvas, moved, room)
+        shifted.append(replace(one, start=start - left, end=end - left))
+    _underline(canvas, shifted)
+    _write(canvas, shifted, room)
     return canvas.segments()
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from planc.diagnostic import Diagnostic, Label, Severity
-from planc.report.color import Segment, paint
-from planc.report.excerpt import Row, drawn, line_of, mark
-from planc.report.sorting import arranged, placed, summary
+from planc.report.color import StyledText, paint
+from planc.report.excerpt import Row, drawn_lines, line_of, mark
+from planc.report.sorting import labels_with_source, sorted_findings, summary
 from planc.report.terminal_width import visible, wrap
 from planc.source import Source, Span
 
@@ -33,28 +33,30 @@ class _Frame:
     style: str
 
     @property
-    def bar(self) -> Segment:
+    def bar(self) -> StyledText:
         return f"{' ' * self.gutter} | ", "gutter"
 
 
-def render(diagnostics: Iterable[Diagnostic], *, colour: bool, width: int) -> str:
+def render(diagnostics: Iterable[Diagnostic], *, color: bool, width: int) -> str:
     """The blocks, with a blank line after each, and the summary.
 
     Args:
         diagnostics: the findings, in any order.
-        colour: whether to use ANSI colours.
+        color: whether to use ANSI colors.
         width: the cells of a line; nothing is wider but a location or a word that can't be broken.
     """
-    found = arranged(diagnostics)
-    numbers = [label.span.line for d in found for label in placed(d) if _numbered(label)]
+    found = sorted_findings(diagnostics)
+    numbers = [
+        label.span.line for d in found for label in labels_with_source(d) if _numbered(label)
+    ]
     gutter = len(str(max(numbers, default=1)))
     lines: list[str] = []
     for diagnostic in found:
         rows = _block(diagnostic, gutter, max(width, _NARROWEST))
-        lines += [paint(row, colour) for row in rows]
+        lines += [paint(row, color) for row in rows]
         lines.append("")
     worst = next((s for s in Severity if any(d.severity is s for d in found)), None)
-    lines.append(paint([(summary(found), worst.value if worst else "bold")], colour))
+    lines.append(paint([(summary(found), worst.value if worst else "bold")], color))
     return "\n".join(lines) + "\n"
 
 
@@ -63,7 +65,7 @@ def _numbered(label: Label) -> bool:
 
 
 def _block(diagnostic: Diagnostic, gutter: int, room: int) -> list[Row]:
-    labels = placed(diagnostic)
+    labels = labels_with_source(diagnostic)
     main = labels[0] if labels else None
     frame = _Frame(gutter=gutter, room=room, main=main, style=diagnostic.severity.value)
     rows = _head(diagnostic, room)
@@ -122,7 +124,7 @@ def _excerpt(source: Source, number: int, labels: Sequence[Label], frame: _Frame
         marks.append(mark(label, style=frame.style if primary else "secondary", primary=primary))
     shown = "" if source.argument else str(number)
     rows: list[Row] = []
-    for window in drawn(line_of(source, number), marks, frame.room - frame.gutter - 3):
+    for window in drawn_lines(line_of(source, number), marks, frame.room - frame.gutter - 3):
         rows.append([(f"{shown:>{frame.gutter}} | ", "gutter"), *window[0]])
         rows += [[frame.bar, *row] for row in window[1:]]
     return rows

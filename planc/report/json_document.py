@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planc.diagnostic import Diagnostic, Label
-from planc.report.sorting import arranged, counts
+from planc.report.sorting import counts, sorted_findings
 
 FORMAT = 1
 """Raised when a field goes or changes its meaning; a new field leaves it as it is."""
@@ -15,7 +15,7 @@ FORMAT = 1
 
 def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
     """The findings as plain data, in the order of the other formats."""
-    found = arranged(diagnostics)
+    found = sorted_findings(diagnostics)
     return {
         "format_version": FORMAT,
         "diagnostics": findings(found),
@@ -25,7 +25,7 @@ def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
 
 def findings(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
     """Each finding as plain data, in the order of the other formats."""
-    return [_finding(diagnostic) for diagnostic in arranged(diagnostics)]
+    return [_finding(diagnostic) for diagnostic in sorted_findings(diagnostics)]
 
 
 def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from planc.codes import CODES
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.explain import explain
-from planc.report.sorting import arranged, placed
+from planc.report.sorting import labels_with_source, sorted_findings
 from planc.report.terminal_width import visible
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -24,7 +24,7 @@ _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: 
 
 def render(diagnostics: Iterable[Diagnostic]) -> str:
     """One run with a result for each finding, and a rule for each code among them, in ASCII."""
-    found = arranged(diagnostics)
+    found = sorted_findings(diagnostics)
     codes = sorted({d.code for d in found})
     run = {
         "tool": {"driver": {"name": "planc", "version": _version(), "rules": _rules(codes)}},
@@ -53,7 +53,7 @@ def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
 
 def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
     """3.27: the first place is the result's, the others are related to it."""
-    labels = placed(diagnostic)
+    labels = labels_with_source(diagnostic)
     files = [label for label in labels if _is_file(label)]
     lines = [diagnostic.message]
     for label in labels:

@@ -8,7 +8,7 @@ from planc.diagnostic import Diagnostic, Label, Severity
 from planc.source import Span
 
 
-def arranged(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+def sorted_findings(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """The findings in the order in which a report shows them, each once.
 
     Errors without a place come first: they are about the invocation or the model, and often the
@@ -22,19 +22,19 @@ def arranged(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     unique = tuple(seen.values())
     sources: dict[str, int] = {}
     for diagnostic in unique:
-        for label in placed(diagnostic):
+        for label in labels_with_source(diagnostic):
             sources.setdefault(label.span.source.name, len(sources))
     return tuple(sorted(unique, key=lambda d: _rank(d, sources)))
 
 
-def placed(diagnostic: Diagnostic) -> tuple[Label, ...]:
+def labels_with_source(diagnostic: Diagnostic) -> tuple[Label, ...]:
     """The labels that point into a text that someone wrote, the primary one first."""
     return tuple(label for label in diagnostic.labels if label.span.source.name)
 
 
-def first(diagnostic: Diagnostic) -> Span | None:
+def primary_span(diagnostic: Diagnostic) -> Span | None:
     """The place to look at first."""
-    return next((label.span for label in placed(diagnostic)), None)
+    return next((label.span for label in labels_with_source(diagnostic)), None)
 
 
 def counts(diagnostics: Iterable[Diagnostic]) -> dict[str, int]:
@@ -46,14 +46,14 @@ def counts(diagnostics: Iterable[Diagnostic]) -> dict[str, int]:
 def summary(diagnostics: Iterable[Diagnostic]) -> str:
     """`2 errors, 1 warning`, or `no findings`."""
     parts = []
-    for name, number in counts(arranged(diagnostics)).items():
+    for name, number in counts(sorted_findings(diagnostics)).items():
         if number:
             parts.append(f"{number} {name}{'s' if number > 1 else ''}")
     return ", ".join(parts) or "no findings"
 
 
 def _rank(diagnostic: Diagnostic, sources: dict[str, int]) -> tuple[int, int, int]:
-    span = first(diagnostic)
+    span = primary_span(diagnostic)
     if span is not None:
         return 1, sources[span.source.name], span.start
     return (0 if diagnostic.severity is Severity.ERROR else 2), 0, 0

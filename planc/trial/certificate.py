@@ -64,12 +64,12 @@ def summary(certificate: Certificate) -> str:
     errors = certificate["errors"]
     word = {"verified": "Verified", "refuted": "Refuted"}[certificate["verdict"]]
     count = certificate["processes"]
-    told = f"{word} on {count} process{'es' if count != 1 else ''}"
+    verdict = f"{word} on {count} process{'es' if count != 1 else ''}"
     if errors is None:
-        return f"{told}: {certificate['reason']}"
+        return f"{verdict}: {certificate['reason']}"
     numbers = ", ".join(f"{kind} {number(errors[kind])}" for kind in ("logits", "gradients"))
     left = certificate["not_reached"]
-    return f"{told}: {numbers}" + (f"; not reached: {', '.join(left)}" if left else "")
+    return f"{verdict}: {numbers}" + (f"; not reached: {', '.join(left)}" if left else "")
 
 
 def number(error: float) -> str:

@@ -17,7 +17,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 from planc.trial.numerics import relative, whole
-from planc.trial.trace import first
+from planc.trial.trace import main_tensor
 
 Outputs = dict[str, torch.Tensor]
 Take = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -37,7 +37,7 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
     return found
 
 
-def parted(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | None:
+def first_difference(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | None:
     """The first module whose output differs by more than the limit, and by how much.
 
     An output that is a piece of the right one in a layout that no rule states is left out: it
@@ -53,7 +53,7 @@ def parted(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | N
     return None
 
 
-def taker(run: Run, lowered: Lowered) -> Take:
+def whole_outputs(run: Run, lowered: Lowered) -> Take:
     """Makes outputs of a parallel model whole.
 
     A DTensor knows its layout, and for a module with a style the plan states the layout of what it
@@ -108,7 +108,7 @@ def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
 
     def hook(name: str) -> Callable[..., None]:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            value = first(output)
+            value = main_tensor(output)
             if value is not None and name not in found:
                 kept = take(name, value)
                 if kept is not None:

@@ -38,7 +38,7 @@ SEEDS = (0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class TrialFailure:
     """Why there is no comparison.
 
     Args:
@@ -84,8 +84,8 @@ class Comparison:
         return all(self.errors[kind] <= limit for kind, limit in LIMITS.items())
 
 
-class Nursery:
-    """Processes that import torch while the command still compiles; made by `nursery()`."""
+class ForkServer:
+    """Processes that import torch while the command still compiles; made by `fork_server()`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,7 +102,7 @@ class Nursery:
 
     def compare(
         self, config: dict[str, Any], lowered: Lowered, *, timeout: float, code: str = ""
-    ) -> Comparison | Trouble:
+    ) -> Comparison | TrialFailure:
         """Trains the small model with and without the plan, and compares.
 
         Args:
@@ -137,7 +137,7 @@ class Nursery:
             time.sleep(0.5)
         found = list(_reports(self.folder, job.ranks))
         if late or self._process.returncode != 0 or len(found) < job.ranks:
-            return self._trouble(found, timeout if late else None, job.ranks)
+            return self._failure(found, timeout if late else None, job.ranks)
         return _comparison(found, time.monotonic() - began)
 
     def close(self) -> None:
@@ -149,29 +149,29 @@ class Nursery:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _trouble(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> Trouble:
+    def _failure(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> TrialFailure:
         failed = sorted((f for f in found if "error" in f), key=lambda f: float(f["time"]))
         single = [f for f in failed if f["single"] or f["phase"] in ("build", "single")]
         ended = sorted(_signals(self.folder))
         if single:
-            return _told("single", single[0])
+            return _failure_of("single", single[0])
         # beside a rank that died, what another raises only says that its partner is gone
         if failed and not ended:
-            return _told("rank", failed[0])
+            return _failure_of("rank", failed[0])
         if ended:
             _, rank, number = ended[0]
             name = signal.Signals(number).name
-            return Trouble(
+            return TrialFailure(
                 kind="rank", message=f"ended by {name}", rank=rank, detail=_tail(self.log)
             )
         if late is not None:
             silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
             who = "any rank" if len(silent) == ranks else f"rank {one_of(map(str, silent))}"
-            told = f"no answer from {who} in {late:g} s"
+            message = f"no answer from {who} in {late:g} s"
             waits = "\n".join(_waiting(self.folder, silent))
-            return Trouble(kind="time", message=told, detail=waits or _tail(self.log))
+            return TrialFailure(kind="time", message=message, detail=waits or _tail(self.log))
         lines = _tail(self.log).splitlines()
-        return Trouble(
+        return TrialFailure(
             kind="rank",
             message=f"the processes did not start: {lines[-1] if lines else 'no word'}",
             detail="\n".join(lines),
@@ -179,17 +179,17 @@ class Nursery:
 
 
 @contextmanager
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """Processes for one proof, ended with the block however it ends."""
     with tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True) as name:
-        made = Nursery(Path(name))
+        server = ForkServer(Path(name))
         try:
-            yield made
+            yield server
         finally:
-            made.close()
+            server.close()
 
 
-def told_apart(lowered: Lowered) -> Lowered:
+def with_random_adapters(lowered: Lowered) -> Lowered:
     """The same operations with adapters that a proof can see: of random values, without dropout.
 
     lora_B begins at 0, where the gradients of lora_A are 0 whatever the plan does. Weights stay in
@@ -208,7 +208,7 @@ def single_precision(lowered: Lowered) -> Lowered:
 
     Compiling is left out: it changes no number that it may change, and takes minutes.
     """
-    lowered = told_apart(lowered)
+    lowered = with_random_adapters(lowered)
     ops = tuple(
         replace(
             op,
@@ -249,9 +249,9 @@ def _waiting(folder: Path, ranks: list[int]) -> Iterator[str]:
                 yield f"rank {rank} waits in {', called by '.join(places)}"
 
 
-def _told(kind: str, report: dict[str, Any]) -> Trouble:
+def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
     first = next((line for line in report["error"].splitlines() if line.strip()), report["error"])
-    return Trouble(
+    return TrialFailure(
         kind=kind,
         message=first.strip(),
         rank=report["rank"],
@@ -269,8 +269,8 @@ def _comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
         kind: str(max(every, key=lambda s: float(s[kind]))[f"{kind}_at"])
         for kind in ("gradients", "parameters")
     }
-    firsts = [f["first"] for f in found if f.get("first")]
-    first = min(firsts, key=lambda f: int(f["order"])) if firsts else None
+    differences = [f["first"] for f in found if f.get("first")]
+    first = min(differences, key=lambda f: int(f["order"])) if differences else None
     return Comparison(
         errors=errors, worst=worst, first=first, seconds=seconds, device=found[0]["device"]
     )

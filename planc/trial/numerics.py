@@ -16,8 +16,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.model.small.input_search import Shape, part_of
-from planc.model.small.user_model import Makes
+from planc.model.small.input_search import BatchShape, part_of
+from planc.model.small.user_model import ModelBuilder
 from planc.ops.fsdp import Divide
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
@@ -63,7 +63,7 @@ def device_for(ranks: int) -> str:
 
 
 def prove(
-    maker: Makes,
+    builder: ModelBuilder,
     lowered: Lowered,
     digest: str,
     seed: int,
@@ -89,44 +89,46 @@ def prove(
         SingleError: the model gives no loss, no gradient, or no finite number by itself.
     """
     report("single")
-    batches = [moved(batch(maker, lowered, seed, step), device) for step in range(STEPS)]
-    scale = scaled(lowered)
-    single = alone(maker.build(seed).to(device), lowered)
+    batches = [to_device(batch(builder, lowered, seed, step), device) for step in range(STEPS)]
+    scale = gradient_scale(lowered)
+    single = alone(builder.build(seed).to(device), lowered)
     right = _train(single, batches, mean=lambda loss: loss, scale=scale)
-    _sound(right)
+    _require_finite(right)
     report("apply")
-    model = maker.build(seed).to(device)
+    model = builder.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
-    mine = _train(model, [own_part(run, b) for b in batches], mean=_mean)
+    mine = _train(model, [rank_inputs(run, b) for b in batches], mean=_mean)
     rows = rows_of(run, len(right.logits))
     report("compare")
     return {
         "logits": relative(mine.logits, right.logits[rows]),
         "loss": relative(mine.loss, right.loss),
-        "gradients": _all(mine.gradients, right.gradients),
-        "parameters": _all(mine.parameters, right.parameters),
+        "gradients": _errors_by_name(mine.gradients, right.gradients),
+        "parameters": _errors_by_name(mine.parameters, right.parameters),
     }
 
 
-def batch(maker: Makes, lowered: Lowered, seed: int, step: int) -> dict[str, torch.Tensor]:
+def batch(builder: ModelBuilder, lowered: Lowered, seed: int, step: int) -> dict[str, torch.Tensor]:
     """What one step reads; the ends of the vocabulary, where special tokens are, stay out."""
     ways = lowered.axis_size(*lowered.data)
     rows, length = ways * max(1, 4 // ways), math.lcm(LENGTH, lowered.world_size)
-    return maker.sample(Shape(rows=rows, length=length, seed=1000 * (step + 1) + seed, ends=8))
+    return builder.sample(
+        BatchShape(rows=rows, length=length, seed=1000 * (step + 1) + seed, ends=8)
+    )
 
 
-def moved(inputs: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+def to_device(inputs: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
     """The same on a device."""
     return {name: value.to(device) for name, value in inputs.items()}
 
 
-def own_part(run: Run, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def rank_inputs(run: Run, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What this rank reads of a batch."""
     return part_of(inputs, run.data_rank, run.data_size)
 
 
-def scaled(lowered: Lowered) -> float:
+def gradient_scale(lowered: Lowered) -> float:
     """What a plan's `divide` makes of a mean gradient."""
     factors = [op.factor for op in lowered.ops if isinstance(op, Divide) and not op.units]
     return lowered.axis_size(*lowered.averaged) / factors[-1] if factors else 1.0
@@ -166,17 +168,19 @@ def _train(
             sample = Sample(logits=whole(output.logits), loss=mean(whole(loss)))
             sample.gradients = {
                 n: in_own_order(whole(p.grad), own.get(n))
-                for n, p in named(model)
+                for n, p in parameters_by_name(model)
                 if p.grad is not None
             }
         optimizer.step()
         optimizer.zero_grad()
     assert sample is not None
-    sample.parameters = {n: in_own_order(whole(p), own.get(n)) for n, p in named(model)}
+    sample.parameters = {
+        n: in_own_order(whole(p), own.get(n)) for n, p in parameters_by_name(model)
+    }
     return sample
 
 
-def _sound(sample: Sample) -> None:
+def _require_finite(sample: Sample) -> None:
     """The single process has numbers to compare with."""
     if not sample.gradients:
         raise SingleError("no parameter gets a gradient")
@@ -186,7 +190,7 @@ def _sound(sample: Sample) -> None:
             raise SingleError(f"{name} is not finite in one process")
 
 
-def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that they had before anything was wrapped."""
     for name, parameter in model.named_parameters():
         yield plain_name(name), parameter
@@ -209,7 +213,9 @@ def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> f
     return value if math.isfinite(value) else math.inf
 
 
-def _all(mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
+def _errors_by_name(
+    mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """The error of each; one that is on one side alone is infinitely wrong."""
     top = max((float(t.abs().max()) for t in right.values() if t.numel()), default=0.0)
     return {

@@ -16,7 +16,7 @@ from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.trial.numerics import relative
-from planc.trial.trace import Call
+from planc.trial.trace import ModuleCall
 
 
 def by_rank(value: torch.Tensor) -> list[torch.Tensor]:
@@ -27,7 +27,7 @@ def by_rank(value: torch.Tensor) -> list[torch.Tensor]:
     return list(parts.values()) if parts is not None else [value]
 
 
-def stated(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
+def stated_inputs(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
     """What the styles of a plan say of their inputs: module, input, layout and axis."""
     for op in lowered.ops:
         if isinstance(op, Parallelize):
@@ -47,7 +47,9 @@ def _inputs(style: ir.Style) -> Iterator[tuple[str, ir.Layout]]:
             yield from ((name, c.source) for name, c in style.named)
 
 
-def layouts(value: torch.Tensor, wanted: torch.Tensor, limit: float) -> tuple[ir.Layout, ...]:
+def observed_layouts(
+    value: torch.Tensor, wanted: torch.Tensor, limit: float
+) -> tuple[ir.Layout, ...]:
     """Every layout in which the ranks' tensors are the wanted one; none where they are not.
 
     Args:
@@ -93,14 +95,16 @@ def _same(value: torch.Tensor, wanted: torch.Tensor, limit: float) -> bool:
     return relative(value, wanted, 1e-12) < limit
 
 
-def says(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
+def agrees(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
     """Whether what a style says is among what was found."""
     if isinstance(layout, ir.Shard) and layout.dim < 0:
         layout = ir.Shard(layout.dim + ndim)
     return layout in found
 
 
-def resized(mine: Call, right: Call) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def resized_inputs(
+    mine: ModuleCall, right: ModuleCall
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """The integer inputs (positions, ids) whose size is not that of the plain run.
 
     The model's own code makes them from sizes that it reads, and of a local part of a sequence it

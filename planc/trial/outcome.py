@@ -10,7 +10,7 @@ LIMIT = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Discrepancy:
     """Where the two runs part, or where a tensor is not laid out as the plan says.
 
     Args:
@@ -45,7 +45,7 @@ class Outcome:
     Args:
         verdict: `proved`, `refuted`, `unknown`, or `nothing` where no axis is tensor parallel.
         reason: why it is unknown.
-        parts: where the runs part, the first in execution order in front.
+        discrepancies: where the runs part, the first in execution order in front.
         logits, loss, gradient: the largest relative errors.
         modules: the largest error of each module's output and own gradients, by name; None
             where the run did not get there.
@@ -55,13 +55,13 @@ class Outcome:
 
     verdict: str
     reason: str = ""
-    parts: tuple[Part, ...] = ()
+    discrepancies: tuple[Discrepancy, ...] = ()
     logits: float = 0.0
     loss: float = 0.0
     gradient: float = 0.0
     modules: tuple[tuple[str, float | None], ...] = ()
-    again: str = ""
-    unfed: str = ""
+    recomputed: str = ""
+    missing_inputs: str = ""
 
     @property
     def worst(self) -> float:
@@ -69,9 +69,9 @@ class Outcome:
         return max(self.logits, self.loss, self.gradient)
 
     @property
-    def first(self) -> Part | None:
+    def first(self) -> Discrepancy | None:
         """Where the outputs part first, or the run died."""
-        return next((p for p in self.parts if p.kind in ("crash", "output")), None)
+        return next((p for p in self.discrepancies if p.kind in ("crash", "output")), None)
 
     def document(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -83,8 +83,10 @@ def outcome_of(kept: Any) -> Outcome | None:
     if not isinstance(kept, dict):
         return None
     try:
-        parts = tuple(Part(**{**p, "layouts": tuple(p["layouts"])}) for p in kept["parts"])
+        found = tuple(
+            Discrepancy(**{**d, "layouts": tuple(d["layouts"])}) for d in kept["discrepancies"]
+        )
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
-        return Outcome(**{**kept, "parts": parts, "modules": modules})
+        return Outcome(**{**kept, "discrepancies": found, "modules": modules})
     except (KeyError, TypeError, ValueError):
         return None

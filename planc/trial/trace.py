@@ -18,7 +18,7 @@ _MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/model
 
 
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """One module's part of a run; of a module that runs twice, the first.
 
     Args:
@@ -42,8 +42,8 @@ class Trace:
     running: the modules that run now, the outermost first.
     """
 
-    begun: dict[str, Call] = field(default_factory=dict)
-    ended: list[str] = field(default_factory=list)
+    calls: dict[str, ModuleCall] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -65,32 +65,32 @@ class Trace:
     def _hooks(self, name: str) -> tuple[Any, Any]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             self.running.append(name)
-            if name in self.begun:
+            if name in self.calls:
                 return
             given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
-            call = Call(name=name, line=caller())
+            call = ModuleCall(name=name, line=caller())
             call.inputs = {k: v.detach() for k, v in given if isinstance(v, torch.Tensor)}
-            self.begun[name] = call
+            self.calls[name] = call
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             while self.running and self.running.pop() != name:
                 pass
-            call = self.begun[name]
+            call = self.calls[name]
             if call.output is None:
-                value = first(output)
+                value = main_tensor(output)
                 call.output = None if value is None else value.detach()
-                self.ended.append(name)
+                self.finished.append(name)
 
         return before, after
 
     @property
     def leaf(self) -> str:
         """The module without modules inside that ended last."""
-        leaves = (n for n in reversed(self.ended) if not any(below(o, n) for o in self.begun))
+        leaves = (n for n in reversed(self.finished) if not any(below(o, n) for o in self.calls))
         return next(leaves, "")
 
 
-def called(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """The names of the modules that a forward pass calls, in order.
 
     Args:
@@ -101,10 +101,10 @@ def called(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, .
     with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
         warnings.simplefilter("ignore")
         model(**inputs)
-    return tuple(trace.begun)
+    return tuple(trace.calls)
 
 
-def first(output: Any) -> torch.Tensor | None:
+def main_tensor(output: Any) -> torch.Tensor | None:
     """The tensor that matters of what a module gives: hidden states come first, logits by name."""
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() else None
@@ -113,7 +113,7 @@ def first(output: Any) -> torch.Tensor | None:
         return logits
     values = output.values() if isinstance(output, dict) else output
     if isinstance(values, tuple | list) or isinstance(output, dict):
-        return next((found for v in values if (found := first(v)) is not None), None)
+        return next((found for v in values if (found := main_tensor(v)) is not None), None)
     return None
 
 
@@ -126,7 +126,7 @@ def line_of(path: str, number: int, text: str | None = None) -> str:
     return f"{short}:{number}: {shown.strip()}"
 
 
-def own(path: str) -> bool:
+def is_model_code(path: str) -> bool:
     """Whether a file is code of the model, and not of what runs it."""
     return not any(part in path.replace("\\", "/") for part in _MACHINERY)
 
@@ -136,7 +136,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if own(path):
+        if is_model_code(path):
             return line_of(path, frame.f_lineno) if "/modeling_" in path else ""
         frame = frame.f_back  # type: ignore[assignment]
     return ""

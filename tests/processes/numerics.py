@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.model.small.input_search import part_of
-from planc.model.small.transformers_model import Maker, taught
+from planc.model.small.transformers_model import TransformersBuilder, add_denoising_loss
 from planc.ops.rng import Draw
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone.shards import in_own_order, rank_orders
@@ -66,7 +66,7 @@ def build(model, **changes):
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     made = made.float().train()
-    taught(made)
+    add_denoising_loss(made)
     return made
 
 
@@ -93,7 +93,7 @@ def sample(config):
         return {"input_ids": tokens, "labels": labels[:, 0] % config.num_labels}
     if not hasattr(config, "vision_config") or config.model_type == "diffusion_gemma":
         return {"input_ids": tokens, "labels": labels}
-    return Maker(config.to_dict()).sample()
+    return TransformersBuilder(config.to_dict()).sample()
 
 
 def whole(tensor):

@@ -7,8 +7,8 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import PlanError, Sink
-from planc.model.config import CLASS, in_hand
-from planc.model.small.input_search import Choice, Shape
+from planc.model.config import CLASS, config_of
+from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.transformers_model import SPREAD
 from planc.model.sources.diffusers import build, class_of, quiet
@@ -69,14 +69,14 @@ def shrink(config: Values, *, tp: int) -> dict[str, Any]:
     return small
 
 
-class _Numbers:
+class _RandomInputs:
     """Random numbers for one batch.
 
     Args:
         shape: the samples, and the tokens of each picture, a multiple of 8.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: BatchShape) -> None:
         import torch
 
         self.rows, self.length = shape.rows, shape.length
@@ -95,12 +95,12 @@ class _Numbers:
         return torch.rand(self.rows, generator=self._generator)
 
 
-def _wan(config: Values, made: _Numbers) -> Inputs:
+def _wan(config: Values, made: _RandomInputs) -> Inputs:
     """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image where it takes one."""
     frames, high, wide = config["patch_size"]
     space = (2 * frames, 2 * high, made.length // 4 * wide)
     text = _WAN_TEXT if config.get("added_kv_proj_dim") else _TEXT
-    given = {
+    inputs = {
         "hidden_states": made.normal(config["in_channels"], *space),
         "timestep": (made.times() * 1000).long(),
         "encoder_hidden_states": made.normal(text, config["text_dim"]),
@@ -110,11 +110,11 @@ def _wan(config: Values, made: _Numbers) -> Inputs:
         image = made.normal(
             *([2] if config.get("pos_embed_seq_len") else []), _IMAGE, config["image_dim"]
         )
-        given["encoder_hidden_states_image"] = image.flatten(0, -3)  # the first and the last
-    return given
+        inputs["encoder_hidden_states_image"] = image.flatten(0, -3)  # the first and the last
+    return inputs
 
 
-def _flux(config: Values, made: _Numbers) -> Inputs:
+def _flux(config: Values, made: _RandomInputs) -> Inputs:
     """Latents [B, L, C], text [B, T, D], its pooled form [B, P], times [B], places [B, .., 3].
 
     The places of all rows are the same, so the model takes those of one.
@@ -126,7 +126,7 @@ def _flux(config: Values, made: _Numbers) -> Inputs:
     places[:, 1] = torch.arange(made.length) // 4
     places[:, 2] = torch.arange(made.length) % 4
     out = config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"])
-    given = {
+    inputs = {
         "hidden_states": made.normal(made.length, config["in_channels"]),
         "encoder_hidden_states": made.normal(_TEXT, config["joint_attention_dim"]),
         "pooled_projections": made.normal(config["pooled_projection_dim"]),
@@ -136,20 +136,20 @@ def _flux(config: Values, made: _Numbers) -> Inputs:
         "target": made.normal(made.length, out),
     }
     if config.get("guidance_embeds"):
-        given["guidance"] = made.times()
-    return given
+        inputs["guidance"] = made.times()
+    return inputs
 
 
 _PLACES = ("img_ids", "txt_ids")
 """Inputs that the model takes once for all rows."""
-_INPUTS: dict[str, Callable[[Values, _Numbers], Inputs]] = {
+_INPUTS: dict[str, Callable[[Values, _RandomInputs], Inputs]] = {
     "WanTransformer3DModel": _wan,
     "FluxTransformer2DModel": _flux,
 }
 """What the forward of each class takes; of other classes that is not known."""
 
 
-class Denoiser:
+class DiffusersBuilder:
     """Builds a small model of diffusers again and again, and gives it the face of a model with a
     loss: the mean square of what it gives less `target`.
 
@@ -162,12 +162,12 @@ class Denoiser:
     """
 
     configuration = None
-    choice = Choice()
+    choice = InputChoice()
     """It is run on all that its forward takes."""
 
     def __init__(self, values: Values) -> None:
         sink = Sink()
-        found = class_of(in_hand(dict(values), "the small model"), sink)
+        found = class_of(config_of(dict(values), "the small model"), sink)
         if found is None:
             raise PlanError(sink)
         if values[CLASS] not in _INPUTS:
@@ -194,20 +194,20 @@ class Denoiser:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         target: list[Any] = []
-        made.register_forward_pre_hook(_take(target), with_kwargs=True)
-        made.register_forward_hook(_give(target))
+        made.register_forward_pre_hook(_take_target(target), with_kwargs=True)
+        made.register_forward_hook(_compute_loss(target))
         return made.float().train()
 
-    def sample(self, shape: Shape | None = None) -> Inputs:
+    def sample(self, shape: BatchShape | None = None) -> Inputs:
         """What the forward takes, of random numbers, and a `target`; rows are the first dim.
 
         Args:
             shape: how many rows, and the tokens of each picture, a multiple of 8.
         """
-        return _INPUTS[self._values[CLASS]](self._values, _Numbers(shape or Shape()))
+        return _INPUTS[self._values[CLASS]](self._values, _RandomInputs(shape or BatchShape()))
 
 
-def _take(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+def _take_target(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
     def take(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         target[:] = [kwargs["target"]]
         own = {n: v for n, v in kwargs.items() if n not in ("target", "use_cache")}
@@ -216,7 +216,7 @@ def _take(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
     return take
 
 
-def _give(target: list[Any]) -> Callable[..., Any]:
+def _compute_loss(target: list[Any]) -> Callable[..., Any]:
     from transformers.modeling_outputs import CausalLMOutput
 
     def give(_module: Any, _args: Any, output: Any) -> CausalLMOutput:

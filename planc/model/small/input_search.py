@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from planc.model.small.sample_inputs import KINDS, Inputs, Kind
+from planc.model.small.sample_inputs import INPUT_KINDS, InputKind, Inputs
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class BatchShape:
     """Of the text that a model is run on.
 
     Args:
@@ -57,7 +57,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenInput:
     """A kind that reaches a tower.
 
     Args:
@@ -66,13 +66,13 @@ class Chosen:
         token: their number in the vocabulary, None where none stands for it.
     """
 
-    kind: Kind
+    kind: InputKind
     tokens: int
     token: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class InputChoice:
     """What was found out for one model.
 
     Args:
@@ -80,7 +80,7 @@ class Choice:
         missing: what no kind was found for, with the reason; empty where nothing is missing.
     """
 
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[ChosenInput, ...] = ()
     missing: str = ""
 
     @property
@@ -103,18 +103,18 @@ _FEATURES = {"images": "get_image_features", "sound": "get_audio_features"}
 _SPECIAL = ("image_token", "video_token", "audio_token", "vision_", "image_start", "image_end")
 
 
-def arguments(model_class: Any) -> tuple[str, ...]:
+def forward_arguments(model_class: Any) -> tuple[str, ...]:
     """The names of what a model's forward takes."""
     return tuple(inspect.signature(model_class.forward).parameters)
 
 
-def takes_more(model_class: Any) -> bool:
+def takes_more_than_text(model_class: Any) -> bool:
     """Whether a model takes more than text."""
-    names = arguments(model_class)
-    return any(set(kind.needs) <= set(names) for kind in KINDS)
+    names = forward_arguments(model_class)
+    return any(set(kind.needs) <= set(names) for kind in INPUT_KINDS)
 
 
-def choose(model: nn.Module, config: Any, text: Callable[[Choice], Inputs]) -> Choice:
+def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs]) -> InputChoice:
     """The kinds of input with which more of a model gets a gradient.
 
     Args:
@@ -122,29 +122,31 @@ def choose(model: nn.Module, config: Any, text: Callable[[Choice], Inputs]) -> C
         config: its configuration object.
         text: gives inputs for a choice, to run the model on.
     """
-    names = arguments(type(model))
-    choice, missing = Choice(), []
+    names = forward_arguments(type(model))
+    choice, missing = InputChoice(), []
     best, _ = _reached(model, text, choice)
-    for what in dict.fromkeys(kind.what for kind in KINDS):
-        some = [k for k in KINDS if k.what == what and set(k.needs) <= set(names)]
+    for what in dict.fromkeys(kind.what for kind in INPUT_KINDS):
+        some = [k for k in INPUT_KINDS if k.what == what and set(k.needs) <= set(names)]
         tried: list[str] = []
         for kind in some:
             own = _with_tokens(model, config, kind)
-            count, why = _reached(model, text, Choice(chosen=(*choice.chosen, own)))
-            if count < 0 and (tokens := _asked(why, model)) and own.token is not None:
+            count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, own)))
+            if count < 0 and (tokens := _tokens_asked_for(why, model)) and own.token is not None:
                 own = replace(own, tokens=tokens)
-                count, why = _reached(model, text, Choice(chosen=(*choice.chosen, own)))
+                count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, own)))
             if count > best:
-                best, choice = count, Choice(chosen=(*choice.chosen, own))
+                best, choice = count, InputChoice(chosen=(*choice.chosen, own))
                 break
             tried.append(f"{kind.name} ({why or 'nothing more gets a gradient'})")
         else:
             if some:
                 missing.append(f"no input was found for its {what}: tried {', '.join(tried)}")
-    return Choice(chosen=choice.chosen, missing="; ".join(missing))
+    return InputChoice(chosen=choice.chosen, missing="; ".join(missing))
 
 
-def _reached(model: nn.Module, text: Callable[[Choice], Inputs], choice: Choice) -> tuple[int, str]:
+def _reached(
+    model: nn.Module, text: Callable[[InputChoice], Inputs], choice: InputChoice
+) -> tuple[int, str]:
     """How many parameters get a gradient; -1, and why, where the model does not run."""
     try:
         loss = getattr(model(**text(choice)), "loss", None)
@@ -158,24 +160,24 @@ def _reached(model: nn.Module, text: Callable[[Choice], Inputs], choice: Choice)
         model.zero_grad(set_to_none=True)
 
 
-def _with_tokens(model: Any, config: Any, kind: Kind) -> Chosen:
+def _with_tokens(model: Any, config: Any, kind: InputKind) -> ChosenInput:
     """A kind with the number of tokens that the tower makes of it; 0 where it does not tell."""
     tower = tower_of(config, kind.what)
     token = next((t for n in _TOKENS[kind.what] if (t := getattr(config, n, None))), None)
     if token is None:
-        return Chosen(kind=kind, tokens=0, token=None)
+        return ChosenInput(kind=kind, tokens=0, token=None)
     name = _FEATURES[kind.what]
     features = getattr(model, name, None)
     tokens = kind.tokens(tower) if kind.tokens else 0
     if features is not None:
         inner = getattr(getattr(model, "model", None), name, features)
         wanted = {*inspect.signature(features).parameters, *inspect.signature(inner).parameters}
-        made = made_by(kind, tower, config, 2, 0)
-        tokens = _told(features, {n: v for n, v in made.items() if n in wanted}, model)
-    return Chosen(kind=kind, tokens=tokens, token=int(token))
+        made = make_inputs(kind, tower, config, 2, 0)
+        tokens = _tokens_of_tower(features, {n: v for n, v in made.items() if n in wanted}, model)
+    return ChosenInput(kind=kind, tokens=tokens, token=int(token))
 
 
-def _told(features: Any, made: Inputs, model: Any) -> int:
+def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
     """The tokens that a tower makes of each of two rows; 0 where it does not run by itself."""
     import torch
 
@@ -187,7 +189,7 @@ def _told(features: Any, made: Inputs, model: Any) -> int:
     return _elements(found) // int(model.get_input_embeddings().weight.shape[-1]) // 2
 
 
-def _asked(why: str, model: Any) -> int:
+def _tokens_asked_for(why: str, model: Any) -> int:
     """The tokens of a row that a model asks for when there are too few; 0 where it asks for none.
 
     A number is read from an error's text here, for transformers states it nowhere else: the
@@ -198,11 +200,11 @@ def _asked(why: str, model: Any) -> int:
             features 16`; some models count features, and others the numbers in them.
         model: the small model.
     """
-    told = re.search(r"tokens: \d+, features:? (\d+)", why)
-    if told is None:
+    match = re.search(r"tokens: \d+, features:? (\d+)", why)
+    if match is None:
         return 0
-    count, width = int(told[1]), int(model.get_input_embeddings().weight.shape[-1])
-    rows = Shape().rows
+    count, width = int(match[1]), int(model.get_input_embeddings().weight.shape[-1])
+    rows = BatchShape().rows
     return (count // width if count % (width * rows) == 0 else count) // rows
 
 
@@ -225,16 +227,16 @@ def tower_of(config: Any, what: str) -> Any:
     return next((t for n in _TOWERS[what] if (t := getattr(config, n, None))), config)
 
 
-def made_by(kind: Kind, tower: Any, config: Any, rows: int, seed: int) -> Inputs:
+def make_inputs(kind: InputKind, tower: Any, config: Any, rows: int, seed: int) -> Inputs:
     """What a recipe gives, with what it needs of the configuration around the tower."""
     import torch
 
     if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
-        tower = _Beside(tower, pinpoints)
+        tower = _TowerWithPinpoints(tower, pinpoints)
     return kind.make(tower, rows, torch.Generator().manual_seed(seed))
 
 
-class _Beside:
+class _TowerWithPinpoints:
     """A tower's configuration with the sizes that images are cut to, which stand outside it."""
 
     def __init__(self, tower: Any, pinpoints: Any) -> None:
@@ -248,7 +250,7 @@ class _Beside:
 # Inputs ------------------------------------------------------------------------------------------
 
 
-def in_books(shape: Shape, vocabulary: int, books: int) -> Inputs:
+def codebook_inputs(shape: BatchShape, vocabulary: int, codebooks: int) -> Inputs:
     """Codes of sound instead of text: several books of them at every place.
 
     Args:
@@ -259,12 +261,14 @@ def in_books(shape: Shape, vocabulary: int, books: int) -> Inputs:
     Returns:
         `input_ids` [rows * books, length] and `labels` [rows, length, books].
     """
-    made = replace(shape, rows=shape.rows * books).text(vocabulary)
-    made["labels"] = made["labels"].view(shape.rows, books, -1).transpose(1, 2).contiguous()
+    made = replace(shape, rows=shape.rows * codebooks).text(vocabulary)
+    made["labels"] = made["labels"].view(shape.rows, codebooks, -1).transpose(1, 2).contiguous()
     return made
 
 
-def with_towers(inputs: Inputs, choice: Choice, config: Any, names: tuple[str, ...]) -> Inputs:
+def add_tower_inputs(
+    inputs: Inputs, choice: InputChoice, config: Any, names: tuple[str, ...]
+) -> Inputs:
     """Text with what goes into the towers, and the tokens that stand for it.
 
     Args:
@@ -282,7 +286,7 @@ def with_towers(inputs: Inputs, choice: Choice, config: Any, names: tuple[str, .
     place, types = 2, torch.zeros_like(tokens)
     for number, one in enumerate(choice.chosen, 1):
         tower = tower_of(config, one.kind.what)
-        more = made_by(one.kind, tower, config, len(tokens), 4 + number)
+        more = make_inputs(one.kind, tower, config, len(tokens), 4 + number)
         made |= {n: v for n, v in more.items() if n in names}
         if one.token is not None:
             tokens[:, place : place + one.tokens] = one.token

@@ -33,7 +33,7 @@ _OUTPUTS = (
 _TOWERS = ("vision_config", "audio_config", "high_res_vision_config")
 
 
-def towers(config: Mapping[str, Any], small: dict[str, Any]) -> None:
+def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     """Makes the parts of a small configuration agree.
 
     Args:
@@ -47,16 +47,16 @@ def towers(config: Mapping[str, Any], small: dict[str, Any]) -> None:
         _images(own, less)
         for field in _OUTPUTS:
             value = own.get(field)
-            if text and new and value == text and _outward(field, own):
+            if text and new and value == text and _is_output(field, own):
                 less[field] = new
             elif field != "hidden_size" and _times(value, own):
-                less[field] = _times(value, own) * less[_named(own)]
+                less[field] = _times(value, own) * less[_width_field(own)]
             elif tower and own is not tower and value and value == tower.get("hidden_size"):
                 less[field] = small["vision_config"]["hidden_size"]
     for name in _TOWERS:
         if isinstance(config.get(name), Mapping):
             _tower(config[name], small[name])
-    _around(config, small)
+    _composite(config, small)
 
 
 def _levels(
@@ -77,11 +77,11 @@ def _width(config: Any) -> int:
     return next((config[n] for n in HIDDEN if isinstance(config.get(n), int)), 0)
 
 
-def _named(config: Mapping[str, Any]) -> str:
+def _width_field(config: Mapping[str, Any]) -> str:
     return "embed_dim" if "embed_dim" in config else "hidden_size"
 
 
-def _outward(field: str, config: Mapping[str, Any]) -> bool:
+def _is_output(field: str, config: Mapping[str, Any]) -> bool:
     """Whether a field is of what goes out: a tower's hidden size is its own, unless it says
     that of its inside apart (`embed_dim`)."""
     inside = any(n.endswith(("num_hidden_layers", "depth", "num_heads")) for n in config)
@@ -90,7 +90,7 @@ def _outward(field: str, config: Mapping[str, Any]) -> bool:
 
 def _times(value: Any, config: Mapping[str, Any]) -> int:
     """How many of a tower's own widths a width is; 0 where it is none."""
-    own = config.get(_named(config))
+    own = config.get(_width_field(config))
     if not isinstance(value, int) or not isinstance(own, int) or isinstance(value, bool):
         return 0
     return value // own if own and value % own == 0 and value // own <= 16 else 0
@@ -122,13 +122,14 @@ def _tower(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     if _one(config.get("num_position_embeddings")) > 64:
         small["num_position_embeddings"] = 64
     if times := _times(config.get("intermediate_size"), config):
-        small["intermediate_size"] = times * small[_named(config)]  # what pixels or frames fold to
+        # the width of a merged group of patches or frames
+        small["intermediate_size"] = times * small[_width_field(config)]
     inner = small.get("intermediate_layers_indices")
     if isinstance(inner, list) and config.get("vision_output_dim"):
         small["vision_output_dim"] = small["hidden_size"] * (len(inner) + 1)
 
 
-def _around(config: Mapping[str, Any], small: dict[str, Any]) -> None:
+def _composite(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     """What the composite level says of images."""
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Inputs = dict[str, Any]
 """The arguments of forward by name."""
-Recipe = Callable[[Any, int, Any], Inputs]
+MakeInputs = Callable[[Any, int, Any], Inputs]
 """A tower's configuration, the number of rows, a generator -> what goes into the tower."""
 
 
@@ -25,7 +25,7 @@ GRID = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class InputKind:
     """A way in which models take something that is no text.
 
     Args:
@@ -40,7 +40,7 @@ class Kind:
     name: str
     what: str
     needs: tuple[str, ...]
-    make: Recipe
+    make: MakeInputs
     tokens: Callable[[Any], int] | None = None
 
 
@@ -219,35 +219,39 @@ def _waves(config: Any, rows: int, generator: Any) -> Inputs:
     return {"input_values": _random(generator, rows, 2048)}
 
 
-KINDS = (
-    Kind(name="tiles", what="images", needs=("pixel_values", "aspect_ratio_ids"), make=_tiles),
-    Kind(name="shapes", what="images", needs=("pixel_values", "spatial_shapes"), make=_shapes),
-    Kind(name="places", what="images", needs=("pixel_values", "image_position_ids"), make=_places),
-    Kind(
+INPUT_KINDS = (
+    InputKind(name="tiles", what="images", needs=("pixel_values", "aspect_ratio_ids"), make=_tiles),
+    InputKind(name="shapes", what="images", needs=("pixel_values", "spatial_shapes"), make=_shapes),
+    InputKind(
+        name="places", what="images", needs=("pixel_values", "image_position_ids"), make=_places
+    ),
+    InputKind(
         name="merged grids",
         what="images",
         needs=("pixel_values", "image_merge_sizes"),
         make=_grid_merged,
     ),
-    Kind(name="grids", what="images", needs=("pixel_values", "image_grid_thw"), make=_grid),
-    Kind(
+    InputKind(name="grids", what="images", needs=("pixel_values", "image_grid_thw"), make=_grid),
+    InputKind(
         name="grids of images",
         what="images",
         needs=("pixel_values", "image_grid_thw"),
         make=_grid_of_images,
     ),
-    Kind(name="crops", what="images", needs=("pixel_values", "image_sizes"), make=_crops),
-    Kind(name="sized images", what="images", needs=("pixel_values", "image_sizes"), make=_sized),
-    Kind(name="images", what="images", needs=("pixel_values",), make=_images),
-    Kind(name="lists of images", what="images", needs=("pixel_values",), make=_lists),
-    Kind(
+    InputKind(name="crops", what="images", needs=("pixel_values", "image_sizes"), make=_crops),
+    InputKind(
+        name="sized images", what="images", needs=("pixel_values", "image_sizes"), make=_sized
+    ),
+    InputKind(name="images", what="images", needs=("pixel_values",), make=_images),
+    InputKind(name="lists of images", what="images", needs=("pixel_values",), make=_lists),
+    InputKind(
         name="spectrum",
         what="sound",
         needs=("input_features",),
         make=_spectrum,
         tokens=lambda config: _number(config, "max_source_positions", default=32) // 2,
     ),
-    Kind(name="frames", what="sound", needs=("input_features",), make=_frames),
-    Kind(name="waves", what="sound", needs=("input_values",), make=_waves),
+    InputKind(name="frames", what="sound", needs=("input_features",), make=_frames),
+    InputKind(name="waves", what="sound", needs=("input_values",), make=_waves),
 )
 """The narrowest first: what is known by more arguments, then what is known by fewer."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil, lcm
 from typing import Any, TypeGuard
 
-from planc.model.config import diffused
+from planc.model.config import is_diffusers
 from planc.model.small.config_fields import (
     COUNTS,
     DROPOUT,
@@ -31,15 +31,15 @@ from planc.model.small.config_fields import (
     VOCABULARY,
     WIDE,
 )
-from planc.model.small.multimodal import towers
+from planc.model.small.multimodal import shrink_multimodal
 
-Config = Mapping[str, Any]
+Fields = Mapping[str, Any]
 HEAD = 16  # of a head: even halves for rotary embeddings, also where only a quarter is rotated
 MOST = 16  # query heads, as long as two share a kv head; more of them go wrong in no new way
 
 
 def shrink(
-    config: Config,
+    config: Fields,
     *,
     ranks: Mapping[str, int] | int,
     layers: int = 2,
@@ -61,21 +61,21 @@ def shrink(
         of diffusers, those of its class.
     """
     roles = {"tensor": ranks} if isinstance(ranks, int) else dict(ranks)
-    if diffused(config):
+    if is_diffusers(config):
         from planc.model.small import diffusers_model
 
         return diffusers_model.shrink(config, tp=roles.get("tensor", 1))
     made = _Shrinker(roles.get("tensor", 1), roles.get("expert", 1), layers, blocks or {})
     small = made.config(config)
-    towers(config, small)
+    shrink_multimodal(config, small)
     return small
 
 
-def _joined(config: Config) -> list[int]:
+def _joined(config: Fields) -> list[int]:
     """The widths of heads that are two halves, one rotated and one not, in any layer."""
     layers = (config, *({**config, **v} for v in (config.get("per_layer_config") or {}).values()))
-    halves = ([layer.get(name) for name in QK] for layer in layers)
-    return [sum(b for b in both if _number(b)) for both in halves if all(map(_number, both))]
+    parts = ([layer.get(name) for name in QK] for layer in layers)
+    return [sum(b for b in both if _number(b)) for both in parts if all(map(_number, both))]
 
 
 class _Shrinker:
@@ -91,13 +91,13 @@ class _Shrinker:
         self.layers = layers
         self.blocks = blocks
 
-    def config(self, config: Config) -> dict[str, Any]:
+    def config(self, config: Fields) -> dict[str, Any]:
         """One level; those below (`text_config`) by themselves."""
         small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
         for name, value in config.items():
             if isinstance(value, Mapping) and (name.endswith("_config") or name in NESTED):
                 small[name] = self.config(value)
-        _beside(config, small)
+        _sizes_of_sibling(config, small)
         self._depth(config, small)
         self._width(config, small)
         self._experts(small)
@@ -108,7 +108,7 @@ class _Shrinker:
 
     # Depth ---------------------------------------------------------------------------------------
 
-    def _depth(self, config: Config, small: dict[str, Any]) -> None:
+    def _depth(self, config: Fields, small: dict[str, Any]) -> None:
         """Keeps one layer of each kind, and as many as asked for."""
         named = [n for n in LAYERS if _number(config.get(n))]
         kinds = config.get("layers_block_type")
@@ -165,7 +165,7 @@ class _Shrinker:
 
     # Width ---------------------------------------------------------------------------------------
 
-    def _width(self, config: Config, small: dict[str, Any]) -> None:
+    def _width(self, config: Fields, small: dict[str, Any]) -> None:
         heads = 0
         for name in HEADS:
             if _number(config.get(name)):
@@ -200,7 +200,7 @@ class _Shrinker:
             if _number(config[name]):
                 small[name] = min(self._even(128), self._even(config[name]))
 
-    def _heads(self, config: Config, small: dict[str, Any], name: str) -> int:
+    def _heads(self, config: Fields, small: dict[str, Any], name: str) -> int:
         """Shrinks query heads and the kv heads that belong to them; gives the query heads."""
         queries = config[name]
         # `num_attention_heads` goes with `num_key_value_heads`, `swa_num_...` with `swa_num_...`
@@ -306,7 +306,7 @@ def _window(kinds: list[str], least: int) -> range:
 _PERIOD = re.compile(r"(period|interval|pattern|sparse_step|layer_step|every_n_layers)$")
 
 
-def _offsets(config: Config, depth: int) -> dict[str, int]:
+def _offsets(config: Fields, depth: int) -> dict[str, int]:
     """The fields that say where in its period a kind of layer comes, with the period (jamba).
 
     Empty where another period has none: then the layers are those from the first one on.
@@ -316,7 +316,7 @@ def _offsets(config: Config, depth: int) -> dict[str, int]:
     return offsets if all(isinstance(config.get(name), int) for name in offsets) else {}
 
 
-def _period(config: Config, depth: int) -> int:
+def _period(config: Fields, depth: int) -> int:
     """After how many layers a model without lists of kinds repeats itself."""
     period = 1
     for name, value in config.items():
@@ -330,13 +330,13 @@ def _period(config: Config, depth: int) -> int:
     return min(period, depth)
 
 
-def _dense_first(config: Config, depth: int) -> list[str]:
+def _dense_first(config: Fields, depth: int) -> list[str]:
     """The fields that say how many of the first layers are dense."""
     names = [n for n in config if re.search(r"(_dense_replace|_dense_layers|_start_index)$", n)]
     return [n for n in names if _number(config[n]) and 0 < config[n] < depth]
 
 
-def _beside(config: Config, small: dict[str, Any]) -> None:
+def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
     """A part that says the size of one beside it: `hidden_size_global` is `global_config`'s."""
     nested = (n for n, v in config.items() if n.endswith("_config") and isinstance(v, Mapping))
     parts = {name.removesuffix("_config"): name for name in nested}

@@ -6,15 +6,15 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import PlanError, Sink
-from planc.model.config import in_hand
+from planc.model.config import config_of
 from planc.model.small.input_search import (
-    Choice,
-    Shape,
-    arguments,
+    BatchShape,
+    InputChoice,
+    add_tower_inputs,
     choose,
-    in_books,
-    takes_more,
-    with_towers,
+    codebook_inputs,
+    forward_arguments,
+    takes_more_than_text,
 )
 from planc.model.sources.huggingface import prepare, quiet
 
@@ -26,7 +26,7 @@ SPREAD = 0.05
 weight of 1, or a bias of 0, hides a wrong split."""
 
 
-class Maker:
+class TransformersBuilder:
     """Builds one small model again and again; the family's code is imported once.
 
     Args:
@@ -38,12 +38,12 @@ class Maker:
 
     def __init__(self, values: dict[str, Any]) -> None:
         sink = Sink()
-        prepared = prepare(in_hand(values, "the small model"), sink)
+        prepared = prepare(config_of(values, "the small model"), sink)
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared
-        self._choice: Choice | None = None
-        self._books: int | None = None
+        self._choice: InputChoice | None = None
+        self._codebooks: int | None = None
 
     @property
     def configuration(self) -> Any:
@@ -73,7 +73,7 @@ class Maker:
             for parameter in made.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
         model: nn.Module = made.float().train()
-        taught(model)
+        add_denoising_loss(model)
         for part in {
             id(m.config): m.config for m in model.modules() if hasattr(m, "config")
         }.values():
@@ -84,49 +84,49 @@ class Maker:
     @property
     def names(self) -> tuple[str, ...]:
         """What the model's forward takes."""
-        return arguments(self._cls)
+        return forward_arguments(self._cls)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> InputChoice:
         """What it is run on beside text; found out once, by running the model."""
         if self._choice is None:
-            self._choice = Choice()
-            if takes_more(self._cls):
+            self._choice = InputChoice()
+            if takes_more_than_text(self._cls):
                 model = self.build(0)
-                self._choice = choose(model, self._part, lambda c: self._inputs(c, Shape()))
+                self._choice = choose(model, self._part, lambda c: self._inputs(c, BatchShape()))
         return self._choice
 
     @property
-    def books(self) -> int:
+    def codebooks(self) -> int:
         """How many books of codes the model reads and writes at once; 0 for one that reads text."""
-        if self._books is None:
+        if self._codebooks is None:
             many = getattr(self._part, "num_codebooks", None) or 0
             heads = getattr(self.build(0), "lm_heads", ()) if many > 1 else ()
-            self._books = many if len(heads) == many else 0
-        return self._books
+            self._codebooks = many if len(heads) == many else 0
+        return self._codebooks
 
-    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+    def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
         """What the model can take: token ids and labels, [rows, length] each (labels of a
         classifier: [rows]), and what goes into its towers.
 
         Args:
             shape: of the text; rows are as long as what stands for images needs, at least.
         """
-        return self._inputs(self.choice, shape or Shape())
+        return self._inputs(self.choice, shape or BatchShape())
 
-    def _inputs(self, choice: Choice, shape: Shape) -> dict[str, Any]:
+    def _inputs(self, choice: InputChoice, shape: BatchShape) -> dict[str, Any]:
         least = choice.tokens + shape.length // 2 if choice.tokens else 0
-        if self.books:
-            return in_books(shape, self.vocabulary, self.books)
+        if self.codebooks:
+            return codebook_inputs(shape, self.vocabulary, self.codebooks)
         sample = shape.text(self.vocabulary, least)
         if self._cls.__name__.endswith("ForSequenceClassification"):
             sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
-        if takes_more(self._cls):
-            sample = with_towers(sample, choice, self._part, self.names)
+        if takes_more_than_text(self._cls):
+            sample = add_tower_inputs(sample, choice, self._part, self.names)
         return sample
 
 
-def taught(model: nn.Module) -> None:
+def add_denoising_loss(model: nn.Module) -> None:
     """Gives a block diffusion model, whose forward has no labels, a loss of its own, in place.
 
     Its prompt is what others take as tokens, and its canvas the labels in another order, so all of

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planc.model.config import diffused
-from planc.model.small.diffusers_model import Denoiser
-from planc.model.small.input_search import Choice, Shape
-from planc.model.small.transformers_model import SPREAD, Maker
+from planc.model.config import is_diffusers
+from planc.model.small.diffusers_model import DiffusersBuilder
+from planc.model.small.input_search import BatchShape, InputChoice
+from planc.model.small.transformers_model import SPREAD, TransformersBuilder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ LARGEST = 200_000_000
 _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 
 
-def maker_of(values: dict[str, Any], code: str) -> Makes:
+def builder_of(values: dict[str, Any], code: str) -> ModelBuilder:
     """What builds a model to be run.
 
     Args:
@@ -34,11 +34,11 @@ def maker_of(values: dict[str, Any], code: str) -> Makes:
         Exception: whatever the user's code raises.
     """
     if code:
-        return Own(code)
-    return Denoiser(values) if diffused(values) else Maker(values)
+        return UserModelBuilder(code)
+    return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values)
 
 
-class Own:
+class UserModelBuilder:
     """Builds the user's model again and again, and gives it the face of one of transformers'.
 
     Its forward takes token ids first and, under one of a few names (`labels`, `targets`, ...), what
@@ -100,45 +100,47 @@ class Own:
                 module.p = 0.0
             elif isinstance(getattr(module, "dropout", None), float):
                 module.dropout = 0.0
-        made.register_forward_pre_hook(self._given, with_kwargs=True)
-        made.register_forward_hook(self._gives)
+        made.register_forward_pre_hook(self._rename_inputs, with_kwargs=True)
+        made.register_forward_hook(self._wrap_output)
         return made.float().train()
 
-    choice = Choice()
+    choice = InputChoice()
     """A model of the user's own is run on tokens alone."""
 
-    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+    def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
         """Token ids and labels, [rows, length] each.
 
         Args:
             shape: of the text.
         """
-        return (shape or Shape()).text(self.vocabulary)
+        return (shape or BatchShape()).text(self.vocabulary)
 
-    def _given(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _rename_inputs(
+        self, _module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         renamed = {"input_ids": self._ids, "labels": self._target}
         named = {renamed.get(k, k): v for k, v in kwargs.items() if k != "use_cache"}
         return args, named
 
-    def _gives(self, _module: Any, _args: Any, output: Any) -> Any:
+    def _wrap_output(self, _module: Any, _args: Any, output: Any) -> Any:
         import torch
 
         if hasattr(output, "loss"):
             return output
         if isinstance(output, dict):
-            return _told(output.get("loss"), output.get("logits"))
+            return _causal_output(output.get("loss"), output.get("logits"))
         values = [v for v in output if isinstance(v, torch.Tensor) and v.is_floating_point()]
         loss = next((v for v in values if v.dim() == 0), None)
         logits = next((v for v in values if v.dim() >= 2), None)
-        return _told(loss, logits)
+        return _causal_output(loss, logits)
 
 
-def _told(loss: Any, logits: Any) -> Any:
+def _causal_output(loss: Any, logits: Any) -> Any:
     """What a model gave, as a tree to torch: FSDP's hooks have to find its tensors."""
     from transformers.modeling_outputs import CausalLMOutput
 
     return CausalLMOutput(loss=loss, logits=logits)
 
 
-Makes = Maker | Own | Denoiser
+ModelBuilder = TransformersBuilder | UserModelBuilder | DiffusersBuilder
 """What builds a small model and gives it inputs: `build(seed)` and `sample(shape)`."""

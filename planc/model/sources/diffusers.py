@@ -46,8 +46,8 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
                 help="the fields of the configuration contradict each other, or one is wrong",
             )
             return None
-    given = frozenset(config.values)
-    facts = facts_of(made, config=made.config, config_name=config.name, given=given)
+    stated_fields = frozenset(config.values)
+    facts = facts_of(made, config=made.config, config_name=config.name, stated_fields=stated_fields)
     return replace(facts, config=normal(facts.config, facts.name))
 
 
@@ -75,14 +75,14 @@ def class_of(config: Config, sink: Sink) -> Any | None:
         return kind
     known = [n for n in dir(diffusers) if n.endswith("Model") and not n.startswith("_")]
     close = nearest(name, known)
-    told = f"did you mean {one_of(close)}?" if close else "a newer diffusers may have it"
+    advice = f"did you mean {one_of(close)}?" if close else "a newer diffusers may have it"
     if isinstance(kind, type):
-        told = "give the folder of one of its models, such as its `transformer` folder"
+        advice = "give the folder of one of its models, such as its `transformer` folder"
     sink.error(
         "PL676",
         f"diffusers has no model class {name!r}",
         facts=[f"{_version()}  ({config.name})"],
-        help=told,
+        help=advice,
     )
     return None
 

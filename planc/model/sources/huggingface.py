@@ -123,8 +123,8 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
         found = facts_of(made, config=getattr(made, "config", None), config_name=name)
         return replace(found, code=name)
     except (Exception, SystemExit) as error:
-        told = "it is called without arguments, on the meta device, and returns an nn.Module"
-        sink.error("PL608", f"{name} failed: {reason(error)}", help=told)
+        advice = "it is called without arguments, on the meta device, and returns an nn.Module"
+        sink.error("PL608", f"{name} failed: {reason(error)}", help=advice)
         return None
 
 
@@ -179,11 +179,11 @@ def _known(config: Config, sink: Sink) -> bool:
     family = config.values["model_type"]
     if family in CONFIG_MAPPING_NAMES:
         return True
-    told = meant(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
+    advice = meant(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
     if config.own_code:
-        told = "the model brings its own code, which planc runs only with --allow-code"
+        advice = "the model brings its own code, which planc runs only with --allow-code"
     message = f"transformers knows no model_type {family!r}"
-    sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=told)
+    sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=advice)
     return False
 
 
@@ -229,8 +229,8 @@ def _no_class(config: Config, sink: Sink) -> None:
     message = f"transformers has no causal language model for model_type {family!r}"
     if named:
         message += f", and {one_of(named)} is none of its classes for that family"
-    told = f"name a class of {family} in `architectures`"
-    sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=told)
+    advice = f"name a class of {family} in `architectures`"
+    sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=advice)
 
 
 def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
@@ -282,5 +282,5 @@ def _no_init() -> contextlib.AbstractContextManager[Any]:
 
 
 def _facts(module: Any, resolved: Any, config: Config) -> Facts:
-    given = frozenset(config.values)
-    return facts_of(module, config=resolved, config_name=config.name, given=given)
+    stated_fields = frozenset(config.values)
+    return facts_of(module, config=resolved, config_name=config.name, stated_fields=stated_fields)
