@@ -1,4 +1,4 @@
-"""`planc init`: model facts -> the text of a plan."""
+"""`planc init`: writes a first plan from model facts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitResult:
-    """Args:
-    text: of the plan.
-    outcome: of layout flow, for what was settled.
-    sequence: whether the plan offers sequence parallelism.
-    runs: how many runs of the small model it took.
+    """The result of `planc init`.
+
+    Args:
+        text: the plan.
+        outcome: the outcome of layout flow for it.
+        sequence: whether the plan offers sequence parallelism.
+        runs: the number of runs of the small model.
     """
 
     text: str
@@ -43,7 +45,7 @@ def draft(facts: Facts, sink: Sink) -> InitResult:
     """A first plan for a model.
 
     Args:
-        facts: of the model.
+        facts: the facts of the model.
         sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
             transformers' own plan that matches nothing).
     """
@@ -73,9 +75,9 @@ def draft(facts: Facts, sink: Sink) -> InitResult:
 
 
 def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None, str]:
-    """The small model's facts, the model, what builds it, and why there is none.
+    """The facts of the small model, the model, its builder, and the reason if there is none.
 
-    Where there is none, the facts are those of the real model.
+    Without a small model, the facts are those of the original model.
     """
     model = small_model(facts)
     if isinstance(model, str):
@@ -91,7 +93,7 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None,
 
 
 def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None) -> Draft:
-    """What is decided before any split: the names, the units."""
+    """The parts of the draft that are decided before any split: names and units."""
     head = found.heads[-1] if found.heads else None
     names = {name.rpartition(".")[0] for group in known.ties for name in group}
     draft_plan = Draft(
@@ -103,9 +105,7 @@ def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None)
     draft_plan.units = dict(_untied(known, found, names))
     draft_plan.tied = {found.embedding, head} <= names
     inner = {n for n in names if any(n.startswith(f"{b.path}.") for b in found.blocks)}
-    if (
-        names - inner - {found.embedding, head}
-    ):  # other ties: what shares a tensor stays in the root
+    if names - inner - {found.embedding, head}:  # other ties: tied parameters stay in the root unit
         return draft_plan
     draft_plan.embedding, draft_plan.head = found.embedding, head
     draft_plan.may_tie = "tie_word_embeddings" in facts.config and head is not None
@@ -114,7 +114,7 @@ def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None)
 
 
 def _called(path: str, ran: RunRecord | None) -> bool:
-    """Whether the blocks of a list are called as modules: hooks and wrappers need that."""
+    """Whether the blocks of a list are called as modules, as hooks and wrappers require."""
     if ran is None:
         return True
     inside = [n.removeprefix(f"{path}.") for n in ran.order if n.startswith(f"{path}.")]
@@ -122,9 +122,9 @@ def _called(path: str, ran: RunRecord | None) -> bool:
 
 
 def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Lists of which some blocks share weights, with the classes of those that share none.
+    """Lists in which some blocks share weights, with the classes of the blocks that share none.
 
-    FSDP wants a shared tensor in one unit: blocks that share one are gathered with the root.
+    FSDP requires a shared tensor to be in one unit, so blocks that share one belong to the root.
     """
     for blocks in found.blocks:
         at = next(m for m in block_lists(facts.model) if str(m) == blocks.path)
@@ -147,7 +147,7 @@ def _tail(found: Roles, ran: RunRecord | None) -> list[str]:
 
 
 def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
-    """What a reader should know: what stays whole and why, what could not be decided."""
+    """Comments for the reader: what is replicated and why, and what could not be decided."""
     if outcome.verdict == "proved":
         shrunk = search.small is not None and not search.small.code
         of = f"transformers {cache.version('transformers')}" if shrunk else "this code"
@@ -190,7 +190,7 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
 
 
 def _unmatched_rules(facts: Facts, builder: Any, draft_plan: Draft, sink: Sink) -> None:
-    """The rules of transformers' own plan that match nothing of the model."""
+    """Reports the rules of transformers' own plan that match no module of the model."""
     rules = getattr(getattr(builder, "configuration", None), "base_model_tp_plan", None) or {}
     names = {generic(n) for n in _names(facts)}
     names |= {n.partition(".")[2] for n in names}

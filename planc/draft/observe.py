@@ -1,4 +1,4 @@
-"""One run of a small model as it is: in which order modules run, what they take and give."""
+"""Records one plain run of a small model: execution order, inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(builder: ModelBuilder) -> RunRecord | None:
-    """What a run shows, or None where the model does not run."""
+    """The record of a run, or None if the model raises."""
     import torch
 
     from planc.trial.trace import Trace
@@ -57,19 +57,19 @@ def run(builder: ModelBuilder) -> RunRecord | None:
 
 
 def _hidden(value: torch.Tensor) -> bool:
-    """Whether it can be hidden states: [batch, sequence, features]."""
+    """Whether the tensor can be hidden states: [batch, sequence, features]."""
     return bool(value.is_floating_point()) and value.dim() == 3
 
 
 def _width(trace: Trace) -> int | None:
-    """The features that hidden states have, which is what most modules take."""
+    """The width of hidden states: the one that most modules take."""
     calls = trace.calls.values()
     widths = Counter(v.shape[-1] for call in calls for v in call.inputs.values() if _hidden(v))
     return widths.most_common(1)[0][0] if widths else None
 
 
 def _gathered(which: str, positional: int) -> str:
-    """What `input(...)` says to gather one input: by name, or by its place among the others."""
+    """The argument of `input(...)` that gathers one input, by name or by position."""
     change = "shard(1) -> replicate"
     if not which.isdecimal():
         return f"{which} = {change}"

@@ -1,7 +1,7 @@
-"""What can be done with the parts of a block, the best first; which holds, a run tells.
+"""The candidate splits of each part of a block, best first; a run decides which of them is right.
 
-A recipe is rules in two versions: without and with sequence parallelism, where norms and
-residuals hold a part of the sequence.
+A recipe has two sets of rules: without and with sequence parallelism, under which norms and
+residuals are sharded over the sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planc.draft.roles import Blocks, FusedExperts, Linear, ProjectionGroup
 from planc.model.facts import Module
 
 StyleRules = dict[str, str]
-"""Style by the name of a module."""
+"""Styles by module name."""
 
 PACKED = re.compile(r"gate_up|up_gate|gateup|w13|wi_fused", re.I)
 FUSED = re.compile(r"qkv|query_key_value|c_attn|w_?pack", re.I)
@@ -24,12 +24,14 @@ _DOWN = re.compile(r"down|w2|output|wo\b", re.I)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRecipe:
-    """Args:
-    name: how it splits: `heads`, `packed`, `gathered`, `experts` or `whole`.
-    plain: rules without sequence parallelism.
-    sequence: rules with it, where they differ in more than the wrapping of the whole holder; None
-        where only that wrapping will do.
-    note: what a reader should know.
+    """One way to split a part of a block.
+
+    Args:
+        name: `heads`, `packed`, `gathered`, `experts` or `whole` (replicated).
+        plain: rules without sequence parallelism.
+        sequence: rules with it; None if only input and output styles on the enclosing module are
+            possible.
+        note: a comment for the plan.
     """
 
     name: str
@@ -40,14 +42,14 @@ class SplitRecipe:
 
 @dataclass(slots=True, kw_only=True)
 class SplitChoice:
-    """A part of the model and what can be done with it.
+    """A part of the model and its candidate splits.
 
     Args:
-        name: of the part, inside its block: the closing linear or the experts.
-        members: the modules concerned, to find out whose fault an error is.
-        top: the child of the block that it is in, empty where it is the block itself.
-        recipes: the best first.
-        at: the one that is tried.
+        name: the name inside the block: the rowwise linear or the experts.
+        members: the names of the modules concerned, to attribute an error to the part.
+        top: the child of the block that contains the part; empty if it is the block itself.
+        recipes: the candidates, best first.
+        at: the index of the current candidate.
     """
 
     name: str
@@ -68,12 +70,12 @@ class SplitChoice:
 def split_choices(
     blocks: Blocks, config: Mapping[str, Any], holders: Mapping[str, Module]
 ) -> list[SplitChoice]:
-    """Every part of the blocks that can be split.
+    """The parts of the blocks that can be split.
 
     Args:
-        blocks: the roles.
-        config: of the model, to write sizes of packed projections as expressions over it.
-        holders: the modules of a block by name, for their own parameters.
+        blocks: the roles of the modules.
+        config: the model's configuration; sizes of packed projections become expressions over it.
+        holders: the modules of a block by name.
     """
     found = [_projections(s, config, holders.get(s.holder)) for s in blocks.projection_groups]
     return found + [_experts(e) for e in blocks.experts]
@@ -119,7 +121,9 @@ def _projections(
 
 
 def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
-    """Parameters of the attention module itself: one number a head, as attention sinks are."""
+    """Rules for parameters of the attention module itself with one number per head: attention
+    sinks.
+    """
     if holder is None or not projections.attention:
         return {}
     own = [p.name for p in holder.parameters if len(p.shape) == 1]
@@ -147,7 +151,9 @@ def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRule
 
 
 def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[str]:
-    """The sizes of query, key and value in one weight, over the configuration."""
+    """The sizes of query, key and value in one packed weight, as expressions over the
+    configuration.
+    """
     query, rest = rowwise.inputs, linear.outputs - rowwise.inputs
     if rest <= 0 or rest % 2:
         return []
@@ -168,7 +174,7 @@ def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[s
 
 
 def _gathered(projections: ProjectionGroup) -> SplitRecipe:
-    """The weights are split, what they give is whole: right whatever the code between does."""
+    """Sharded weights and gathered outputs: right for any code between the linears."""
     plain: StyleRules = {linear.name: "colwise(-> replicate)" for linear in projections.linears}
     plain[projections.rowwise.name] = "rowwise(replicate -> replicate)"
     sequence = None
@@ -201,9 +207,9 @@ def _experts(experts: FusedExperts) -> SplitChoice:
 
 
 def _arguments(module: Module, *, packed: bool) -> dict[str, str]:
-    """How each parameter of fused experts is split, by the sizes that it shares with the others.
+    """How each parameter of fused experts is sharded, by the sizes that it shares with the others.
 
-    What goes up is split where its intermediate dim is, what goes down where it takes that in.
+    Up projections are sharded on their intermediate output dim, down projections on that input dim.
     """
     large = [p for p in module.parameters if len(p.shape) == 3]
     down = next((p for p in large if _DOWN.search(p.name)), None)

@@ -1,8 +1,8 @@
-"""The cache of model facts: built once with transformers, read back without.
+"""The cache of model facts: a model is built once with transformers and read back afterwards.
 
-An entry is a JSON file named by the digest of all that it depends on, and it carries the digest of
-its own content. What is truncated, foreign, stale or damaged is simply not there; a folder that
-can't be written is no cache. Writing is a rename, so two processes never see half an entry.
+An entry is a JSON file named by the digest of everything it depends on, and it contains the digest
+of its own content. A truncated, foreign, stale or damaged entry counts as missing; an unwritable
+folder disables the cache. An entry is written by renaming a file, so no process reads half of one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
 _FORMAT = 5
-"""Counts the changes of what `planc.model.module_table` records and of how it is written here."""
+"""Raised when the recorded facts or their encoding change."""
 
 
 def folder() -> Path:
-    """Where entries live: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
+    """The folder of the entries: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
     own = os.environ.get("PLANC_CACHE_DIR")
     if own:
         return Path(own)
@@ -35,19 +35,21 @@ def folder() -> Path:
 
 
 def key_of(config: dict[str, Any]) -> str:
-    """The name of a configuration's entry: its content and the versions that read it."""
+    """The entry name of a configuration: a digest of its content and of the library versions."""
     return entry_name(
         f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *extra_versions(config)
     )
 
 
 def extra_versions(config: Mapping[str, Any]) -> list[str]:
-    """The version of the library that a configuration needs beside those that all do."""
+    """The versions, besides torch and transformers, that a configuration depends on."""
     return [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
 
 
 def entry_name(*parts: str) -> str:
-    """The name of an entry that depends on these texts, on Python, torch and transformers."""
+    """The name of an entry that depends on these texts and on the versions of Python, torch and
+    transformers.
+    """
     own = [
         parts[0],
         f"python {sys.version_info[0]}.{sys.version_info[1]}",
@@ -58,9 +60,9 @@ def entry_name(*parts: str) -> str:
 
 
 def version(package: str) -> str:
-    """The version of an installed package, from the name of its metadata's folder.
+    """The version of an installed package, from the name of its metadata folder.
 
-    `importlib.metadata` says the same, and importing it costs a fifth of a warm check.
+    `importlib.metadata` returns the same, but importing it takes a fifth of a warm check.
     """
     for place in sys.path:
         with contextlib.suppress(OSError):
@@ -76,26 +78,26 @@ def version(package: str) -> str:
 
 
 def versions(config: Mapping[str, Any]) -> dict[str, str]:
-    """The versions of the packages that decide what a model is and how it runs."""
+    """The versions of the packages that determine what a model is and how it runs."""
     names = ("torch", "transformers", *(("diffusers",) if is_diffusers(config) else ()))
     return {name: version(name) for name in names}
 
 
 def read(key: str, *, config_name: str, stated_fields: frozenset[str]) -> Facts | None:
-    """The facts of an entry, or None where there is no sound one."""
+    """The facts of an entry, or None if there is no valid one."""
     try:
         return _decode(recall(key), config_name, stated_fields)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None  # whatever is wrong with it, the facts are built anew
+        return None  # a malformed entry counts as missing
 
 
 def write(key: str, facts: Facts) -> None:
-    """Stores facts under a key; does nothing where the folder can't be written."""
+    """Stores facts under a key; a no-op if the folder cannot be written."""
     keep(key, _encode(facts))
 
 
 def recall(key: str) -> Any:
-    """The data of an entry, or None where there is none that is whole and its own."""
+    """The data of an entry, or None if the entry is missing, damaged or belongs to another key."""
     try:
         digest, _, body = (folder() / f"{key}.json").read_text(encoding="utf-8").partition("\n")
         if hashlib.sha256(f"{key}{body}".encode()).hexdigest() != digest:
@@ -106,7 +108,7 @@ def recall(key: str) -> Any:
 
 
 def keep(key: str, data: Any) -> None:
-    """Stores plain data under a key; does nothing where the folder can't be written."""
+    """Stores plain data under a key; a no-op if the folder cannot be written."""
     body = json.dumps(data, separators=(",", ":"))
     digest = hashlib.sha256(f"{key}{body}".encode()).hexdigest()
     with contextlib.suppress(OSError, RuntimeError):
@@ -116,7 +118,7 @@ def keep(key: str, data: Any) -> None:
 
 
 def _encode(facts: Facts) -> dict[str, Any]:
-    """Facts as plain data; each distinct module once, children before parents."""
+    """Facts as plain data; each distinct module is written once, children before parents."""
     modules: list[Any] = []
     known: dict[int, int] = {}
 

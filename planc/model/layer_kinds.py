@@ -1,4 +1,4 @@
-"""The lists of blocks that a model repeats, and which of them are made of the same."""
+"""The repeated blocks of a model, and which of them have the same structure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planc.model.small.config_fields import DROPOUT
 
 
 def block_lists(at: Modules) -> Iterator[Modules]:
-    """The outermost lists of modules that hold modules, below (and without) `at`."""
+    """Yields the outermost lists whose entries have children, below (and without) `at`."""
     for child in at.module.children:
         below = Modules((*at.path, child.segment), child.module)
         if child.module.kind == "list" and any(c.module.children for c in child.module.children):
@@ -20,9 +20,9 @@ def block_lists(at: Modules) -> Iterator[Modules]:
 
 
 def signature(module: Module) -> tuple[Any, ...]:
-    """What a block is made of, whatever its sizes: classes, names and parameters.
+    """The structure of a block regardless of its sizes: classes, names and parameters.
 
-    What only drops paths is left out: in a model that drops none it is of another class.
+    DropPath modules are ignored: with a rate of 0 they are `nn.Identity`.
     """
     made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
     inner = tuple(dict.fromkeys((c.name, signature(c.module)) for c in made))
@@ -30,9 +30,9 @@ def signature(module: Module) -> tuple[Any, ...]:
 
 
 def block_kinds(facts: Facts) -> dict[int, list[str]]:
-    """For the lists of a model, by their length, a number for what each block is made of.
+    """For each block list, by its length, a number for the structure of each block.
 
-    Two lists of one length that are not alike are left out: a length can't tell them apart.
+    Two lists of the same length with different structures are left out: the length is ambiguous.
     """
     found: dict[int, list[str]] = {}
     ambiguous: set[int] = set()

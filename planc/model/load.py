@@ -1,7 +1,7 @@
-"""MODEL, as a user names it -> model facts.
+"""Resolves the MODEL argument of a command to model facts.
 
-A configuration is read as JSON, checked by a schema, and looked up in the cache; only where that
-has nothing is the model built, on the meta device.
+The configuration is read as JSON, validated by a schema and looked up in the cache. Only a
+configuration that is not in the cache is built as a model, on the meta device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     """The facts of a model, or None after a finding (PL60x).
 
     Args:
-        model: a folder with `config.json`, a JSON file, a shipped model's name, the name of a hub
-            model that is in the local cache, or `package.module:factory`.
-        sink: receives what is wrong.
-        allow_code: whether `package.module:factory`, or the code that a model's folder brings, may
-            be run.
-        cache: whether facts may come from, and go to, the cache.
+        model: a folder with `config.json`, a JSON file, the name of a shipped model, the name of a
+            hub model that is in the local cache, or `package.module:factory`.
+        sink: receives the findings.
+        allow_code: whether planc may run `package.module:factory`, or the code in a model's folder.
+        cache: whether to read facts from, and write them to, the cache.
     """
     place = locate_config(model)
     if place is None:
@@ -38,7 +37,7 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     if allow_code and "AutoModelForCausalLM" in config.own_code:
         from planc.model.sources.huggingface import from_folder
 
-        return from_folder(config, sink)  # never cached: the key knows nothing of the code
+        return from_folder(config, sink)  # never cached: the key does not cover the code
     facts = _from_config(config, sink, cache=cache)
     if facts is not None:
         _report_ignored(config, facts, sink)
@@ -68,12 +67,12 @@ def _build_facts(config: Config, sink: Sink) -> Facts | None:
 
 
 def load_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:
-    """The facts of a configuration that is at hand, from the cache or built."""
+    """The facts of a configuration given as a dict, from the cache or built."""
     return _from_config(config_of(values, name), sink, cache=True)
 
 
 def _report_ignored(config: Config, facts: Facts, sink: Sink) -> None:
-    """Says what the facts do not hold, though the configuration asks for it."""
+    """Reports what the configuration asks for and the facts do not contain (PL609, PL610)."""
     if config.own_code:
         sink.info(
             "PL609",

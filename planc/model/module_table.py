@@ -1,4 +1,4 @@
-"""An nn.Module -> the module table. Touches no tensor's data, so a model on meta will do."""
+"""Builds the module table of an nn.Module. Reads no tensor data, so the model may be on meta."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FACTS = (
     "all_head_size",
     "is_sliding",
 )
-"""Attributes that say how a module splits what its projections give it. Never `layer_idx`: layers
-that differ by their number alone are alike."""
+"""Attributes that determine how a module splits the outputs of its projections. `layer_idx` is not
+one of them: layers that differ only in their index are identical."""
 
 
 def facts_of(
@@ -39,14 +39,14 @@ def facts_of(
     config_name: str = "config.json",
     stated_fields: frozenset[str] = frozenset(),
 ) -> Facts:
-    """The facts of a model at hand.
+    """The facts of a model that exists as an nn.Module.
 
     Args:
         module: an nn.Module, on any device.
         config: its configuration: a mapping, an object with `to_dict`, a dataclass or any object
-            with fields; None for a model without.
-        config_name: what messages call the configuration.
-        given: the fields that the user's file states itself.
+            with fields; None for a model without one.
+        config_name: the name of the configuration in messages.
+        stated_fields: the fields that the user's file states.
     """
     values = _mapping(config)
     name = type(module).__name__
@@ -62,7 +62,7 @@ def facts_of(
 
 
 def already_parallel(module: Any) -> str | None:
-    """The first thing in a model that shows that it is parallel already, or None."""
+    """Why the model counts as parallelized already, or None if it does not."""
     for name, child in module.named_modules():
         kinds = {k.__name__ for k in type(child).__mro__}
         if kinds & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}:
@@ -76,7 +76,7 @@ def already_parallel(module: Any) -> str | None:
 
 
 class _Table:
-    """Builds the table; like modules become one object, so that comparing them is quick."""
+    """Builds the table. Identical modules become one object, so comparing them is fast."""
 
     def __init__(self, islands: Sequence[tuple[re.Pattern[str], str]]) -> None:
         self._fp32_patterns = islands
@@ -116,7 +116,9 @@ class _Table:
         return self._known[key]
 
     def _keep_in_fp32(self, path: str, name: str) -> str:
-        """What is said of a parameter; the stronger word where there are two."""
+        """When a cast leaves the parameter in float32; the stronger condition if two patterns
+        match.
+        """
         return max((word for p, word in self._fp32_patterns if p.search(path + name)), default="")
 
     def _parameter(self, name: str, parameter: Any, keep_in_fp32: str) -> Parameter:
@@ -133,7 +135,7 @@ class _Table:
 
 
 def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
-    """The names that a transformers model keeps in float32, as `from_pretrained` looks for them.
+    """The patterns of parameter names that `from_pretrained` keeps in float32, and when.
 
     Source: `build_glob_alternation` in `transformers.core_model_loading`: a star is any text.
     """
@@ -151,7 +153,7 @@ def _named(children: list[tuple[str, Module]]) -> Iterator[Child]:
 
 
 def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
-    """The entries of a list, those that are alike as one, in order of first appearance."""
+    """The entries of a list, identical ones merged, in order of first appearance."""
     groups: dict[int, tuple[Module, int]] = {}
     for name, module in children:
         _, bits = groups.get(id(module), (module, 0))
@@ -161,7 +163,7 @@ def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
 
 
 def _facts(module: Any) -> tuple[tuple[str, int], ...]:
-    """What the module itself sets; reading `__dict__` spares nn.Module's slow search."""
+    """The integer attributes of the module; `__dict__` avoids the slow lookup of nn.Module."""
     own = module.__dict__
     facts = [(name, int(v)) for name in _FACTS if isinstance(v := own.get(name), int)]
     kind = own.get("layer_type") or own.get("attention_type")
@@ -200,7 +202,7 @@ def _ties(module: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _mapping(config: Any) -> dict[str, Any]:
-    """A configuration as JSON has it, so that it is the same fresh and from the cache."""
+    """The configuration as JSON data, so that it is the same built and read from the cache."""
     values: Any = {}
     if isinstance(config, Mapping):
         values = dict(config)
@@ -212,7 +214,7 @@ def _mapping(config: Any) -> dict[str, Any]:
         values = dict(getattr(config, "__dict__", {}))
     try:
         plain = json.loads(json.dumps(values, default=_text, skipkeys=True))
-    except (ValueError, RecursionError):  # a field that holds itself
+    except (ValueError, RecursionError):  # a circular reference
         plain = {k: v for k, v in values.items() if isinstance(v, str | int | float | None)}
     return plain if isinstance(plain, dict) else {}
 

@@ -1,7 +1,9 @@
-"""Which modules a model's own code calls: what FSDP can gather in time, where no axis is split.
+"""Which modules the model's code calls, for plans without tensor parallelism: FSDP gathers a
+unit when its module is called.
 
-A plain run of the small model tells it, once for a configuration whatever the plan: it is kept by
-the configuration, the library versions and planc's sources, so a warm check imports no torch.
+A plain run of the small model answers it, once per configuration and for any plan. The answer is
+cached by the configuration, the library versions and planc's sources, so a warm check does not
+import torch.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ _FORMAT = 2
 
 
 def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
-    """The modules that are called, with stars for numbers; None, and why, where no run tells it.
+    """The modules that are called, with `*` for indices; or None and the reason if no run shows it.
 
     Args:
-        facts: the model; code that it names was allowed.
+        facts: the model; if it has code, running it is allowed.
     """
     model = small_model(facts)
     if isinstance(model, str):
@@ -37,7 +39,7 @@ def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
         names = sorted(_run(model))
     except Exception as error:
         return None, f"the small model does not run: {error}"
-    if not model.code:  # which may change, and its name does not
+    if not model.code:  # can change while its name stays the same
         cache.keep(key, names)
     return frozenset(names), ""
 

@@ -1,4 +1,6 @@
-"""What layout flow found -> findings at the lines of the plan, with the model's source line."""
+"""Reports the discrepancies of layout flow at the lines of the plan, with the model's source
+line.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from planc.trial.outcome import Discrepancy, Outcome
 
 _SEEN = "seen on a shrunken model, with all ranks of the axis simulated (2)"
 _MOST = 8
-"""Findings of one kind: a plan that is wrong everywhere is not told so a hundred times."""
+"""The most findings of one kind."""
 
 
 def report_refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """Where the model computes something else: PL501, PL502, PL503 and PL507.
+    """Reports outputs, crashes, gradients and sizes that differ: PL501, PL503, PL502 and PL507.
 
-    Of outputs only the first that differs is told, for what comes after differs with it.
+    Only the first wrong output is reported, because the outputs after it differ as a consequence.
     """
     groups = _groups(outcome)
     first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
@@ -29,7 +31,7 @@ def report_refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
 
 
 def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """What is not as the plan says: arrivals (PL505) and redistributions (PL506)."""
+    """Reports layouts (PL505) and redistributions (PL506) that the plan does not state."""
     wrong = outcome.verdict == "refuted"
     for kind in ("boundary", "unstated"):
         for group in [g for g in _groups(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
@@ -54,7 +56,7 @@ def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
 
 
 def _groups(outcome: Outcome) -> list[list[Discrepancy]]:
-    """The parts, those of like modules together."""
+    """The discrepancies, grouped by identical modules."""
     groups: dict[tuple[str, str, tuple[str, ...], str], list[Discrepancy]] = {}
     for mismatch in outcome.discrepancies:
         key = (mismatch.kind, generic(mismatch.subject), mismatch.layouts, mismatch.op)
@@ -63,7 +65,7 @@ def _groups(outcome: Outcome) -> list[list[Discrepancy]]:
 
 
 def generic(name: str) -> str:
-    """A torch name with every entry of a list as `*`."""
+    """A torch name with every list index as `*`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -72,7 +74,7 @@ def _source(mismatch: Discrepancy) -> list[str]:
 
 
 def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> list[Label]:
-    """The labels, and the rules of the module that ended last."""
+    """The labels, and those of the rules for the module that ended last."""
     marked = {label.span for label in labels}
     before = [
         label.span for label in rule_labels(mismatch.before, small) if label.span not in marked
@@ -129,14 +131,17 @@ def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 
 def report_uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
-    """PL508: units whose module is never called, while what is inside it is.
+    """Reports units whose module is never called although modules inside it are (PL508).
 
-    FSDP gathers a unit's parameters when its module is called. Says whether there are any.
+    FSDP all-gathers a unit's parameters when its module is called.
 
     Args:
-        ran: the modules that were called, by name, or with stars for numbers.
-        plan: whose units are judged.
+        ran: the names of the called modules, as they are or with `*` for indices.
+        plan: the plan with the units.
         sink: receives the findings.
+
+    Returns:
+        Whether there are such units.
     """
     found = False
     for unit in plan.fsdp.units if plan.fsdp else ():

@@ -1,9 +1,9 @@
-"""Layout flow, as `planc check` asks for it: shrink, lower, simulate, remember, report.
+"""Layout flow for `planc check`: shrink, compile, simulate, cache, report.
 
-The plan is compiled once more, for a small model of the same family on its tensor axes alone, and
-what `planc.trial.simulate` finds there is reported at the lines of the plan. What was found is kept
-by the digest of what is simulated (the tensor part of the small lowered plan), the configuration,
-the library versions and planc's own sources, so a warm check imports no torch.
+The plan is compiled again for a small model of the same family, on its tensor axes only, and the
+discrepancies found by `planc.trial.simulate` are reported at the lines of the plan. The outcome is
+cached by the digest of the tensor part of the small lowered plan, the configuration, the library
+versions and planc's own sources, so a warm check does not import torch.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ UNSEEN = "Megatron-FSDP runs on CUDA alone, where planc proves nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionVerdict:
-    """The verdict on one kind of section.
+    """The verdict on one section of the plan.
 
     Args:
         name: such as `tensor on tp`.
         verdict: `proved`, `refuted` or `unknown`.
-        by: `simulation`, or `structure` where rules decide it that need no run.
+        by: `simulation`, or `structure` if rules decide it without a run.
         reason: why it is unknown.
     """
 
@@ -57,15 +57,15 @@ class SectionVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What layout flow says of a plan.
+    """The verdict of layout flow on a plan.
 
     Args:
-        outcome: of the simulation.
-        kinds: of layer, each with its verdict.
-        sections: of the plan, each with its verdict.
-        gathered: whether every FSDP unit is a module that is called, and so gathered in time.
-        released: whether the model's code runs parts again in the backward pass that an FSDP unit
-            other than the root may have let go; the root has all of its own until backward ends.
+        outcome: the outcome of the simulation.
+        layers: the verdict on each kind of layer.
+        sections: the verdict on each section.
+        gathered: whether every FSDP unit is a module that is called, and so is all-gathered.
+        released_early: whether the model's code recomputes, in the backward pass, parts of an FSDP
+            unit other than the root, which may have been resharded before; the root is not.
     """
 
     outcome: Outcome
@@ -75,10 +75,10 @@ class Verdict:
     released_early: bool = False
 
     def _judged(self, section: SectionVerdict) -> SectionVerdict:
-        """A section with what the verdict as a whole depends on beyond the simulation's outcome.
+        """The verdict on a section, corrected by the verdict on the plan as a whole.
 
-        FSDP units that are never called refute theirs; a kind of layer that is unknown, or units
-        that may have been released too early, leave unknown what was proved without them.
+        FSDP units that are never called refute their section. An unknown kind of layer, or units
+        that may be resharded too early, make a section unknown that the simulation alone proves.
         """
         data = section.name.startswith(_DATA)
         if data and not self.gathered:
@@ -95,7 +95,7 @@ class Verdict:
 
     @property
     def verdict(self) -> str:
-        """`proved`, `refuted`, `unknown`, or `nothing` where no axis is tensor parallel."""
+        """`proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel."""
         if not self.gathered:
             return "refuted"
         right = self.outcome.verdict == "proved"
@@ -104,7 +104,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why it is unknown."""
+        """Why the verdict is unknown."""
         cause = self._unknown_reason or self._released_reason
         return self.outcome.reason or (cause if self.verdict == "unknown" else "")
 
@@ -123,7 +123,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """What the summary of a check says."""
+        """The verdict for the summary of a check."""
         count = len([k for k in self.layers if k.modules != "root"])
         many = f"{count} kinds of layer, " if count > 1 else ""
         match self.verdict:
@@ -137,7 +137,7 @@ class Verdict:
                 return f"layout flow ({other}{f'; of its parts {counts}' if counts else ''})"
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it; the modules of the small model stay out."""
+        """The verdict as JSON data, without the modules of the small model."""
         found = self.outcome
         measured = self.verdict in ("proved", "refuted") and bool(found.modules)
         errors = {k: getattr(found, k) if measured else None for k in _ERRORS}
@@ -163,11 +163,11 @@ def flow(
     """The verdict of layout flow on a compiled plan.
 
     Args:
-        compiled: without errors; its files are compiled once more, for the small model.
-        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); where the plan is
-            proved, presumed findings are overruled.
+        compiled: a plan without errors; its files are compiled again for the small model.
+        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); if the plan is proved,
+            presumed findings are overruled.
         strict: whether unknown is an error.
-        allow_code: whether styles of the plan's own may be imported.
+        allow_code: whether planc may import the plan's own styles.
     """
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
@@ -207,7 +207,7 @@ def flow(
 
 
 def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:
-    """Of a plan that splits no tensor: whether its FSDP units are modules that are called."""
+    """The verdict on a plan without tensor parallelism: whether its FSDP units are called."""
     if is_megatron(lowered):
         unseen = Outcome(verdict="unknown", reason=UNSEEN)
         verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen)))
@@ -230,7 +230,7 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
 
 
 def _released(lowered: Lowered, name: str) -> bool:
-    """Whether a module is in an FSDP unit other than the root, or in one of Megatron's."""
+    """Whether a module is in an FSDP unit other than the root, or the plan uses Megatron-FSDP."""
     if is_megatron(lowered):
         return True
     units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
@@ -252,7 +252,7 @@ def is_megatron(lowered: Lowered) -> bool:
 
 
 def judge(small: SmallCase) -> Outcome:
-    """What a small lowered plan does, from the cache or by simulation."""
+    """The outcome of a small lowered plan, from the cache or by simulation."""
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
     config = json.dumps(model.values, sort_keys=True)
@@ -277,7 +277,7 @@ def judge(small: SmallCase) -> Outcome:
 
 
 def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[SectionVerdict]:
-    """What each kind of section comes to; those of an axis of one rank lower to nothing."""
+    """Yields the verdict on each section; a section on an axis of one rank lowers to a no-op."""
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))

@@ -1,4 +1,4 @@
-"""Which lines of a plan govern a module: the same answer for layout flow and for verify."""
+"""The lines of a plan that are responsible for a module, for layout flow and verify."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ RuleSpans = list[tuple[Modules, Span]]
 
 
 def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
-    """The tensor rules for a module, else those inside it, else of what holds it.
+    """The tensor rules for a module, else those inside it, else those for a module around it.
 
-    What holds it counts with the rules right inside of it: a module without a rule takes what the
-    modules beside it make.
+    For a module around it, the rules for its direct children count too: a module without a rule
+    takes the outputs of its siblings.
 
     Args:
-        name: torch's name of a module of the plan's model; empty for the model.
-        plan: The plan.
+        name: the torch name of a module of the plan's model; empty for the model.
+        plan: the plan.
     """
     known = [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
     direct = _direct(name, known)
@@ -39,7 +39,7 @@ def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
 
 
 def unit_labels(name: str, plan: Plan) -> Iterator[Label]:
-    """The FSDP unit of a module: its own, or that of the nearest module which holds it."""
+    """The FSDP unit of a module: the module itself, or the nearest enclosing unit."""
     known = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
     for at in (name, *holders(name)):
         found = dict.fromkeys(origin for _, origin in _direct(at, known))
@@ -50,7 +50,7 @@ def unit_labels(name: str, plan: Plan) -> Iterator[Label]:
 
 
 def holders(name: str) -> Iterator[str]:
-    """The modules around one, the nearest first and the model, `""`, last."""
+    """The modules around a module, the nearest first and the model, `""`, last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -70,7 +70,7 @@ def _right_inside(name: str, known: RuleSpans) -> RuleSpans:
 
 
 def _labels(found: Iterable[tuple[Modules, Span]]) -> Iterator[Label]:
-    """A label a line; an adapter's half is told by its own name, not by `default`."""
+    """One label per line; an adapter's label has the name `lora_A` or `lora_B`, not `default`."""
     for origin, modules in {origin: modules for modules, origin in found}.items():
         path = [s for s in modules.path if s != NAME]
         yield Label(span=origin, text=f"decides `{path[-1]}`" if path else "")

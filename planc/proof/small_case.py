@@ -1,7 +1,7 @@
-"""The one way from a compiled plan to a small model of the same family, with the plan for it.
+"""Makes a small model of the same family, and compiles the plan for it.
 
-A model of transformers or of diffusers is shrunk: its resolved configuration becomes a small one,
-as JSON has it, for the same class. A user's own code is run as it is.
+A transformers or diffusers model is shrunk: its resolved configuration becomes a small one for the
+same class. A user's own model is run as it is.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ if TYPE_CHECKING:
     from planc.model.small.user_model import ModelBuilder
 
 RANKS = 2
-"""Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
+"""The size of a simulated axis: errors on 8 ranks show on 2, and heads stay divisible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallModel:
-    """What is built and run in the place of a model.
+    """The model that is built and run instead of the original one.
 
     Args:
-        values: the small configuration; empty for a model of the user's own.
-        code: the factory of a model of the user's own, empty for any other.
+        values: the small configuration; empty for a user's own model.
+        code: the factory of a user's own model, else empty.
     """
 
     values: dict[str, Any]
     code: str = ""
 
     def builder(self) -> ModelBuilder:
-        """Builds the model with weights, and its inputs; imports torch. Raises as `maker_of`."""
+        """The object that builds the model and its inputs; imports torch. Raises as
+        `builder_of`.
+        """
         from planc.model.small.user_model import builder_of
 
         return builder_of(self.values, self.code)
@@ -52,26 +54,26 @@ class SmallModel:
         """The facts of the small model, or None after a finding.
 
         Args:
-            model: what it is the small model of.
-            sink: receives what is wrong (PL60x).
+            model: the facts of the original model.
+            sink: receives the findings (PL60x).
         """
         return model if self.code else load_values(self.values, "the small model", sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallCase:
-    """A small model and the plan compiled for it, without errors."""
+    """A small model and the plan compiled for it without errors."""
 
     model: SmallModel
     compiled: Compiled
 
 
 def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallModel | str:
-    """The small model of a model, or why there is none.
+    """The small model for a model, or the reason why there is none.
 
     Args:
-        facts: of the model.
-        ranks: what heads, widths and experts must divide by, by the role of a mesh axis; by
+        facts: the facts of the model.
+        ranks: what heads, widths and experts must be divisible by, by the role of a mesh axis; by
             default one tensor axis of `RANKS`.
     """
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
@@ -93,12 +95,12 @@ def small_case(
     *,
     checks: Sink | None = None,
 ) -> SmallCase | str:
-    """The plan for a small model on a small mesh, or why that can't be.
+    """The plan compiled for a small model on a small mesh, or the reason why it can't be.
 
     Args:
-        compiled: the plan for the real model.
-        sizes: of the small mesh's axes by name.
-        checks: receives what the checks find, which then stops nothing.
+        compiled: the plan for the original model.
+        sizes: the sizes of the small mesh by axis.
+        checks: receives the findings of the checks, which then do not stop the compiler.
     """
     assert compiled.facts is not None and compiled.plan is not None
     ranks: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""`planc verify` from end to end."""
+"""`planc verify`: proves on real processes that a plan trains the same model."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Args:
-    verdict: `verified`, `refuted`, or `unknown`.
-    certificate: the document, None where the plan did not even compile.
+    """The result of a proof.
+
+    Args:
+        verdict: `verified`, `refuted`, or `unknown`.
+        certificate: the document, None if the plan did not compile.
     """
 
     verdict: str
@@ -51,7 +53,7 @@ class Proof:
 
 @dataclass(slots=True, kw_only=True)
 class _Case:
-    """What is to be proved, and how far it got."""
+    """A plan to be proved, and the intermediate results."""
 
     facts: Facts
     lowered: Lowered
@@ -84,21 +86,22 @@ def verify(
     allow_code: bool = False,
     timeout: float = TIMEOUT,
 ) -> Proof:
-    """Proves on real processes that a plan trains the same model, on a small one of its family.
+    """Proves on real processes, with a small model of the family, that a plan trains the same
+    model.
 
     Args:
-        model: what `planc.model.load.load` takes.
-        plan: a path, `-`, a shipped plan's name, or `REV:path`.
-        sink: receives the findings: those of the compiler, and PL520 (the numbers part), PL521 (a
-            rank failed), PL522 (no answer in time), PL523 (it can't be told).
-        world_size: the number of ranks of the run to prove; by default as many as processes.
-        processes: how many there are on this machine; fewer where the run has fewer ranks.
+        model: as for `planc.model.load.load`.
+        plan: a path, `-`, the name of a shipped plan, or `REV:path`.
+        sink: receives the findings: those of the compiler, and PL520 (the numbers differ), PL521 (a
+            rank failed), PL522 (timeout), PL523 (unknown).
+        world_size: the number of ranks of the run to prove; by default `processes`.
+        processes: the number of processes on this machine; at most as many as ranks.
         settings: `name=value` for options and mesh axes.
-        allow_code: whether code that the model or the plan names may be run.
-        timeout: seconds for the processes, their start included.
+        allow_code: whether planc may run code that the model or the plan names.
+        timeout: seconds for all processes, including their start.
     """
     world_size = world_size or processes
-    with fork_server() as server:  # it imports torch while this compiles
+    with fork_server() as server:  # imports torch during the compilation
         files = compiler.read(plan, sink)
         if isinstance(files, LoweredFile):
             message = "a lowered plan is for one model, and not for a small one"
@@ -126,9 +129,9 @@ def verify(
 def _compiled(
     files: Files | None, facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
 ) -> _Case | None:
-    """The plan for the real model, or None after findings.
+    """The plan compiled for the original model, or None after findings.
 
-    What the checks say does not stop it: the proof is what tells whether they are right.
+    Errors of the checks do not stop the proof, which tests whether they are right.
     """
     checks = Sink()
     done = compiler.compile(files, facts, sink, world_size=world, settings=given, checks=checks)
@@ -149,7 +152,7 @@ def _codes(checks: Sink) -> tuple[str, ...]:
 
 
 def _make_small_case(case: _Case) -> str | None:
-    """Makes the small case; gives the reason where there is none."""
+    """Makes the small case; returns the reason if there is none."""
     assert case.compiled.plan is not None
     axes, checks = small_sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
     small = small_case(case.compiled, axes, checks=checks)
@@ -183,14 +186,16 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
             sink.add(diagnostic)
     compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
-    if verdict != "unknown" and not case.facts.code:  # a user's code may be another one tomorrow
+    if verdict != "unknown" and not case.facts.code:  # a user's code can change
         key = store.key_of(certificate["lowered"], case.facts.config)
         store.keep(certificate, key)
     return Proof(verdict=verdict, certificate=certificate)
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:
-    """Why the small model's verdict is not the real one's: one of them alone has wrong sizes."""
+    """Why the small model's verdict may not hold for the original: only one of them fails a
+    check.
+    """
     real, small = (
         set(case.check_codes) - set(case.small_check_codes),
         set(case.small_check_codes) - set(case.check_codes),
@@ -256,7 +261,7 @@ def _digest(files: Files | None) -> str:
 
 
 def _left_out(lowered: Lowered) -> Iterable[str]:
-    """What the small run does otherwise, on purpose."""
+    """Yields what the small run deliberately does differently."""
     if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
         yield "mixed precision: everything runs in float32"
     if any(isinstance(op, Quantize) for op in lowered.ops):

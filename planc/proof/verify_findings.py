@@ -1,4 +1,4 @@
-"""What a proof found -> findings at the lines of the plan that govern it."""
+"""Reports the result of a proof at the responsible lines of the plan."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _WORDS = {
 
 
 def report_unknown(sink: Sink, reason: str, help: str | None = None) -> None:
-    """PL523."""
+    """Reports PL523."""
     sink.error("PL523", f"this plan can't be proved: {reason}", help=help)
 
 
 def report_difference(
     found: Comparison, plan: Plan, lowered: Lowered, sink: Sink
 ) -> tuple[str, tuple[str, ...]]:
-    """PL520; gives its message, and the places that govern what went wrong."""
+    """Reports PL520; returns its message and the responsible lines."""
     beyond = [k for k, limit in LIMITS.items() if not found.errors[k] <= limit]
     first = found.first
     difference = f"{_WORDS[beyond[0]]} is off by {number(found.errors[beyond[0]])}"
@@ -54,10 +54,11 @@ def report_difference(
 def report_failure(
     failure: TrialFailure, plan: Plan, lowered: Lowered, sink: Sink
 ) -> tuple[str, str]:
-    """PL521, PL522 or PL523; gives the verdict and the reason.
+    """Reports PL521, PL522 or PL523; returns the verdict and the reason.
 
-    What Python raises while the plan is applied or the parallel model runs is the plan's doing, for
-    the same model ran alone before: it is refuted. A rank that a signal ended says nothing of it.
+    A Python exception while the plan is applied or the parallel model runs refutes the plan,
+    because the same model ran in a single process before. A rank ended by a signal leaves it
+    unknown.
     """
     if failure.kind == "single":
         reason = f"the small model does not train in one process: {failure.message}"
@@ -81,7 +82,7 @@ def report_failure(
 
 
 def _frames(failure: TrialFailure) -> Iterator[str]:
-    """The line of the model that was running, and the last of all, without the way between."""
+    """Yields the last frame in the model's code and the last of all."""
     outside = [f for f in failure.frames if "/torch/" not in f[0] and "/planc/" not in f[0]]
     for path, line, function, code in dict.fromkeys((*outside[-1:], *failure.frames[-1:])):
         yield f"{Path(path).name}:{line}, in {function}: {code}".rstrip(": ")

@@ -1,8 +1,8 @@
-"""Diagnostics -> text for people, for editors, for programs and for GitHub.
+"""Renders findings for people, editors, programs and GitHub.
 
-`full` is for a person, `concise` has one line a finding, `json` is a document with a schema,
-`github` annotates a pull request, and `sarif` is for code scanners. All of them
-show the findings in one order (`order.arranged`).
+`full` is for people, `concise` has one line per finding, `json` is a document with a schema,
+`github` annotates a pull request, and `sarif` is for code scanners. All formats show the findings
+in the same order (`sorting.sorted_findings`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def render(
         diagnostics: the findings, in any order.
         format: one of `FORMATS`.
         color: whether to use ANSI colors; for `full` and `concise`.
-        width: the cells of a line; for `full`.
+        width: the line width in terminal cells; for `full`.
         also: fields beside the findings, such as a verdict; for `json`.
 
     Raises:

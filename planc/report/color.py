@@ -1,11 +1,11 @@
-"""Colors on a terminal: when they are wanted, and the codes that give them."""
+"""Terminal colors: when to use them, and their ANSI codes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 StyledText = tuple[str, str]
-"""A piece of text and the name of its style; `""` is plain."""
+"""A text and the name of its style; `""` is plain."""
 
 _CODES = {
     "error": "1;31",
@@ -19,12 +19,12 @@ _CODES = {
 
 
 def wants_color(stream: object, environ: Mapping[str, str]) -> bool:
-    """Whether text that is written to a stream may hold colors.
+    """Whether text written to a stream may contain colors.
 
     Args:
-        stream: a file; one without `isatty` is no terminal.
-        environ: the environment. `NO_COLOR` (https://no-color.org) wins over `FORCE_COLOR` and
-            `CLICOLOR_FORCE`, and these over what the stream is.
+        stream: a file; one without `isatty` is not a terminal.
+        environ: the environment. `NO_COLOR` (https://no-color.org) takes precedence over
+            `FORCE_COLOR` and `CLICOLOR_FORCE`, and these over the kind of stream.
     """
     if environ.get("NO_COLOR"):
         return False
@@ -37,7 +37,7 @@ def wants_color(stream: object, environ: Mapping[str, str]) -> bool:
 
 
 def paint(segments: Iterable[StyledText], color: bool) -> str:
-    """One line of text, without the blanks at its end."""
+    """One line of text with ANSI codes and without trailing spaces."""
     pieces = list(segments)
     while pieces and not pieces[-1][0].strip(" "):
         pieces.pop()

@@ -1,4 +1,4 @@
-"""Findings one a line, for editors and for grep: `path:line:col: error[PL203]: message`."""
+"""Findings on one line each, for editors and grep: `path:line:col: error[PL203]: message`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planc.report.terminal_width import visible
 
 
 def render(diagnostics: Iterable[Diagnostic], *, color: bool) -> str:
-    """One line for each finding, and nothing where there is none."""
+    """One line for each finding; empty if there are none."""
     return "".join(_line(diagnostic, color) + "\n" for diagnostic in sorted_findings(diagnostics))
 
 

@@ -1,4 +1,4 @@
-"""One line of a source with the labels that point into it, drawn on a grid of terminal cells."""
+"""Draws one source line with the labels that point into it, on a grid of terminal cells."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Mark:
 
 @dataclass(slots=True)
 class _Canvas:
-    """Rows of cells; what takes several has its text in the first and nothing in the others."""
+    """Rows of cells; a wide character has its text in the first cell and empty strings in the
+    others.
+    """
 
     rows: list[dict[int, StyledText]] = field(default_factory=list)
 
@@ -45,7 +47,7 @@ class _Canvas:
         line = self.rows[row]
         base = column
         for text, size in shown:
-            if size == 0:  # it combines with the character before it
+            if size == 0:  # combines with the previous character
                 line[base] = (line.get(base, (" ", style))[0] + text, style)
                 continue
             line[column] = (text, style)
@@ -68,14 +70,14 @@ def _merged(row: dict[int, StyledText]) -> Row:
 
 
 def line_of(source: Source, number: int) -> str:
-    """A line as it is shown: an argument the way it was written on the command line."""
+    """A line as it is displayed; an argument is displayed as written on the command line."""
     if source.argument and source.name.endswith(source.text):
         return source.name
     return source.line(number)
 
 
 def mark(label: Label, *, style: str, primary: bool) -> Mark:
-    """Where a label is on its first line; one that goes on over more lines ends with the first."""
+    """The mark of a label on its first line; a label over several lines ends with the first."""
     span = label.span
     text = line_of(span.source, span.line)
     lead = len(text) - len(span.source.line(span.line))  # the `--set ` of an argument
@@ -89,10 +91,10 @@ def mark(label: Label, *, style: str, primary: bool) -> Mark:
 
 
 def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
-    """The line and what is written below it, within `room` cells.
+    """The source line and the labels below it, within `room` cells.
 
-    A long line is cut to a window around its marks. Marks that are too far apart for one window
-    give one window each: the result has a list of rows for each, its source line first.
+    A long line is cut to a window around its marks. Marks that do not fit into one window get one
+    window each: the result has a list of rows per window, the source line first.
     """
     shown = cells(text)
     total = sum(size for _, size in shown)
@@ -104,14 +106,14 @@ def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
         low = min(m.start for m in group)
         high = min(max(m.end for m in group), low + reach)
         left = max(0, min(low - (room - (high - low)) // 2, total - room))
-        if high <= room - _MARGIN:  # the beginning of a line says most about it
+        if high <= room - _MARGIN:  # prefer the beginning of the line
             left = 0
         out.append(_window(shown, left, total, group, room))
     return out or [_window(shown, 0, total, (), room)]
 
 
 def _groups(marks: Sequence[Mark], reach: int) -> list[list[Mark]]:
-    """The marks from left to right, those together that fit into one window."""
+    """The marks from left to right, grouped by the window they fit into."""
     out: list[list[Mark]] = []
     for one in sorted(marks, key=lambda m: m.start):
         if out and one.end - out[-1][0].start <= reach:
@@ -143,7 +145,7 @@ def _window(
         canvas.put_cells(0, first - left, kept)
     if cut:
         canvas.put(0, room - 1, _ELLIPSIS, "gutter")
-    bound = high if cut else total + 1  # a mark may point just behind the last character
+    bound = high if cut else total + 1  # a mark may point past the last character
     shifted = []
     for one in marks:
         start = min(max(one.start, low), bound - 1)
@@ -161,7 +163,7 @@ def _underline(canvas: _Canvas, marks: Sequence[Mark]) -> None:
 
 
 def _write(canvas: _Canvas, marks: Sequence[Mark], room: int) -> None:
-    """The texts: the rightmost beside its underline where there is room, the others hang below."""
+    """Writes the label texts: the rightmost beside its underline if it fits, the others below."""
     waiting = sorted((m for m in marks if m.text), key=lambda m: (m.start, m.primary))
     if not waiting:
         return

@@ -24,14 +24,14 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 
 
 def explain(code: str) -> str | None:
-    """The page of a code in Markdown, or None where there is none. Any case will do."""
+    """The Markdown page of a code in any case, or None if there is no such code."""
     name = code.strip().upper()
     page = PAGES / f"{name}.md"
     return page.read_text(encoding="utf-8") if name in CODES else None
 
 
 def terminal(text: str, color: bool) -> str:
-    """A page as a terminal shows it: headings without their `#`, links without their address."""
+    """A page for the terminal: headings without `#`, links without their address."""
     return "".join(f"{_line(line, color)}\n" for line in text.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Findings as blocks for a person: what is wrong, the lines involved, the facts, what to do."""
+"""Findings as blocks for people: the message, the source lines, the facts, the help."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NARROWEST = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """How one block is set.
+    """The layout of one block.
 
     Args:
-        gutter: the cells of a line number.
-        room: the cells of a whole line.
-        main: the label to look at first.
+        gutter: the width of a line number, in cells.
+        room: the width of a line, in cells.
+        main: the primary label.
         style: the style of its underline.
     """
 
@@ -38,12 +38,12 @@ class _Frame:
 
 
 def render(diagnostics: Iterable[Diagnostic], *, color: bool, width: int) -> str:
-    """The blocks, with a blank line after each, and the summary.
+    """The blocks, each followed by a blank line, and the summary.
 
     Args:
         diagnostics: the findings, in any order.
         color: whether to use ANSI colors.
-        width: the cells of a line; nothing is wider but a location or a word that can't be broken.
+        width: the line width in cells; only locations and unbreakable words exceed it.
     """
     found = sorted_findings(diagnostics)
     numbers = [

@@ -1,6 +1,6 @@
 """Findings as GitHub workflow commands, which annotate the lines of a pull request.
 
-The escapes are those of actions/toolkit, packages/core/src/command.ts.
+Source of the escapes: actions/toolkit, packages/core/src/command.ts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 
 
 def render(diagnostics: Iterable[Diagnostic]) -> str:
-    """One command for each finding; its message holds the other places, the facts and the help."""
+    """One command per finding; its message contains the other labels, the facts and the help."""
     return "".join(_command(diagnostic) + "\n" for diagnostic in sorted_findings(diagnostics))
 
 
@@ -31,9 +31,9 @@ def _command(diagnostic: Diagnostic) -> str:
 
 
 def _place(span: Span | None) -> dict[str, str]:
-    """Where to put the annotation; nowhere for an argument or standard input, which are no files.
+    """The location of the annotation; empty for an argument or standard input, which are not files.
 
-    GitHub takes columns only for an annotation of one line.
+    GitHub accepts columns only for an annotation of one line.
     """
     if span is None or span.source.argument or span.source.name.startswith("<"):
         return {}

@@ -10,7 +10,7 @@ from planc.diagnostic import Diagnostic, Label
 from planc.report.sorting import counts, sorted_findings
 
 FORMAT = 1
-"""Raised when a field goes or changes its meaning; a new field leaves it as it is."""
+"""Raised when a field is removed or changes its meaning; not for a new field."""
 
 
 def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def findings(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
 
 
 def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:
-    """The document as text in ASCII, so that no terminal and no codec can trip over it.
+    """The document as ASCII text, which any terminal and codec can handle.
 
     Args:
         diagnostics: the findings.
-        also: fields to put beside them.
+        also: fields beside the findings.
     """
     return json.dumps({**document(diagnostics), **(also or {})}, indent=2) + "\n"
 

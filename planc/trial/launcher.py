@@ -1,7 +1,7 @@
-"""Runs a proof on processes of this machine; the command's side of it, without torch.
+"""Runs a proof on processes of this machine, from the command; imports no torch.
 
-The processes are a session of their own, started by `fork_server`. However a proof ends,
-by a verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
+The processes are a session of their own, started by `fork_server`. However a proof ends, by a
+verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class TrialFailure:
     """Why there is no comparison.
 
     Args:
-        kind: `rank` (it raised or died), `time` (the limit passed), `single` (one process alone
-            can't train the small model).
+        kind: `rank` (it raised or died), `time` (timeout), `single` (the small model does not train
+            in one process).
         message: one line.
-        rank: the one that failed first, -1 where that is not known.
-        phase: what it was doing: build, single, apply, parallel, compare, locate.
-        detail: the last lines that it wrote, where no exception ended it.
-        frames: file, line, function and source line of each call, innermost last, where an
-            exception ended it; those of the exceptions that caused it come first.
+        rank: the rank that failed first, -1 if not known.
+        phase: its phase: build, single, apply, parallel, compare, locate.
+        detail: the last lines of the log, if no exception ended the rank.
+        frames: file, line, function and source line of each call, innermost last, if an exception
+            ended the rank; those of its causes come first.
     """
 
     kind: str
@@ -62,15 +62,15 @@ class TrialFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What the ranks found.
+    """The result of comparing the parallel model with the single one.
 
     Args:
         errors: the largest error of each kind over ranks and seeds.
-        worst: whose gradient, and whose parameter, has the largest error.
-        first: where the models part: `what` (output or gradient), `name`, `error`; None when
-            they are the same.
-        seconds: from start to end.
-        device: on which the processes ran, `cpu` or `cuda`.
+        worst: the names of the gradient and the parameter with the largest error.
+        first: where the models diverge: `what` (output or gradient), `name`, `error`; None if they
+            do not.
+        seconds: the duration.
+        device: the device of the processes, `cpu` or `cuda`.
     """
 
     errors: dict[str, float]
@@ -106,10 +106,10 @@ class ForkServer:
         """Trains the small model with and without the plan, and compares.
 
         Args:
-            config: of the small model.
+            config: the configuration of the small model.
             lowered: the plan for it, from `single_precision`.
-            timeout: seconds that all of it may take.
-            code: the factory of a model of the user's own, which is run as it is.
+            timeout: seconds for the whole comparison.
+            code: the factory of a user's own model, which is run as it is.
         """
         began = time.monotonic()
         job = Job(
@@ -124,7 +124,7 @@ class ForkServer:
             code=code,
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it died already: its exit says so
+        with contextlib.suppress(OSError):  # the process has died; its exit code is handled below
             self._process.stdin.write(f"{job.dumps()}\n".encode())
             self._process.stdin.flush()
         late = False
@@ -141,10 +141,10 @@ class ForkServer:
         return _comparison(found, time.monotonic() - began)
 
     def close(self) -> None:
-        """Ends every process, those included that a rank may have started."""
+        """Ends every process, including those that a rank started."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.close()  # alone enough, were they slow to hear the signal
+                self._process.stdin.close()  # ends the processes by itself if the signal is late
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -155,7 +155,7 @@ class ForkServer:
         ended = sorted(_signals(self.folder))
         if single:
             return _failure_of("single", single[0])
-        # beside a rank that died, what another raises only says that its partner is gone
+        # after a rank died, exceptions of other ranks are consequences
         if failed and not ended:
             return _failure_of("rank", failed[0])
         if ended:
@@ -180,7 +180,7 @@ class ForkServer:
 
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    """Processes for one proof, ended with the block however it ends."""
+    """Processes for one proof, which end with the block."""
     with tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True) as name:
         server = ForkServer(Path(name))
         try:
@@ -190,10 +190,11 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def with_random_adapters(lowered: Lowered) -> Lowered:
-    """The same operations with adapters that a proof can see: of random values, without dropout.
+    """The same operations with random adapters without dropout, so that errors in them show.
 
-    lora_B begins at 0, where the gradients of lora_A are 0 whatever the plan does. Weights stay in
-    all their bits: the parts of a small one are no whole blocks, which a check asks of a real one.
+    lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
+    Weights are not quantized: shards of a small one are not whole quantization blocks, as
+    checked for a real one.
     """
     ops = tuple(
         replace(op, dropout=0.0, dtype=None, init="random") if isinstance(op, Adapt) else op
@@ -204,9 +205,9 @@ def with_random_adapters(lowered: Lowered) -> Lowered:
 
 
 def single_precision(lowered: Lowered) -> Lowered:
-    """The same operations with every precision float32, so that only rounding can differ.
+    """The same operations with all dtypes float32, so that results differ only by rounding.
 
-    Compiling is left out: it changes no number that it may change, and takes minutes.
+    Compile is left out: it does not change results, and takes minutes.
     """
     lowered = with_random_adapters(lowered)
     ops = tuple(
@@ -231,7 +232,7 @@ def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _signals(folder: Path) -> Iterator[tuple[float, int, int]]:
-    """When a signal ended a rank, which, and the signal."""
+    """Yields for each rank ended by a signal: the time, the rank and the signal."""
     for path in folder.glob("*.signal"):
         number, when = path.read_text().split()
         yield float(when), int(path.stem), int(number)

@@ -1,8 +1,8 @@
-"""What one rank of a proof does: train the small model both ways, and compare.
+"""Trains the small model on one rank, with and without the plan, and compares.
 
 Errors are relative: the largest absolute difference of a tensor over the largest absolute value of
-the right one. A tensor that is next to nothing beside its like (a gradient that is zero but for
-rounding) is measured by a floor instead.
+the right one. For a tensor that is negligible among its kind (a gradient that is zero up to
+rounding), the divisor is a floor.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from planc.runtime.run import Run
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 
 LENGTH = 16
-"""Tokens of a row, at least; every sequence split of up to 16 ranks is even."""
+"""The least tokens per row; divisible for sequence axes of up to 16 ranks."""
 RATE = 1e-3
 EPSILON = 1e-6
-"""AdamW's. With torch's 1e-8 a gradient that is zero but for rounding moves a weight as far as a
-real one does, so the steps would compare noise."""
+"""AdamW's epsilon. With torch's 1e-8, a gradient that is zero up to rounding changes a weight as
+much as a real one, so the steps would compare noise."""
 STEPS = 2
 FLOOR = 1e-3
-"""The least that a tensor's largest value counts as, of the largest among its like."""
+"""The least divisor of a relative error, as a fraction of the largest value among all tensors."""
 
 Report = Callable[[str], None]
 
 
 class SingleError(Exception):
-    """The single process can't do it, so there is nothing to compare with."""
+    """The model does not train in a single process, so there is no reference."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """What training gave: whole tensors, of the rows of one rank.
+    """The results of training: full tensors, for the rows of one rank.
 
     Args:
         logits: of the first step, before any update.
@@ -58,7 +58,7 @@ class Sample:
 
 
 def device_for(ranks: int) -> str:
-    """`cuda` where there is a device for every rank, else `cpu`; torch is asked, not started."""
+    """`cuda` if there is a device for every rank, else `cpu`; does not initialize CUDA."""
     return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 
 
@@ -71,22 +71,23 @@ def prove(
     *,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Compares one seed's model under the plan with the same model alone.
+    """Compares the parallel model with the single one for one seed.
 
     Args:
-        maker: of the small model.
-        lowered: the plan for it, on as many ranks as there are.
-        digest: of `lowered`.
-        seed: of weights and data.
-        report: told what is being done (`single`, `apply`, `parallel`), for whoever waits.
-        device: where both run: `cpu` or `cuda`, the process's own device of those.
+        builder: builds the small model.
+        lowered: the plan for it, for the ranks of this process group.
+        digest: the digest of `lowered`.
+        seed: the seed of weights and data.
+        report: called with each phase: `single`, `apply`, `parallel`, `compare`.
+        device: `cpu` or `cuda` (the current device).
 
     Returns:
-        The errors of this rank: `logits`, `loss`, `gradients` and `parameters`, the last two by
-        the name of each parameter.
+        The errors on this rank: `logits`, `loss`, `gradients` and `parameters`, the last two by
+        parameter name.
 
     Raises:
-        SingleError: the model gives no loss, no gradient, or no finite number by itself.
+        SingleError: in a single process the model has no loss, no gradient, or a value that is not
+            finite.
     """
     report("single")
     batches = [to_device(batch(builder, lowered, seed, step), device) for step in range(STEPS)]
@@ -110,7 +111,9 @@ def prove(
 
 
 def batch(builder: ModelBuilder, lowered: Lowered, seed: int, step: int) -> dict[str, torch.Tensor]:
-    """What one step reads; the ends of the vocabulary, where special tokens are, stay out."""
+    """The batch of one step. Ids at the ends of the vocabulary, often special tokens, are not
+    used.
+    """
     ways = lowered.axis_size(*lowered.data)
     rows, length = ways * max(1, 4 // ways), math.lcm(LENGTH, lowered.world_size)
     return builder.sample(
@@ -119,29 +122,29 @@ def batch(builder: ModelBuilder, lowered: Lowered, seed: int, step: int) -> dict
 
 
 def to_device(inputs: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """The same on a device."""
+    """The inputs on a device."""
     return {name: value.to(device) for name, value in inputs.items()}
 
 
 def rank_inputs(run: Run, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What this rank reads of a batch."""
+    """The slice of a batch that this rank reads."""
     return part_of(inputs, run.data_rank, run.data_size)
 
 
 def gradient_scale(lowered: Lowered) -> float:
-    """What a plan's `divide` makes of a mean gradient."""
+    """The factor between the plan's gradients, with its `divide`, and mean gradients."""
     factors = [op.factor for op in lowered.ops if isinstance(op, Divide) and not op.units]
     return lowered.axis_size(*lowered.averaged) / factors[-1] if factors else 1.0
 
 
 def rows_of(run: Run, count: int) -> slice:
-    """The rows that this rank reads, of `count`."""
+    """The rows that this rank reads, out of `count`."""
     own = count // run.data_size
     return slice(run.data_rank * own, (run.data_rank + 1) * own)
 
 
 def _mean(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of all ranks: each has the mean of as many tokens."""
+    """The mean of the loss over all ranks, which have equally many tokens."""
     total = loss.clone()
     distributed.all_reduce(total)
     return total / distributed.get_world_size()
@@ -181,7 +184,7 @@ def _train(
 
 
 def _require_finite(sample: Sample) -> None:
-    """The single process has numbers to compare with."""
+    """Raises SingleError if the single process has no gradients or values that are not finite."""
     if not sample.gradients:
         raise SingleError("no parameter gets a gradient")
     everything = {"the logits": sample.logits, "the loss": sample.loss, **sample.gradients}
@@ -191,19 +194,19 @@ def _require_finite(sample: Sample) -> None:
 
 
 def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names that they had before anything was wrapped."""
+    """Yields the parameters by their names before any wrapping."""
     for name, parameter in model.named_parameters():
         yield plain_name(name), parameter
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole tensor; for a DTensor a collective that every rank must join."""
+    """A copy of the full tensor; for a DTensor a collective that every rank must join."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
 
 
 def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:
-    """The relative error; infinite where shapes differ or a number is none."""
+    """The relative error; infinite if shapes differ or a value is not finite."""
     if mine.shape != right.shape:
         return math.inf
     if not right.numel():
@@ -216,7 +219,7 @@ def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> f
 def _errors_by_name(
     mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """The error of each; one that is on one side alone is infinitely wrong."""
+    """The error of each tensor; infinite for one that only one side has."""
     top = max((float(t.abs().max()) for t in right.values() if t.numel()), default=0.0)
     return {
         name: relative(mine[name], right[name], top * FLOOR)

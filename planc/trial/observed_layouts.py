@@ -1,8 +1,8 @@
-"""What arrives at a module beside what the plan says that arrives.
+"""Compares the layouts that arrive at modules with those that the plan states.
 
-A style tells torch the layout of a local tensor, and torch believes it. Here the tensors of all
-ranks are at hand, and so is the whole tensor of the plain run, so the layout can be told from
-the numbers. A distributed tensor knows its layout by itself.
+A style declares the layout of a local tensor, and torch does not check it. In the simulation, the
+tensors of all ranks and the full tensor of the plain run are available, so the layout follows from
+the values. A DTensor has its layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planc.trial.trace import ModuleCall
 
 
 def by_rank(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor of each simulated rank; a plain tensor is the same on all."""
+    """The tensor of each simulated rank; a plain tensor is the same on all ranks."""
     if isinstance(value, DTensor):
         value = value.to_local()
     parts = getattr(value, "_local_tensors", None)
@@ -28,7 +28,7 @@ def by_rank(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def stated_inputs(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
-    """What the styles of a plan say of their inputs: module, input, layout and axis."""
+    """Yields what the styles of a plan state of inputs: module, input, layout and axis."""
     for op in lowered.ops:
         if isinstance(op, Parallelize):
             for which, layout in _inputs(op.style):
@@ -50,11 +50,11 @@ def _inputs(style: ir.Style) -> Iterator[tuple[str, ir.Layout]]:
 def observed_layouts(
     value: torch.Tensor, wanted: torch.Tensor, limit: float
 ) -> tuple[ir.Layout, ...]:
-    """Every layout in which the ranks' tensors are the wanted one; none where they are not.
+    """Every layout for which the ranks' tensors represent the full tensor; empty if there is none.
 
     Args:
-        value: as the ranks have it.
-        wanted: the whole tensor.
+        value: the tensor of the ranks.
+        wanted: the full tensor.
         limit: the largest relative error.
     """
     if isinstance(value, DTensor):
@@ -96,7 +96,7 @@ def _same(value: torch.Tensor, wanted: torch.Tensor, limit: float) -> bool:
 
 
 def agrees(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
-    """Whether what a style says is among what was found."""
+    """Whether the stated layout is among the observed ones."""
     if isinstance(layout, ir.Shard) and layout.dim < 0:
         layout = ir.Shard(layout.dim + ndim)
     return layout in found
@@ -105,10 +105,9 @@ def agrees(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
 def resized_inputs(
     mine: ModuleCall, right: ModuleCall
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The integer inputs (positions, ids) whose size is not that of the plain run.
+    """Yields integer inputs (positions, ids) whose size differs from that of the plain run.
 
-    The model's own code makes them from sizes that it reads, and of a local part of a sequence it
-    reads the wrong one.
+    The model's code derives them from tensor sizes, and the size of a local shard is wrong.
     """
     for which, value in mine.inputs.items():
         wanted = right.inputs.get(which)

@@ -1,10 +1,10 @@
-"""Layout flow: what a plan's tensor parallelism computes, found out in one process.
+"""Layout flow: checks in one process what a plan's tensor parallelism computes.
 
-A small model of the same code runs forward and backward with all ranks of the tensor axes
-simulated (torch's LocalTensorMode holds one local tensor for each rank and carries out their
-collectives), and logits, loss and every gradient are compared with the plain model. Nothing is
-inferred: a missing reduction, a gradient that stays a part of a sum or a mix of local and
-distributed tensors shows as what it does to the numbers, or as the error of the real run.
+A small model runs forward and backward with all ranks of the tensor axes simulated (torch's
+LocalTensorMode keeps one local tensor per rank and executes their collectives). Logits, loss and
+every gradient are compared with the plain model. Nothing is inferred: a missing reduction, a
+gradient that stays partial or a mix of local tensors and DTensors shows in the numbers, or as the
+exception of the real code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from planc.trial.trace import ModuleCall, Trace, line_of
 
 @dataclass(slots=True)
 class _Runs:
-    """The run without a plan and the one with it."""
+    """The run without the plan and the one with it."""
 
     single: nn.Module
     model: nn.Module
@@ -65,16 +65,17 @@ class _Runs:
 def simulate(
     make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], lowered: Lowered
 ) -> Outcome:
-    """Whether the tensor-parallel and checkpointing operations of a plan leave the model the same.
+    """Runs a small model with and without the plan's tensor parallelism and checkpointing, and
+    compares.
 
     Args:
         make: builds the small model, the same each time.
-        inputs: what its forward takes, with labels.
-        lowered: the plan, lowered for this model over its tensor axes alone.
+        inputs: the inputs of its forward, with labels.
+        lowered: the plan, lowered for this model on its tensor axes only.
     """
     if distributed.is_initialized():
         return Outcome(verdict="unknown", reason="a process group is running in this process")
-    # made outside the simulation, where random numbers would differ by rank
+    # built outside the simulation, in which random numbers differ by rank
     lowered = with_random_adapters(tensor_part(lowered))
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
@@ -97,7 +98,7 @@ def simulate(
 
 @contextmanager
 def _ranks(count: int) -> Iterator[None]:
-    """A process group of ranks that are all simulated here."""
+    """A process group whose ranks are all simulated in this process."""
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -110,9 +111,10 @@ def _ranks(count: int) -> Iterator[None]:
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
-    """Waits for each collective at once: torch warns at exit of those that nobody waited for.
+    """Waits for each collective at once: torch warns at exit about collectives that were not
+    awaited.
 
-    A checkpoint that is run again has such: what it ends with is needed by no one.
+    Recomputed checkpoints have such: no one needs their last output.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +126,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs what it also raises."""
+    """Suppresses what torch logs in addition to raising it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -139,7 +141,7 @@ def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
     styled = set(_styled(runs.lowered))
     try:
         for op in runs.lowered.ops:
-            if not isinstance(op, Adapt):  # which the model has already
+            if not isinstance(op, Adapt):  # the model already has adapters
                 worker.run(op)
         with mine.of(worker.modules), redistributions(mine, styled, runs.implicit):
             output = model(**inputs)
@@ -166,7 +168,7 @@ def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
 
 
 def _styled(lowered: Lowered) -> Iterator[str]:
-    """The modules whose own computation a style has taken over."""
+    """Yields the modules whose computation a style distributes."""
     for op in lowered.ops:
         if isinstance(op, Parallelize) and not isinstance(op.style, ir.Input | ir.Output):
             yield from op.modules.names()
@@ -199,7 +201,7 @@ def _gradients(runs: _Runs) -> Iterator[Discrepancy]:
 
 
 def _first_wrong_output(runs: _Runs) -> Discrepancy | None:
-    """The first module, in the order in which they end, whose output is not the same."""
+    """The first module, in the order in which they end, whose output is wrong."""
     last = None
     for name in runs.mine.finished:
         mine, right = runs.mine.calls[name], runs.right.calls.get(name)
@@ -222,13 +224,13 @@ def _first_wrong_output(runs: _Runs) -> Discrepancy | None:
         partial = observed_layouts(mine.output, right.output, LIMIT) == (ir.Partial(),)
         if not partial or isinstance(mine.output, DTensor):
             last = None
-        elif last is None or not below(last, name):  # what holds it gives what it gave
+        elif last is None or not below(last, name):  # an enclosing module returns the same tensor
             last = name
     return None
 
 
 def _output_error(mine: ModuleCall, right: ModuleCall | None) -> float | None:
-    """How far a module's output is from the plain one, None where that can't be said."""
+    """The relative error of a module's output, None if it cannot be compared."""
     if right is None or mine.output is None or right.output is None:
         return None
     whole = _full(mine.output)
@@ -247,7 +249,7 @@ def _modules(runs: _Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, floa
             continue
         error = _output_error(mine, right) or 0.0
         if error > LIMIT and mine.output is not None and right.output is not None:
-            # a slice or a summand of the right one may have its shape
+            # a shard or summand can have the same shape
             error = 0.0 if observed_layouts(mine.output, right.output, LIMIT) else error
         found[name] = error
     for part in gradients:
@@ -257,7 +259,7 @@ def _modules(runs: _Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, floa
 
 
 def _sizes(runs: _Runs) -> Iterator[Discrepancy]:
-    """Positions and ids that the model's own code made as long as a local part of the sequence."""
+    """Positions and ids that the model's code made as long as a local shard of the sequence."""
     for name, call in runs.mine.calls.items():
         right = runs.right.calls.get(name)
         for which, value, wanted in resized_inputs(call, right) if right else ():
@@ -267,7 +269,7 @@ def _sizes(runs: _Runs) -> Iterator[Discrepancy]:
 
 
 def _unstated(runs: _Runs) -> Iterator[Discrepancy]:
-    """What the plan does not say as it is, right or wrong: arrivals and redistributions."""
+    """Yields layouts and redistributions that the plan does not state, whether right or wrong."""
     for name, which, layout, _ in stated_inputs(runs.lowered):
         mine, right = runs.mine.calls.get(name), runs.right.calls.get(name)
         if mine is None or right is None:
@@ -291,7 +293,7 @@ def _unstated(runs: _Runs) -> Iterator[Discrepancy]:
 
 
 def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
-    """An error of the simulation itself is unknown, any other would happen on the cluster."""
+    """The outcome of an exception: unknown if the simulation itself failed, else refuted."""
     frames = traceback.extract_tb(error.__traceback__)
     if _raised_by_simulation(error, Path(frames[-1].filename)):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
@@ -313,15 +315,15 @@ def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
 
 
 def _raised_by_simulation(error: Exception, raised: Path) -> bool:
-    """Whether torch's simulation of the ranks failed, and not the model under the plan.
+    """Whether torch's simulation of ranks failed, and not the model under the plan.
 
-    The file that raises tells them apart: LocalTensorMode raises what it cannot do, such as a
-    number that differs between the ranks, and an operation that fails on the tensors of a rank
-    raises elsewhere, as on a cluster. One case shows in its text alone: where an operation refuses
-    the type LocalTensor, torch's C++ or Python itself raises a bare TypeError in any file.
+    The file that raises decides: LocalTensorMode raises for what it cannot simulate, such as a
+    number that differs between ranks, and an op that fails on a rank's tensors raises elsewhere,
+    as on a cluster. One case is recognized by its message: if an op does not accept LocalTensor,
+    torch raises a TypeError in any file.
 
     Args:
-        error: that ended the run.
+        error: the exception that ended the run.
         raised: the file of its innermost frame.
     """
     if raised.parent == Path(_local_tensor.__file__).parent:
@@ -338,7 +340,7 @@ def _next_module(runs: _Runs) -> str:
 
 
 def _full(value: torch.Tensor) -> torch.Tensor:
-    """A tensor as every rank would see it whole, where its layout is known."""
+    """The full tensor, if its layout is known."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
@@ -347,7 +349,7 @@ def _comparable(value: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _error(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest relative error over the ranks; 1 where the shapes differ."""
+    """The largest relative error over the ranks; 1 if the shapes differ."""
     whole = _full(value)
     if not _comparable(whole, wanted):
         return 1.0

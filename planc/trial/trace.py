@@ -1,4 +1,6 @@
-"""What goes into and comes out of every module of one run, and the model's line that called it."""
+"""Records the inputs and outputs of every module in one run, and the model's line that called
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ _MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/model
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One module's part of a run; of a module that runs twice, the first.
+    """The first call of a module in a run.
 
     Args:
-        name: of the module, as torch has it.
-        line: of the model's code that called it, as `modeling_llama.py:281: ...`.
-        inputs: its tensors by position (`0`) or by name, as they came, before any style's hook.
-        output: the first tensor that it gave, after every hook; None while it has not ended.
+        name: the torch name of the module.
+        line: the line of the model's code that called it, as `modeling_llama.py:281: ...`.
+        inputs: its input tensors by position (`0`) or by name, before any hook of a style.
+        output: its first output tensor, after all hooks; None until it has ended.
     """
 
     name: str
@@ -36,10 +38,12 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class Trace:
-    """Args:
-    begun: the calls in the order in which they began.
-    ended: the names in the order in which they ended.
-    running: the modules that run now, the outermost first.
+    """The calls of one run.
+
+    Args:
+        calls: in the order in which they began.
+        finished: the names in the order in which they ended.
+        running: the modules that run now, the outermost first.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict)
@@ -48,7 +52,7 @@ class Trace:
 
     @contextmanager
     def of(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Watches modules while they run, under these names, from outside all hooks."""
+        """Watches modules while they run, under these names, outside of all hooks."""
         handles = []
         for name, module in modules.items():
             before, after = self._hooks(name)
@@ -85,7 +89,7 @@ class Trace:
 
     @property
     def leaf(self) -> str:
-        """The module without modules inside that ended last."""
+        """The leaf module that ended last."""
         leaves = (n for n in reversed(self.finished) if not any(below(o, n) for o in self.calls))
         return next(leaves, "")
 
@@ -95,7 +99,7 @@ def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str
 
     Args:
         model: plain, on the CPU.
-        inputs: what its forward takes.
+        inputs: the inputs of its forward.
     """
     trace = Trace()
     with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
@@ -105,7 +109,7 @@ def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str
 
 
 def main_tensor(output: Any) -> torch.Tensor | None:
-    """The tensor that matters of what a module gives: hidden states come first, logits by name."""
+    """The main tensor of a module's output: the hidden states (the first one), or the logits."""
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() else None
     logits = getattr(output, "logits", None)
@@ -118,7 +122,7 @@ def main_tensor(output: Any) -> torch.Tensor | None:
 
 
 def line_of(path: str, number: int, text: str | None = None) -> str:
-    """A line of code as a message names it."""
+    """A line of code in the form used in messages."""
     import linecache
 
     short = path.replace("\\", "/").rpartition("/")[2]
@@ -127,12 +131,12 @@ def line_of(path: str, number: int, text: str | None = None) -> str:
 
 
 def is_model_code(path: str) -> bool:
-    """Whether a file is code of the model, and not of what runs it."""
+    """Whether a file belongs to the model, not to the libraries that run it."""
     return not any(part in path.replace("\\", "/") for part in _MACHINERY)
 
 
 def caller() -> str:
-    """The line of the model's own code that is running; empty where it is no model's."""
+    """The running line of the model's own code; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

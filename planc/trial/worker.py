@@ -1,4 +1,4 @@
-"""One process of a proof, from its fork to what it leaves in the folder."""
+"""One rank of a proof, from its fork to the result in the folder."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _MAKERS: dict[str, ModelBuilder] = {}
 
 
 def prepare(job: Job) -> None:
-    """What all ranks have in common, done once before they part."""
+    """Work that all ranks share, done once before the fork."""
     torch.set_num_threads(1)
     try:
         builder = _MAKERS[job.digest] = builder_of(job.config, job.code)
-        _ = builder.choice  # found out once for all
-    except Exception:  # each rank tries again, and says so
+        _ = builder.choice  # computed once for all ranks
+    except Exception:  # each rank tries again and reports the error
         _MAKERS.clear()
 
 
 def main(job: Job, number: int) -> int:
-    """Returns 0 when there is a comparison, whatever it says; leaves `<number>.json`."""
+    """Writes `<number>.json`; returns 0 if there is a comparison, whatever its result."""
     found: dict[str, Any] = {"rank": number, "phase": "start"}
     stack = (Path(job.folder) / f"{number}.stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
@@ -66,7 +66,7 @@ def main(job: Job, number: int) -> int:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
-    """The calls that an exception came through, after those of the exceptions that caused it."""
+    """The frames of an exception, after those of its causes."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     before = _frames(cause) if cause else []
     stack = traceback.extract_tb(error.__traceback__)
@@ -97,7 +97,7 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
 
 
 def _worst(errors: dict[str, Any]) -> dict[str, Any]:
-    """The largest error of each kind, and whose it is."""
+    """The largest error of each kind, and the names with it."""
     out: dict[str, Any] = {"logits": errors["logits"], "loss": errors["loss"]}
     for kind in ("gradients", "parameters"):
         name = max(errors[kind], key=errors[kind].__getitem__)
@@ -118,10 +118,10 @@ def _locate(
     *,
     device: str,
 ) -> dict[str, Any] | None:
-    """Where the models part, as this rank sees it.
+    """Where the models diverge, as seen by this rank.
 
-    The first module whose output differs; where all outputs are right, the wrong gradient that
-    backward comes to first, which is that of the module that forward came to last.
+    The first module whose output differs; if all outputs are right, the wrong gradient that
+    backward computes first, which is that of the module that forward ran last.
     """
     whole_batch = to_device(batch(builder, lowered, seed, 0), device)
     model = builder.build(seed).to(device)
@@ -143,7 +143,7 @@ def _locate(
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Replaces infinite numbers, which JSON does not have."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

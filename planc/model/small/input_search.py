@@ -1,9 +1,9 @@
-"""What a small model is run on: tokens and labels, and images or sound where it takes them.
+"""Finds inputs for a small model: tokens and labels, and images or audio if it takes them.
 
-There is no processor here and none of a folder's code: what goes into a tower is read off its
-configuration and the arguments of the model's forward. A few kinds of input are known
-(`sample_inputs.py`); they are tried on the small model as it is, and the first with which more of
-its parameters get a gradient is the one. How many tokens stand for an image the tower itself tells.
+No processor and no code from a model's folder is used: tower inputs are derived from the tower's
+configuration and the arguments of the model's forward. The known kinds of input
+(`sample_inputs.py`) are tried on the small model, and the first one with which more parameters get
+a gradient is chosen. The number of placeholder tokens is read off the tower's output.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Of the text that a model is run on.
+    """The size of the text batch that a model is run on.
 
     Args:
-        rows: of the batch.
-        length: of a row, in tokens; rows are as many times longer as images ask for.
-        seed: of the tokens.
-        ends: how many tokens at either end of the vocabulary stay out; 0 always does, for it
-            often stands for padding.
+        rows: the batch size.
+        length: tokens per row; multiplied if images need more placeholder tokens.
+        seed: the seed of the token ids.
+        ends: how many ids at either end of the vocabulary are not used; id 0 never is, because it
+            often means padding.
     """
 
     rows: int = 4
@@ -41,8 +41,8 @@ class BatchShape:
         """Random `input_ids` and `labels`, [rows, length].
 
         Args:
-            vocabulary: the number of tokens there are.
-            least: that a row must hold.
+            vocabulary: the vocabulary size.
+            least: the least tokens per row.
         """
         import torch
 
@@ -58,12 +58,12 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenInput:
-    """A kind that reaches a tower.
+    """An input that reaches a tower.
 
     Args:
-        kind: the recipe.
-        tokens: that stand for it, in each row.
-        token: their number in the vocabulary, None where none stands for it.
+        kind: the kind of input.
+        tokens: the number of placeholder tokens per row.
+        token: the id of the placeholder token, None if the model has none.
     """
 
     kind: InputKind
@@ -73,11 +73,11 @@ class ChosenInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChoice:
-    """What was found out for one model.
+    """The inputs found for one model.
 
     Args:
-        chosen: kinds, in the order in which their tokens stand in a row.
-        missing: what no kind was found for, with the reason; empty where nothing is missing.
+        chosen: the kinds, in the order of their placeholder tokens in a row.
+        missing: the inputs that were not found, with the reason; empty if none is missing.
     """
 
     chosen: tuple[ChosenInput, ...] = ()
@@ -85,7 +85,7 @@ class InputChoice:
 
     @property
     def tokens(self) -> int:
-        """Of a row, that stand for something else."""
+        """The number of placeholder tokens per row."""
         return sum(c.tokens for c in self.chosen)
 
 
@@ -104,23 +104,23 @@ _SPECIAL = ("image_token", "video_token", "audio_token", "vision_", "image_start
 
 
 def forward_arguments(model_class: Any) -> tuple[str, ...]:
-    """The names of what a model's forward takes."""
+    """The argument names of a model's forward."""
     return tuple(inspect.signature(model_class.forward).parameters)
 
 
 def takes_more_than_text(model_class: Any) -> bool:
-    """Whether a model takes more than text."""
+    """Whether a model takes images or audio."""
     names = forward_arguments(model_class)
     return any(set(kind.needs) <= set(names) for kind in INPUT_KINDS)
 
 
 def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs]) -> InputChoice:
-    """The kinds of input with which more of a model gets a gradient.
+    """The kinds of input with which the most parameters of a model get a gradient.
 
     Args:
-        model: the small model as it is; it is run, and its gradients are gone afterwards.
+        model: the plain small model; it is run, and its gradients are cleared afterwards.
         config: its configuration object.
-        text: gives inputs for a choice, to run the model on.
+        text: makes a batch for a choice.
     """
     names = forward_arguments(type(model))
     choice, missing = InputChoice(), []
@@ -147,7 +147,7 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
 def _reached(
     model: nn.Module, text: Callable[[InputChoice], Inputs], choice: InputChoice
 ) -> tuple[int, str]:
-    """How many parameters get a gradient; -1, and why, where the model does not run."""
+    """How many parameters get a gradient; -1 and the reason if the model raises."""
     try:
         loss = getattr(model(**text(choice)), "loss", None)
         if loss is None:
@@ -161,7 +161,7 @@ def _reached(
 
 
 def _with_tokens(model: Any, config: Any, kind: InputKind) -> ChosenInput:
-    """A kind with the number of tokens that the tower makes of it; 0 where it does not tell."""
+    """A kind with the placeholder tokens that its tower needs; 0 if that is not known."""
     tower = tower_of(config, kind.what)
     token = next((t for n in _TOKENS[kind.what] if (t := getattr(config, n, None))), None)
     if token is None:
@@ -178,7 +178,7 @@ def _with_tokens(model: Any, config: Any, kind: InputKind) -> ChosenInput:
 
 
 def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
-    """The tokens that a tower makes of each of two rows; 0 where it does not run by itself."""
+    """The tokens per row that a tower outputs for a batch of two rows; 0 if it cannot run alone."""
     import torch
 
     try:
@@ -190,14 +190,14 @@ def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
 
 
 def _tokens_asked_for(why: str, model: Any) -> int:
-    """The tokens of a row that a model asks for when there are too few; 0 where it asks for none.
+    """The placeholder tokens per row that an error message asks for; 0 if it states none.
 
-    A number is read from an error's text here, for transformers states it nowhere else: the
-    features are counted inside the forward, after masks and merges that no configuration has.
+    The number is parsed from the message because transformers states it nowhere else: features are
+    counted inside the forward, after masks and merges that are not in the configuration.
 
     Args:
         why: transformers' error, such as `Image features and image tokens do not match, tokens: 8,
-            features 16`; some models count features, and others the numbers in them.
+            features 16`; some models count feature vectors, others their elements.
         model: the small model.
     """
     match = re.search(r"tokens: \d+, features:? (\d+)", why)
@@ -209,7 +209,7 @@ def _tokens_asked_for(why: str, model: Any) -> int:
 
 
 def _elements(found: Any) -> int:
-    """The numbers in what a tower gives for the language model."""
+    """The number of elements that a tower outputs for the language model."""
     import torch
 
     found = getattr(found, "pooler_output", found)
@@ -223,12 +223,12 @@ def _elements(found: Any) -> int:
 
 
 def tower_of(config: Any, what: str) -> Any:
-    """The configuration of the tower, the model's own where it has none apart."""
+    """The configuration of the tower, or that of the model if the tower has none."""
     return next((t for n in _TOWERS[what] if (t := getattr(config, n, None))), config)
 
 
 def make_inputs(kind: InputKind, tower: Any, config: Any, rows: int, seed: int) -> Inputs:
-    """What a recipe gives, with what it needs of the configuration around the tower."""
+    """The inputs of one kind, given the configurations of the tower and of the model."""
     import torch
 
     if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
@@ -237,7 +237,7 @@ def make_inputs(kind: InputKind, tower: Any, config: Any, rows: int, seed: int) 
 
 
 class _TowerWithPinpoints:
-    """A tower's configuration with the sizes that images are cut to, which stand outside it."""
+    """A tower's configuration plus the image sizes that the composite configuration states."""
 
     def __init__(self, tower: Any, pinpoints: Any) -> None:
         self._tower = tower
@@ -251,15 +251,15 @@ class _TowerWithPinpoints:
 
 
 def codebook_inputs(shape: BatchShape, vocabulary: int, codebooks: int) -> Inputs:
-    """Codes of sound instead of text: several books of them at every place.
+    """Audio codes instead of text: one id per codebook at every position.
 
     Args:
-        shape: of the text.
-        vocabulary: the number of codes in a book.
-        books: how many.
+        shape: the batch.
+        vocabulary: the size of a codebook.
+        codebooks: how many there are.
 
     Returns:
-        `input_ids` [rows * books, length] and `labels` [rows, length, books].
+        `input_ids` [rows * codebooks, length] and `labels` [rows, length, codebooks].
     """
     made = replace(shape, rows=shape.rows * codebooks).text(vocabulary)
     made["labels"] = made["labels"].view(shape.rows, codebooks, -1).transpose(1, 2).contiguous()
@@ -269,13 +269,13 @@ def codebook_inputs(shape: BatchShape, vocabulary: int, codebooks: int) -> Input
 def add_tower_inputs(
     inputs: Inputs, choice: InputChoice, config: Any, names: tuple[str, ...]
 ) -> Inputs:
-    """Text with what goes into the towers, and the tokens that stand for it.
+    """The batch of text with the inputs of the towers and their placeholder tokens.
 
     Args:
         inputs: `input_ids` and `labels`, [rows, length].
-        choice: what there is beside text.
-        config: of the model.
-        names: what its forward takes.
+        choice: the inputs besides text.
+        config: the model's configuration object.
+        names: the argument names of its forward.
     """
     import torch
 
@@ -302,18 +302,18 @@ def add_tower_inputs(
 
 
 def _special(config: Any) -> list[int]:
-    """The tokens that stand for something other than text."""
+    """The ids of tokens that stand for something other than text."""
     values = vars(config).items()
     return [v for n, v in values if n.startswith(_SPECIAL) and isinstance(v, int) and "token" in n]
 
 
 def part_of(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
-    """What one rank of a data axis reads.
+    """The slice of a batch that one rank of a data axis reads.
 
     Args:
-        inputs: of all ranks.
-        rank: its number.
-        ranks: how many there are; every input's outermost dim divides by it.
+        inputs: the batch of all ranks.
+        rank: the rank on the data axis.
+        ranks: the size of the data axis; every input's outermost dim is divisible by it.
     """
     found: Inputs = {}
     for name, value in inputs.items():

@@ -1,7 +1,7 @@
-"""What is between the parts of a small composite model: a tower's output is as wide as the text.
+"""Makes the sizes of a small composite model agree, such as a tower's output width and the text's.
 
-Each part of a configuration (`text_config`, `vision_config`) is shrunk by itself; here the sizes
-that must agree between them, and those of images, are made small together.
+Each part of a configuration (`text_config`, `vision_config`) is shrunk separately; this module
+shrinks the sizes that must agree between parts, and those of images.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from planc.model.small.config_fields import HIDDEN, LAYERS
 
 GRID = 4
-"""Patches of a side of a small image."""
+"""Patches per side of a small image."""
 _OUTPUTS = (
     "out_hidden_size",
     "hidden_size",
@@ -29,16 +29,16 @@ _OUTPUTS = (
     "vision_hidden_size",
     "encoder_hidden_size",
 )
-"""Widths of what one part hands to another."""
+"""Fields with the width of one part's output for another part."""
 _TOWERS = ("vision_config", "audio_config", "high_res_vision_config")
 
 
 def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Makes the parts of a small configuration agree.
+    """Makes the parts of a small configuration agree, in place.
 
     Args:
-        config: the large one.
-        small: shrunk part by part; it is changed.
+        config: the original configuration.
+        small: the configuration whose parts were shrunk separately; it is changed.
     """
     text = _width(config.get("text_config"))
     new = _width(small.get("text_config"))
@@ -62,7 +62,7 @@ def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
 def _levels(
     config: Mapping[str, Any], small: dict[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
-    """The composite level and its towers."""
+    """Yields the composite level and its towers, original and small."""
     if not any(isinstance(config.get(name), Mapping) for name in _TOWERS):
         return
     yield config, small
@@ -82,14 +82,16 @@ def _width_field(config: Mapping[str, Any]) -> str:
 
 
 def _is_output(field: str, config: Mapping[str, Any]) -> bool:
-    """Whether a field is of what goes out: a tower's hidden size is its own, unless it says
-    that of its inside apart (`embed_dim`)."""
+    """Whether a field is the output width of a tower.
+
+    `hidden_size` is the inner width of a tower, except in towers that state that as `embed_dim`.
+    """
     inside = any(n.endswith(("num_hidden_layers", "depth", "num_heads")) for n in config)
     return field != "hidden_size" or "embed_dim" in config or not inside
 
 
 def _times(value: Any, config: Mapping[str, Any]) -> int:
-    """How many of a tower's own widths a width is; 0 where it is none."""
+    """How many times the tower's own width a width is; 0 if it is not a multiple."""
     own = config.get(_width_field(config))
     if not isinstance(value, int) or not isinstance(own, int) or isinstance(value, bool):
         return 0
@@ -97,7 +99,7 @@ def _times(value: Any, config: Mapping[str, Any]) -> int:
 
 
 def _images(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Images of a few patches."""
+    """Shrinks images to a few patches."""
     size, patch = _one(config.get("image_size")), _one(config.get("patch_size"))
     if not size or not patch:
         return
@@ -130,19 +132,19 @@ def _tower(config: Mapping[str, Any], small: dict[str, Any]) -> None:
 
 
 def _composite(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """What the composite level says of images."""
+    """Shrinks the fields on images at the composite level."""
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping):
         return
     depth = next((small["vision_config"][n] for n in LAYERS if n in small["vision_config"]), 1)
     layers = config.get("vision_feature_layer")
-    if isinstance(layers, list):  # counted from either end, they stay inside
+    if isinstance(layers, list):  # indices from either end, clamped to the new depth
         small["vision_feature_layer"] = [max(-depth, min(depth, n)) for n in layers]
     size, patch = _one(tower.get("image_size")), _one(tower.get("patch_size"))
     if not size or not patch or size <= GRID * patch:
         return
     tokens = config.get("mm_tokens_per_image")
-    if isinstance(tokens, int):  # pooled: as many times fewer as there are fewer patches
+    if isinstance(tokens, int):  # pooled: proportional to the number of patches
         small["mm_tokens_per_image"] = max(1, round(tokens * (GRID * patch / size) ** 2))
     points = config.get("image_grid_pinpoints")
     if isinstance(points, list):

@@ -1,4 +1,4 @@
-"""A small configuration -> a model with weights, for what is proved by running it."""
+"""Builds a small transformers model with weights, to be run in a proof."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 SPREAD = 0.05
-"""The standard deviation of what is added to every weight, so that none is just 0 or 1: a norm's
-weight of 1, or a bias of 0, hides a wrong split."""
+"""The standard deviation of the noise added to every weight. Without it, a norm's weight of 1 or a
+bias of 0 would hide a wrong split."""
 
 
 class TransformersBuilder:
-    """Builds one small model again and again; the family's code is imported once.
+    """Builds the same small model several times; the family's code is imported once.
 
     Args:
         values: the fields of the configuration.
 
     Raises:
-        PlanError: transformers refuses the configuration (PL60x).
+        PlanError: transformers cannot build the configuration (PL60x).
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class TransformersBuilder:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens, where the configuration says it."""
+        """The vocabulary size in the configuration, else 64."""
         text = self._part.get_text_config(decoder=True)
         own = getattr(self._part, "vocab_size", 0) or getattr(text, "vocab_size", 0)
         return int(own or 64)
@@ -61,7 +61,7 @@ class TransformersBuilder:
         """The model on the CPU in float32, in training mode, with eager attention.
 
         Args:
-            seed: of the weights; the same seed gives the same ones in every process.
+            seed: the seed of the weights; the same seed gives the same weights in every process.
         """
         import torch
 
@@ -77,18 +77,18 @@ class TransformersBuilder:
         for part in {
             id(m.config): m.config for m in model.modules() if hasattr(m, "config")
         }.values():
-            if getattr(part, "use_cache", None) is True:  # training keeps none
+            if getattr(part, "use_cache", None) is True:  # training does not use the cache
                 part.use_cache = False
         return model
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the model's forward takes."""
+        """The argument names of the model's forward."""
         return forward_arguments(self._cls)
 
     @property
     def choice(self) -> InputChoice:
-        """What it is run on beside text; found out once, by running the model."""
+        """The inputs besides text, found once by running the model."""
         if self._choice is None:
             self._choice = InputChoice()
             if takes_more_than_text(self._cls):
@@ -98,7 +98,7 @@ class TransformersBuilder:
 
     @property
     def codebooks(self) -> int:
-        """How many books of codes the model reads and writes at once; 0 for one that reads text."""
+        """The number of audio codebooks that the model reads at once; 0 for a model of text."""
         if self._codebooks is None:
             many = getattr(self._part, "num_codebooks", None) or 0
             heads = getattr(self.build(0), "lm_heads", ()) if many > 1 else ()
@@ -106,11 +106,11 @@ class TransformersBuilder:
         return self._codebooks
 
     def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
-        """What the model can take: token ids and labels, [rows, length] each (labels of a
-        classifier: [rows]), and what goes into its towers.
+        """A batch for the model: token ids and labels, [rows, length] each (labels of a
+        classifier: [rows]), and the inputs of its towers.
 
         Args:
-            shape: of the text; rows are as long as what stands for images needs, at least.
+            shape: the batch; a row is at least as long as the placeholder tokens of images require.
         """
         return self._inputs(self.choice, shape or BatchShape())
 
@@ -127,10 +127,10 @@ class TransformersBuilder:
 
 
 def add_denoising_loss(model: nn.Module) -> None:
-    """Gives a block diffusion model, whose forward has no labels, a loss of its own, in place.
+    """Adds a loss, in place, to a block diffusion model, whose forward takes no labels.
 
-    Its prompt is what others take as tokens, and its canvas the labels in another order, so all of
-    it is run; the loss is the mean cross entropy of the canvas.
+    Token ids become the prompt and the shifted labels the canvas, so the whole model runs; the
+    loss is the mean cross entropy of the canvas.
     """
     from torch.nn.functional import cross_entropy
 

@@ -1,4 +1,4 @@
-"""A model of the user's own, from a factory, as what is proved by running it."""
+"""Builds a user's own model from its factory, to be run in a proof."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 LARGEST = 200_000_000
-"""Parameters of a model that is run as it is: there is no configuration to make it small by."""
+"""The most parameters of a user's model, which cannot be shrunk without a configuration."""
 _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 
 
 def builder_of(values: dict[str, Any], code: str) -> ModelBuilder:
-    """What builds a model to be run.
+    """The object that builds a model to be run.
 
     Args:
-        values: the configuration of a model of transformers or of diffusers.
-        code: the factory of a model of the user's own, empty for none.
+        values: the configuration of a transformers or diffusers model.
+        code: the factory of a user's own model, else empty.
 
     Raises:
-        PlanError: transformers or diffusers refuses the configuration.
-        ValueError: what the forward of a class of diffusers takes is not known.
+        PlanError: transformers or diffusers cannot build the configuration.
+        ValueError: the inputs of a diffusers class are not known.
         Exception: whatever the user's code raises.
     """
     if code:
@@ -39,13 +39,14 @@ def builder_of(values: dict[str, Any], code: str) -> ModelBuilder:
 
 
 class UserModelBuilder:
-    """Builds the user's model again and again, and gives it the face of one of transformers'.
+    """Builds the user's model with the interface of a transformers model.
 
-    Its forward takes token ids first and, under one of a few names (`labels`, `targets`, ...), what
-    is to come out; it gives a loss and logits: in a tuple, a dict or an object.
+    The first argument of its forward is token ids; another is the target, under one of a few
+    names (`labels`, `targets`, ...). The forward returns a loss and logits: in a tuple, a dict
+    or an object.
 
     Args:
-        code: `package.module:factory`, which the user allows to be run.
+        code: `package.module:factory`, which the user allows planc to run.
 
     Raises:
         ValueError: the model is too large, or its forward has no such arguments.
@@ -84,7 +85,7 @@ class UserModelBuilder:
         """The model on the CPU in float32, in training mode, without dropout.
 
         Args:
-            seed: of the weights; the same seed gives the same ones in every process.
+            seed: the seed of the weights; the same seed gives the same weights in every process.
         """
         import torch
         from torch import nn
@@ -105,13 +106,13 @@ class UserModelBuilder:
         return made.float().train()
 
     choice = InputChoice()
-    """A model of the user's own is run on tokens alone."""
+    """A user's own model is run on tokens only."""
 
     def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
         """Token ids and labels, [rows, length] each.
 
         Args:
-            shape: of the text.
+            shape: the batch.
         """
         return (shape or BatchShape()).text(self.vocabulary)
 
@@ -136,11 +137,13 @@ class UserModelBuilder:
 
 
 def _causal_output(loss: Any, logits: Any) -> Any:
-    """What a model gave, as a tree to torch: FSDP's hooks have to find its tensors."""
+    """The outputs as a type that torch registers as a pytree: FSDP's hooks look for tensors in
+    it.
+    """
     from transformers.modeling_outputs import CausalLMOutput
 
     return CausalLMOutput(loss=loss, logits=logits)
 
 
 ModelBuilder = TransformersBuilder | UserModelBuilder | DiffusersBuilder
-"""What builds a small model and gives it inputs: `build(seed)` and `sample(shape)`."""
+"""Builds a small model and its inputs: `build(seed)` and `sample(shape)`."""
