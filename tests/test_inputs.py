@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import simulated
+from helpers import mutant, simulated
 
 from planc.diagnostic import Sink
 from planc.model.layer_kinds import block_kinds
@@ -139,9 +139,9 @@ MUTANTS = [
 MODELS = {"gemma3_vision": "gemma-3-4b", "qwen3_vl": "qwen3-vl-8b"}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
-def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, mutant):
-    plan, old, new, code, line = mutant
+@pytest.mark.parametrize("case", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
+def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, case):
+    plan, old, new, code, line = case
     path = mutant(tmp_path, plan, old, new, after="tensor on tp {\n    $tower")
     verdict, findings = simulated(MODELS[plan], path)
     assert verdict.verdict == "refuted", findings
