@@ -88,8 +88,7 @@ class _Shrinker:
     """
 
     def __init__(self, tp: int, ep: int, layers: int, blocks: Mapping[int, list[str]]) -> None:
-        self.tp = tp
-        self.ep = ep
+        self.tp, self.ep = tp, ep
         self.layers = layers
         self.blocks = blocks
 
@@ -309,10 +308,7 @@ _PERIOD = re.compile(r"(period|interval|pattern|sparse_step|layer_step|every_n_l
 
 
 def _offsets(config: Fields, depth: int) -> dict[str, int]:
-    """The periods of kinds of layer by the field with their offset (jamba).
-
-    Empty if a period has no such field: its offset is then 0.
-    """
+    """Periods of kinds of layer, by the field with their offset (jamba); empty if one has none."""
     periods = [n for n, v in config.items() if _PERIOD.search(n) and _number(v) and v < depth]
     offsets = {name.removesuffix("period") + "offset": config[name] for name in periods}
     return offsets if all(isinstance(config.get(name), int) for name in offsets) else {}
