@@ -212,11 +212,11 @@ def _why(options: argparse.Namespace) -> int:
 
 def _fmt(options: argparse.Namespace) -> int:
     from planc.diagnostic import Sink
-    from planc.syntax.formatter.files import layouts
+    from planc.syntax.formatter.files import formatted_files
 
     sink = Sink()
     changed = failed = False
-    for layout in layouts(options.files, sink):
+    for layout in formatted_files(options.files, sink):
         failed |= layout.after is None
         changed |= layout.changes
         if options.diff:

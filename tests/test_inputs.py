@@ -9,7 +9,7 @@ from helpers import mutant, simulated
 from planc.diagnostic import Sink
 from planc.model.layer_kinds import block_kinds
 from planc.model.load import load, load_values
-from planc.model.small.input_search import InputChoice, part_of
+from planc.model.small.input_search import InputChoice, rank_slice
 from planc.model.small.sample_inputs import INPUT_KINDS
 from planc.model.small.shrink import shrink
 from planc.model.small.transformers_model import TransformersBuilder
@@ -87,7 +87,7 @@ def test_a_model_of_text_alone_is_not_run_to_find_out():
 
 def test_a_rank_reads_its_rows_of_every_input():
     inputs = {"input_ids": torch.arange(4), "pixel_values": torch.arange(16)}
-    parts = [part_of(inputs, rank, 2) for rank in range(2)]
+    parts = [rank_slice(inputs, rank, 2) for rank in range(2)]
     assert [p["input_ids"].tolist() for p in parts] == [[0, 1], [2, 3]]
     assert torch.equal(torch.cat([p["pixel_values"] for p in parts]), inputs["pixel_values"])
 

@@ -126,10 +126,10 @@ def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
     """
     if holder is None or not projections.attention:
         return {}
-    own = [p.name for p in holder.parameters if len(p.shape) == 1]
-    if not own or len(own) != len(holder.parameters):
+    per_head = [p.name for p in holder.parameters if len(p.shape) == 1]
+    if not per_head or len(per_head) != len(holder.parameters):
         return {}
-    return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in own)})"}
+    return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in per_head)})"}
 
 
 def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRules) -> SplitRecipe:

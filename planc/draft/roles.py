@@ -234,11 +234,11 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
         for name in kinds[-1]:
             linears.setdefault(name, _linear(name, found[name].module))
         for name, modules in found.items():
-            own = modules.module
-            if own.kind == "norm":
+            module = modules.module
+            if module.kind == "norm":
                 norms[name] = None
-            elif sum(len(p.shape) == 3 for p in own.parameters) > 1:
-                experts[name] = FusedExperts(name=name, module=own)
+            elif sum(len(p.shape) == 3 for p in module.parameters) > 1:
+                experts[name] = FusedExperts(name=name, module=module)
     projection_groups: dict[str, ProjectionGroup] = {}
     for names in kinds:
         for projections in _projection_groups([linears[n] for n in names], ran.width if ran else 0):

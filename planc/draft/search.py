@@ -263,10 +263,10 @@ class Search:
         tops = dict.fromkeys(c.top for c in some)
         tops |= dict.fromkeys(self._children(path))
         for top in tops:
-            own = self._of_top(path, top, [c for c in some if c.top == top])
-            if own is None:
+            top_rules = self._of_top(path, top, [c for c in some if c.top == top])
+            if top_rules is None:
                 return None
-            rules |= own
+            rules |= top_rules
         rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
         ends = {n: s for c in self.outside for n, s in (c.recipe.sequence or {}).items()}
         rules = self._ordered(path, rules)
@@ -284,14 +284,14 @@ class Search:
             if name and "." not in name and module.kind != "norm" and module.count:
                 yield name
 
-    def _of_top(self, path: str, top: str, own: list[SplitChoice]) -> dict[str, str] | None:
+    def _of_top(self, path: str, top: str, choices: list[SplitChoice]) -> dict[str, str] | None:
         """The rules for one child of a block: those of its recipe, or the sequence gathered
         around it.
         """
         assert self.ran is not None
-        if not top or (len(own) == 1 and own[0].recipe.sequence is not None):
+        if not top or (len(choices) == 1 and choices[0].recipe.sequence is not None):
             rules: dict[str, str] = {}
-            for choice in own:
+            for choice in choices:
                 if choice.recipe.sequence is None:
                     return None
                 rules |= choice.recipe.sequence
@@ -304,7 +304,7 @@ class Search:
         many = ", null" * max(0, gives - 1)
         around = f"input({takes}, local = true)"
         around += f" & output(replicate -> shard(1){many}, local = false)"
-        inner = {n: s for c in own for n, s in c.recipe.plain.items()}
+        inner = {n: s for c in choices for n, s in c.recipe.plain.items()}
         return {**inner, top: " & ".join(filter(None, [inner.get(top), around]))}
 
 

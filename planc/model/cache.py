@@ -27,9 +27,9 @@ _FORMAT = 5
 
 def folder() -> Path:
     """The folder of the entries: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
-    own = os.environ.get("PLANC_CACHE_DIR")
-    if own:
-        return Path(own)
+    chosen = os.environ.get("PLANC_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "planc"
 
@@ -50,13 +50,13 @@ def entry_name(*parts: str) -> str:
     """The name of an entry that depends on these texts and on the versions of Python, torch and
     transformers.
     """
-    own = [
+    texts = [
         parts[0],
         f"python {sys.version_info[0]}.{sys.version_info[1]}",
         *(f"{name} {version(name)}" for name in ("torch", "transformers")),
         *parts[1:],
     ]
-    return hashlib.sha256("\n".join(own).encode()).hexdigest()
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def version(package: str) -> str:
@@ -128,10 +128,10 @@ def _encode(facts: Facts) -> dict[str, Any]:
                 [add(c.module), c.name, None if c.indices is None else hex(c.indices.bits)]
                 for c in module.children
             ]
-            own = [
+            parameters = [
                 [p.name, p.shape, p.dtype, p.trainable, p.keep_in_fp32] for p in module.parameters
             ]
-            modules.append([module.cls, module.kind, own, module.facts, children])
+            modules.append([module.cls, module.kind, parameters, module.facts, children])
             known[id(module)] = len(modules) - 1
         return known[id(module)]
 
@@ -148,12 +148,12 @@ def _encode(facts: Facts) -> dict[str, Any]:
 
 def _decode(data: dict[str, Any], config_name: str, stated_fields: frozenset[str]) -> Facts:
     modules: list[Module] = []
-    for cls, kind, own, facts, children in data["modules"]:
+    for cls, kind, parameters, facts, children in data["modules"]:
         modules.append(
             Module(
                 cls=cls,
                 kind=kind,
-                parameters=tuple(Parameter(n, tuple(s), d, t, i) for n, s, d, t, i in own),
+                parameters=tuple(Parameter(n, tuple(s), d, t, i) for n, s, d, t, i in parameters),
                 facts=tuple((n, v) for n, v in facts),
                 children=tuple(
                     Child(modules[i], name, None if bits is None else Indices(int(bits, 16)))

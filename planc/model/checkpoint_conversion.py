@@ -53,13 +53,13 @@ def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str,
     every = get_model_conversion_mapping(plain)
     converters = [c for c in every if isinstance(c, WeightConverter)]
     renamings = [c for c in every if not isinstance(c, WeightConverter)]
-    own = dict.fromkeys(known, True)
+    model_names = dict.fromkeys(known, True)
     made: dict[str, dict[str, list[str]]] = {}
     for name in sorted(names, key=_natural):
         target, pattern = name, None
-        if name not in own:
+        if name not in model_names:
             prefix = plain.base_model_prefix
-            target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+            target, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
         made.setdefault(target, {}).setdefault(pattern or "", []).append(name)
     return {target: _recipe(parts, converters) for target, parts in made.items()}
 

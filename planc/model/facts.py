@@ -91,8 +91,8 @@ class Module:
     @cached_property
     def count(self) -> int:
         """The number of elements in the parameters of the module and its descendants."""
-        own = sum(p.numel for p in self.parameters)
-        return own + sum(c.module.count * c.times for c in self.children)
+        elements = sum(p.numel for p in self.parameters)
+        return elements + sum(c.module.count * c.times for c in self.children)
 
     @property
     def container(self) -> bool:
@@ -312,9 +312,9 @@ class Facts:
         parts = name.split(".") if name else []
         for i, part in enumerate(parts):
             for child in at.module.children:
-                own = child.indices
-                if child.name == part if own is None else _entry(part, own):
-                    segment = part if own is None else Indices.of([int(part)])
+                indices = child.indices
+                if child.name == part if indices is None else _entry(part, indices):
+                    segment = part if indices is None else Indices.of([int(part)])
                     at = Modules((*at.path, segment), child.module)
                     break
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planc.diagnostic import Sink, meant, one_of
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model import cache as store
 from planc.model.config import Config, config_of, is_diffusers, locate_config, read, shipped_models
 from planc.model.facts import Facts
@@ -103,5 +103,7 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
 
 def _not_found(model: str, sink: Sink) -> None:
     known = shipped_models()
-    advice = meant(model, known, f"give a folder with config.json, or one of {one_of(known)}")
+    advice = did_you_mean(
+        model, known, f"give a folder with config.json, or one of {one_of(known)}"
+    )
     sink.error("PL600", f"there is no model {model!r}", help=advice)

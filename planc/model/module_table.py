@@ -87,7 +87,7 @@ class _Table:
         from torch import nn
 
         kind = _kind(module)
-        own = tuple(
+        parameters = tuple(
             self._parameter(name, p, self._keep_in_fp32(path, name))
             for name, p in module._parameters.items()
             if p is not None
@@ -101,7 +101,7 @@ class _Table:
         key = (
             type(module),
             kind,
-            tuple(id(p) for p in own),
+            tuple(id(p) for p in parameters),
             facts,
             tuple((n, id(c)) for n, c in children),
         )
@@ -109,7 +109,7 @@ class _Table:
             self._known[key] = Module(
                 cls=type(module).__name__,
                 kind=kind,
-                parameters=own,
+                parameters=parameters,
                 facts=facts,
                 children=tuple(_entries(children) if listed else _named(children)),
             )
@@ -164,10 +164,10 @@ def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
 
 def _facts(module: Any) -> tuple[tuple[str, int], ...]:
     """The integer attributes of the module; `__dict__` avoids the slow lookup of nn.Module."""
-    own = module.__dict__
-    facts = [(name, int(v)) for name in _FACTS if isinstance(v := own.get(name), int)]
-    kind = own.get("layer_type") or own.get("attention_type")
-    if isinstance(kind, str) and "is_sliding" not in own:
+    attributes = module.__dict__
+    facts = [(name, int(v)) for name in _FACTS if isinstance(v := attributes.get(name), int)]
+    kind = attributes.get("layer_type") or attributes.get("attention_type")
+    if isinstance(kind, str) and "is_sliding" not in attributes:
         facts.append(("is_sliding", int(kind.startswith("sliding"))))
     return tuple(facts)
 

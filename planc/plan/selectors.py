@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from planc.diagnostic import meant, one_of
+from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.plan.scope import Failed, Scope
@@ -272,7 +272,7 @@ def _path(selector: ast.Selector | None) -> str:
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
     """The names that the user may have meant by an unknown name."""
-    if close := meant(pattern, names):
+    if close := did_you_mean(pattern, names):
         return close
     if _length(at):
         return f"`{at}` is a list: write `{at}.*.{pattern}`, or pick entries with `[0:4]`"

@@ -125,8 +125,8 @@ def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Lay
         return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     first = outcome.first
     worst = max((e for e in errors if e is not None), default=None)
-    own = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
-    if own:
+    wrong = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
+    if wrong:
         return LayerVerdict(modules=modules, label=label, verdict="refuted", error=worst)
     if first is not None:
         reason = f"the model is wrong at {first.subject or 'its end'}, so this can't be compared"
@@ -189,9 +189,9 @@ def _columns(
             if _TOWER.findall(name) == _TOWER.findall(path):
                 yield from _columns(config[name], value, length, path)
         elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
-            own = config.get(name)
-            if isinstance(own, list) and not isinstance(value[0], list):  # not image sizes
-                yield name, own
+            column = config.get(name)
+            if isinstance(column, list) and not isinstance(value[0], list):  # not image sizes
+                yield name, column
 
 
 def _varies(column: list[Any]) -> bool:

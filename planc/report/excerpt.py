@@ -69,7 +69,7 @@ def _merged(row: dict[int, StyledText]) -> Row:
     return out
 
 
-def line_of(source: Source, number: int) -> str:
+def displayed_line(source: Source, number: int) -> str:
     """A line as it is displayed; an argument is displayed as written on the command line."""
     if source.argument and source.name.endswith(source.text):
         return source.name
@@ -79,7 +79,7 @@ def line_of(source: Source, number: int) -> str:
 def mark(label: Label, *, style: str, primary: bool) -> Mark:
     """The mark of a label on its first line; a label over several lines ends with the first."""
     span = label.span
-    text = line_of(span.source, span.line)
+    text = displayed_line(span.source, span.line)
     lead = len(text) - len(span.source.line(span.line))  # the `--set ` of an argument
     first = min(span.column - 1 + lead, len(text))
     last = first + span.end - span.start

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.color import StyledText, paint
-from planc.report.excerpt import Row, drawn_lines, line_of, mark
+from planc.report.excerpt import Row, displayed_line, drawn_lines, mark
 from planc.report.sorting import labels_with_source, sorted_findings, summary
 from planc.report.terminal_width import visible, wrap
 from planc.source import Source, Span
@@ -70,11 +70,11 @@ def _block(diagnostic: Diagnostic, gutter: int, room: int) -> list[Row]:
     frame = _Frame(gutter=gutter, room=room, main=main, style=diagnostic.severity.value)
     rows = _head(diagnostic, room)
     for index, source in enumerate({id(s): s for s in (m.span.source for m in labels)}.values()):
-        own = [label for label in labels if label.span.source is source]
+        source_labels = [label for label in labels if label.span.source is source]
         arrow = "-->" if index == 0 else ":::"
-        rows.append([(" " * gutter + arrow, "gutter"), (" " + where(own[0].span), "")])
+        rows.append([(" " * gutter + arrow, "gutter"), (" " + where(source_labels[0].span), "")])
         rows.append([frame.bar])
-        rows += _lines(source, own, frame)
+        rows += _lines(source, source_labels, frame)
     for fact in diagnostic.facts:
         rows += _note("fact", fact, frame)
     for label in diagnostic.labels:
@@ -124,7 +124,7 @@ def _excerpt(source: Source, number: int, labels: Sequence[Label], frame: _Frame
         marks.append(mark(label, style=frame.style if primary else "secondary", primary=primary))
     shown = "" if source.argument else str(number)
     rows: list[Row] = []
-    for window in drawn_lines(line_of(source, number), marks, frame.room - frame.gutter - 3):
+    for window in drawn_lines(displayed_line(source, number), marks, frame.room - frame.gutter - 3):
         rows.append([(f"{shown:>{frame.gutter}} | ", "gutter"), *window[0]])
         rows += [[frame.bar, *row] for row in window[1:]]
     return rows

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from planc.diagnostic import Sink, meant, one_of
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.resources import PLANS
 from planc.source import Source, Span
 from planc.syntax import ast
@@ -87,7 +87,7 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
     place = locate(plan)
     if place is None:
         names = shipped()
-        told = meant(plan, names, f"planc ships {one_of(names, last='and')}")
+        told = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
         sink.error("PL006", f"there is no plan {plan!r}: no such file, and none ships", help=told)
         return ()
     chain.add(place, None)

@@ -30,8 +30,8 @@ def key_of(lowered: str, config: Mapping[str, Any]) -> str:
         lowered: the digest of the lowered plan for the original model.
         config: the configuration of the original model.
     """
-    own = {"certificate": FORMAT_VERSION, "planc": source_digest(), "lowered": lowered}
-    text = json.dumps(own)
+    fields = {"certificate": FORMAT_VERSION, "planc": source_digest(), "lowered": lowered}
+    text = json.dumps(fields)
     return hashlib.sha256(f"{text}\n{cache.key_of(dict(config))}".encode()).hexdigest()
 
 
@@ -86,5 +86,5 @@ def versions(config: Mapping[str, Any]) -> dict[str, str]:
     """The versions that a proof of a model with this configuration depends on."""
     import planc
 
-    own = {"planc": planc.__version__, "python": platform.python_version()}
-    return {**own, **cache.versions(config)}
+    found = {"planc": planc.__version__, "python": platform.python_version()}
+    return {**found, **cache.versions(config)}

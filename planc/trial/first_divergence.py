@@ -16,7 +16,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
-from planc.trial.numerics import relative, whole
+from planc.trial.numerics import full_copy, relative
 from planc.trial.trace import main_tensor
 
 Outputs = dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ def whole_outputs(run: Run, lowered: Lowered) -> Take:
 
     def take(name: str, value: torch.Tensor) -> torch.Tensor | None:
         if isinstance(value, DTensor):
-            return whole(value)
+            return full_copy(value)
         if name not in stated:
             return value.detach().clone()
         axis, layout = stated[name]

@@ -16,7 +16,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from planc.model.small.input_search import BatchShape, part_of
+from planc.model.small.input_search import BatchShape, rank_slice
 from planc.model.small.user_model import ModelBuilder
 from planc.ops.fsdp import Divide
 from planc.ops.lowered import Lowered
@@ -128,7 +128,7 @@ def to_device(inputs: dict[str, torch.Tensor], device: str) -> dict[str, torch.T
 
 def rank_inputs(run: Run, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The slice of a batch that this rank reads."""
-    return part_of(inputs, run.data_rank, run.data_size)
+    return rank_slice(inputs, run.data_rank, run.data_size)
 
 
 def gradient_scale(lowered: Lowered) -> float:
@@ -139,8 +139,8 @@ def gradient_scale(lowered: Lowered) -> float:
 
 def rows_of(run: Run, count: int) -> slice:
     """The rows that this rank reads, out of `count`."""
-    own = count // run.data_size
-    return slice(run.data_rank * own, (run.data_rank + 1) * own)
+    rows = count // run.data_size
+    return slice(run.data_rank * rows, (run.data_rank + 1) * rows)
 
 
 def _mean(loss: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _train(
     """A few steps of AdamW, on gradients of the loss times `scale`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
-    sample, own = None, rank_orders(model)
+    sample, orders = None, rank_orders(model)
     for inputs in batches:
         output = model(**inputs, use_cache=False)
         loss = getattr(output, "loss", None)
@@ -168,9 +168,9 @@ def _train(
             raise SingleError("its forward gives no loss")
         (loss if scale == 1.0 else loss * scale).backward()
         if sample is None:
-            sample = Sample(logits=whole(output.logits), loss=mean(whole(loss)))
+            sample = Sample(logits=full_copy(output.logits), loss=mean(full_copy(loss)))
             sample.gradients = {
-                n: in_own_order(whole(p.grad), own.get(n))
+                n: in_own_order(full_copy(p.grad), orders.get(n))
                 for n, p in parameters_by_name(model)
                 if p.grad is not None
             }
@@ -178,7 +178,7 @@ def _train(
         optimizer.zero_grad()
     assert sample is not None
     sample.parameters = {
-        n: in_own_order(whole(p), own.get(n)) for n, p in parameters_by_name(model)
+        n: in_own_order(full_copy(p), orders.get(n)) for n, p in parameters_by_name(model)
     }
     return sample
 
@@ -199,7 +199,7 @@ def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield plain_name(name), parameter
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the full tensor; for a DTensor a collective that every rank must join."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()

@@ -46,7 +46,7 @@ from planc.trial.observed_layouts import (
 )
 from planc.trial.outcome import LIMIT, Discrepancy, Outcome
 from planc.trial.tensor_part import tensor_part
-from planc.trial.trace import ModuleCall, Trace, line_of
+from planc.trial.trace import ModuleCall, Trace, code_line
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ def _gradients(runs: _Runs) -> Iterator[Discrepancy]:
     reference = dict(parameters_by_name(runs.single))
     every = (p.grad for p in reference.values() if p.grad is not None)
     floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
-    own = rank_orders(runs.model)
+    orders = rank_orders(runs.model)
     for name, parameter in parameters_by_name(runs.model):
         wanted = reference[name].grad
         if wanted is None:
@@ -191,7 +191,7 @@ def _gradients(runs: _Runs) -> Iterator[Discrepancy]:
         if parameter.grad is None:
             yield Discrepancy(kind="missing", subject=name, error=1.0, line=line)
             continue
-        error = _error(in_own_order(_full(parameter.grad), own.get(name)), wanted, floor)
+        error = _error(in_own_order(_full(parameter.grad), orders.get(name)), wanted, floor)
         kind = "gradient"
         if error > LIMIT and not isinstance(parameter.grad, DTensor):
             total = sum(by_rank(parameter.grad), torch.zeros_like(wanted))
@@ -297,8 +297,12 @@ def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
     if _raised_by_simulation(error, Path(frames[-1].filename)):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
-    own = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
-    line = line_of(own[-1].filename, own[-1].lineno or 0, own[-1].line) if own else ""
+    own_frames = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
+    line = (
+        code_line(own_frames[-1].filename, own_frames[-1].lineno or 0, own_frames[-1].line)
+        if own_frames
+        else ""
+    )
     part = _first_wrong_output(runs)
     subject = part.subject if part else worker.at
     if runs.mine.finished and not part:

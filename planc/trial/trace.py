@@ -121,7 +121,7 @@ def main_tensor(output: Any) -> torch.Tensor | None:
     return None
 
 
-def line_of(path: str, number: int, text: str | None = None) -> str:
+def code_line(path: str, number: int, text: str | None = None) -> str:
     """A line of code in the form used in messages."""
     import linecache
 
@@ -141,6 +141,6 @@ def caller() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if is_model_code(path):
-            return line_of(path, frame.f_lineno) if "/modeling_" in path else ""
+            return code_line(path, frame.f_lineno) if "/modeling_" in path else ""
         frame = frame.f_back  # type: ignore[assignment]
     return ""

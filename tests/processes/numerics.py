@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.model.small.input_search import part_of
+from planc.model.small.input_search import rank_slice
 from planc.model.small.transformers_model import TransformersBuilder, add_denoising_loss
 from planc.ops.rng import Draw
 from planc.ops.tensor_parallel import Parallelize
@@ -147,7 +147,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
-    output = parallel(**part_of(inputs, rank, size))
+    output = parallel(**rank_slice(inputs, rank, size))
     output.loss.backward()
     loss = whole(output.loss).clone()
     distributed.all_reduce(loss)  # ranks with the same data have the same loss

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.sources.huggingface import quiet
-from planc.trial.numerics import _errors_by_name, relative, whole
+from planc.trial.numerics import _errors_by_name, full_copy, relative
 
 _MESHES = {}
 
@@ -117,14 +117,16 @@ def compared(single, parallel, inputs):
 
 def once(model, inputs):
     """Whole weights, logits, loss and gradients, as the mechanism itself lays them out."""
-    weights = {n: whole(p) for n, p in model.named_parameters()}
+    weights = {n: full_copy(p) for n, p in model.named_parameters()}
     output = model(**inputs, use_cache=False)
     output.loss.backward()
     return {
         "weights": weights,
-        "logits": whole(output.logits),
-        "loss": whole(output.loss),
-        "gradients": {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None},
+        "logits": full_copy(output.logits),
+        "loss": full_copy(output.loss),
+        "gradients": {
+            n: full_copy(p.grad) for n, p in model.named_parameters() if p.grad is not None
+        },
     }
 
 

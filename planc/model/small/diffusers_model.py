@@ -212,8 +212,8 @@ class DiffusersBuilder:
 def _take_target(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
     def take(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         target[:] = [kwargs["target"]]
-        own = {n: v for n, v in kwargs.items() if n not in ("target", "use_cache")}
-        return args, own | {n: own[n][0] for n in _PLACES if n in own}
+        inputs = {n: v for n, v in kwargs.items() if n not in ("target", "use_cache")}
+        return args, inputs | {n: inputs[n][0] for n in _PLACES if n in inputs}
 
     return take
 

@@ -129,13 +129,17 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
         some = [k for k in INPUT_KINDS if k.what == what and set(k.needs) <= set(names)]
         tried: list[str] = []
         for kind in some:
-            own = _with_tokens(model, config, kind)
-            count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, own)))
-            if count < 0 and (tokens := _tokens_asked_for(why, model)) and own.token is not None:
-                own = replace(own, tokens=tokens)
-                count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, own)))
+            candidate = _with_tokens(model, config, kind)
+            count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, candidate)))
+            if (
+                count < 0
+                and (tokens := _tokens_asked_for(why, model))
+                and candidate.token is not None
+            ):
+                candidate = replace(candidate, tokens=tokens)
+                count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, candidate)))
             if count > best:
-                best, choice = count, InputChoice(chosen=(*choice.chosen, own))
+                best, choice = count, InputChoice(chosen=(*choice.chosen, candidate))
                 break
             tried.append(f"{kind.name} ({why or 'nothing more gets a gradient'})")
         else:
@@ -307,7 +311,7 @@ def _special(config: Any) -> list[int]:
     return [v for n, v in values if n.startswith(_SPECIAL) and isinstance(v, int) and "token" in n]
 
 
-def part_of(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
+def rank_slice(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
     """The slice of a batch that one rank of a data axis reads.
 
     Args:
@@ -317,8 +321,8 @@ def part_of(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
     """
     found: Inputs = {}
     for name, value in inputs.items():
-        own = len(value) // ranks
-        found[name] = value[rank * own : (rank + 1) * own]
+        rows = len(value) // ranks
+        found[name] = value[rank * rows : (rank + 1) * rows]
     return found
 
 

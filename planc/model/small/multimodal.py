@@ -43,16 +43,16 @@ def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     text = _width(config.get("text_config"))
     new = _width(small.get("text_config"))
     tower = config.get("vision_config")
-    for own, less in _levels(config, small):
-        _images(own, less)
+    for original, reduced in _levels(config, small):
+        _images(original, reduced)
         for field in _OUTPUTS:
-            value = own.get(field)
-            if text and new and value == text and _is_output(field, own):
-                less[field] = new
-            elif field != "hidden_size" and _times(value, own):
-                less[field] = _times(value, own) * less[_width_field(own)]
-            elif tower and own is not tower and value and value == tower.get("hidden_size"):
-                less[field] = small["vision_config"]["hidden_size"]
+            value = original.get(field)
+            if text and new and value == text and _is_output(field, original):
+                reduced[field] = new
+            elif field != "hidden_size" and _times(value, original):
+                reduced[field] = _times(value, original) * reduced[_width_field(original)]
+            elif tower and original is not tower and value and value == tower.get("hidden_size"):
+                reduced[field] = small["vision_config"]["hidden_size"]
     for name in _TOWERS:
         if isinstance(config.get(name), Mapping):
             _tower(config[name], small[name])
@@ -92,10 +92,10 @@ def _is_output(field: str, config: Mapping[str, Any]) -> bool:
 
 def _times(value: Any, config: Mapping[str, Any]) -> int:
     """How many times the tower's own width a width is; 0 if it is not a multiple."""
-    own = config.get(_width_field(config))
-    if not isinstance(value, int) or not isinstance(own, int) or isinstance(value, bool):
+    width = config.get(_width_field(config))
+    if not isinstance(value, int) or not isinstance(width, int) or isinstance(value, bool):
         return 0
-    return value // own if own and value % own == 0 and value // own <= 16 else 0
+    return value // width if width and value % width == 0 and value // width <= 16 else 0
 
 
 def _images(config: Mapping[str, Any], small: dict[str, Any]) -> None:

@@ -143,8 +143,8 @@ class _Shrinker:
                 values = [config[field][i] for i in kept]
                 small[field] = list(range(len(kept))) if config[field] == every else values
             if single:
-                own = {str(kept.index(i)): v for i, v in single.items() if i in kept}
-                small["per_layer_config"] = {i: self.config(v) for i, v in own.items()}
+                kept_layers = {str(kept.index(i)): v for i, v in single.items() if i in kept}
+                small["per_layer_config"] = {i: self.config(v) for i, v in kept_layers.items()}
             small[name] = len(kept)
             _numbered_layers(small, kept, depth, done=lists)
             if last:
@@ -340,11 +340,11 @@ def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
     """
     nested = (n for n, v in config.items() if n.endswith("_config") and isinstance(v, Mapping))
     parts = {name.removesuffix("_config"): name for name in nested}
-    for own in parts.values():
-        for field, value in config[own].items():
+    for part in parts.values():
+        for field, value in config[part].items():
             size, _, other = field.rpartition("_")
             if other in parts and _number(value) and value == config[parts[other]].get(size):
-                small[own][field] = small[parts[other]][size]
+                small[part][field] = small[parts[other]][size]
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -365,8 +365,8 @@ def _rope(small: dict[str, Any]) -> None:
 
 def _scaled(values: Mapping[str, Any], head: int, partial: float) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    own = values.get("partial_rotary_factor") or partial
-    pairs = int(head * own) // 2
+    factor = values.get("partial_rotary_factor") or partial
+    pairs = int(head * factor) // 2
     for name, value in values.items():
         if isinstance(value, Mapping):
             out[name] = _scaled(value, head, partial)

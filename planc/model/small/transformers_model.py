@@ -54,8 +54,8 @@ class TransformersBuilder:
     def vocabulary(self) -> int:
         """The vocabulary size in the configuration, else 64."""
         text = self._part.get_text_config(decoder=True)
-        own = getattr(self._part, "vocab_size", 0) or getattr(text, "vocab_size", 0)
-        return int(own or 64)
+        size = getattr(self._part, "vocab_size", 0) or getattr(text, "vocab_size", 0)
+        return int(size or 64)
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, with eager attention.

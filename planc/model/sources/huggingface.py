@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink, meant, one_of
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
@@ -179,7 +179,7 @@ def _known(config: Config, sink: Sink) -> bool:
     family = config.values["model_type"]
     if family in CONFIG_MAPPING_NAMES:
         return True
-    advice = meant(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
+    advice = did_you_mean(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
     if config.own_code:
         advice = "the model brings its own code, which planc runs only with --allow-code"
     message = f"transformers knows no model_type {family!r}"
@@ -206,8 +206,8 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
 
     names = list(config.values.get("architectures") or ())
     causal = CAUSAL.get(config.values["model_type"]) or ()
-    own = [causal] if isinstance(causal, str) else list(causal)
-    for name in [*names, *own]:
+    causal_names = [causal] if isinstance(causal, str) else list(causal)
+    for name in [*names, *causal_names]:
         try:
             cls = getattr(transformers, name, None)
         except (ImportError, RuntimeError):  # the imports of the class fail
@@ -218,7 +218,7 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
         for part in (resolved, resolved.get_text_config(decoder=True)):
             if takes is not None and isinstance(part, takes):
                 return cls, part
-        if name in own:  # a class of another family that accepts this configuration
+        if name in causal_names:  # a class of another family that accepts this configuration
             return cls, resolved
     return None
 
@@ -242,14 +242,14 @@ def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
     defaults = resolved.to_dict()
     complete = True
     for field in _ESSENTIAL:
-        own = names.get(field, field)  # gpt2's `n_embd` is hidden_size
-        default = defaults.get(own)
-        if isinstance(default, int) and not {field, own} & config.values.keys():
+        name = names.get(field, field)  # gpt2's `n_embd` is hidden_size
+        default = defaults.get(name)
+        if isinstance(default, int) and not {field, name} & config.values.keys():
             complete = False
             sink.error(
                 "PL603",
-                f"{config.name} lacks `{own}`",
-                facts=[f"{own} = {default}  (default of {config.values['model_type']})"],
+                f"{config.name} lacks `{name}`",
+                facts=[f"{name} = {default}  (default of {config.values['model_type']})"],
                 help="add it: transformers would take its default, which is another model's",
             )
     return complete

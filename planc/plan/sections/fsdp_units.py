@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import meant, one_of
+from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
@@ -270,7 +270,7 @@ def _dtype(arguments: Arguments) -> str | None:
         return DTYPES[value.path]
     told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
     if isinstance(value, ast.Name):
-        told = meant(value.path, DTYPES, told) or told
+        told = did_you_mean(value.path, DTYPES, told) or told
     arguments.wrong(value or arguments.call, "`dtype` names a type of parameters", told)
     return None
 

@@ -60,7 +60,7 @@ class FormattedFile:
         return True
 
 
-def layouts(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]:
+def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]:
     """The layout of each plan, in order.
 
     Args:
