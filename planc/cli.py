@@ -194,7 +194,7 @@ def _why(options: argparse.Namespace) -> int:
     from planc.diagnostic import Sink
     from planc.provenance import render
     from planc.provenance.query import why
-    from planc.report.color import paint, wants_colour
+    from planc.report.color import paint, wants_color
 
     sink = Sink()
     compiled = _compile(options, sink)
@@ -205,18 +205,18 @@ def _why(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(render.document(answer, compiled.lowered), indent=2))
     else:
-        colour = wants_colour(sys.stdout, os.environ)
-        print("".join(f"{paint(line, colour)}\n" for line in render.lines(answer)), end="")
+        color = wants_color(sys.stdout, os.environ)
+        print("".join(f"{paint(line, color)}\n" for line in render.lines(answer)), end="")
     return CLEAN
 
 
 def _fmt(options: argparse.Namespace) -> int:
     from planc.diagnostic import Sink
-    from planc.syntax.formatter.files import layouts
+    from planc.syntax.formatter.files import formatted_files
 
     sink = Sink()
     changed = failed = False
-    for layout in layouts(options.files, sink):
+    for layout in formatted_files(options.files, sink):
         failed |= layout.after is None
         changed |= layout.changes
         if options.diff:
@@ -236,13 +236,13 @@ def _fmt(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     from planc.codes import CODES
     from planc.report import explain
-    from planc.report.color import wants_colour
+    from planc.report.color import wants_color
 
     text = explain.explain(options.code.upper())
     if text is None:
         print(f"there is no code {options.code}; known are {', '.join(CODES)}", file=sys.stderr)
         return FAILED
-    print(explain.terminal(text, wants_colour(sys.stdout, os.environ)), end="")
+    print(explain.terminal(text, wants_color(sys.stdout, os.environ)), end="")
     return CLEAN
 
 
@@ -274,10 +274,10 @@ def _show(
     found = [d for d in sink if not (quiet and d.severity == "info")]
     if quiet and not found:
         return
-    from planc.report import render, wants_colour
+    from planc.report import render, wants_color
 
-    colour = wants_colour(stream, os.environ)
-    text = render(found, format, colour=colour, width=_width(), also=also)
+    color = wants_color(stream, os.environ)
+    text = render(found, format, color=color, width=_width(), also=also)
     print(text, end="" if text.endswith("\n") or not text else "\n", file=stream)  # type: ignore[call-overload]
 
 

@@ -169,7 +169,7 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ..
     return tuple(difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6))
 
 
-def meant(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
+def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
     """What to say of a misspelt name: the known ones that look like it, else another help."""
     close = [f"`{c}`" for c in nearest(name, known)]
     return f"did you mean {one_of(close)}?" if close else otherwise

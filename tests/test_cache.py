@@ -166,7 +166,7 @@ facts = load(sys.argv[1], Sink())
 key = cache.key_of(__import__("json").load(open(sys.argv[1])))
 for _ in range(300):
     cache.write(key, facts)
-    again = cache.read(key, config_name=facts.config_name, given=facts.given)
+    again = cache.read(key, config_name=facts.config_name, stated_fields=facts.stated_fields)
     assert again == facts, "half an entry was seen"
 """
 

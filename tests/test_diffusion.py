@@ -47,7 +47,7 @@ def test_shipped_models(name):
     assert facts.count == diffused.TOTALS[name]
     assert facts.name == facts.family == config(name)["_class_name"]
     assert facts.config_name == f"plans/models/{name}.json"
-    assert facts.given >= {"num_layers", "num_attention_heads", "attention_head_dim"}
+    assert facts.stated_fields >= {"num_layers", "num_attention_heads", "attention_head_dim"}
 
 
 def test_a_model_a_pipeline_and_a_cached_hub_name(home, monkeypatch):
@@ -144,16 +144,16 @@ def test_other_models_import_no_diffusers():
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", diffused.TOTALS)
 def test_the_small_model_runs_and_reaches_all(name, tp):
-    from planc.model.small.diffusers_model import Denoiser
+    from planc.model.small.diffusers_model import DiffusersBuilder
 
     small = shrink(facts_of(name).config, ranks=tp)
     assert (small["num_attention_heads"] % tp == 0) == (
         config(name)["num_attention_heads"] % tp == 0
     )
-    maker = Denoiser(small)
-    model = maker.build(0)
+    builder = DiffusersBuilder(small)
+    model = builder.build(0)
     assert sum(p.numel() for p in model.parameters()) < 3_000_000
-    output = model(**maker.sample())
+    output = model(**builder.sample())
     output.loss.backward()
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -165,10 +165,10 @@ def test_of_another_class_the_inputs_are_not_known():
         "num_attention_heads": 2,
         "attention_head_dim": 8,
     }
-    from planc.model.small.diffusers_model import Denoiser
+    from planc.model.small.diffusers_model import DiffusersBuilder
 
     with pytest.raises(ValueError, match="what the forward of SD3Transformer2DModel takes"):
-        Denoiser(values)
+        DiffusersBuilder(values)
 
 
 # Proofs ------------------------------------------------------------------------------------------

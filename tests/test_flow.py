@@ -139,12 +139,12 @@ def test_a_redistribution_that_no_rule_states(tmp_path):
 
 def test_every_kind_of_layer_has_a_verdict():
     verdict, _ = simulated("gemma-2-9b", "gemma2", ["tp=4"])
-    assert [(k.modules, k.label, k.verdict) for k in verdict.kinds] == [
+    assert [(k.modules, k.label, k.verdict) for k in verdict.layers] == [
         ("model.layers[0:41:2]", "sliding_attention", "proved"),
         ("model.layers[1:42:2]", "full_attention", "proved"),
         ("root", "", "proved"),
     ]
-    assert all(0 < k.error < 1e-5 for k in verdict.kinds)
+    assert all(0 < k.error < 1e-5 for k in verdict.layers)
     assert [(s.name, s.verdict, s.by) for s in verdict.sections] == [
         ("tensor on tp", "proved", "simulation"),
         ("checkpoint", "proved", "simulation"),
@@ -215,23 +215,23 @@ def test_a_gradient_that_nothing_sums(tmp_path):
     settings = ["tp=2", "sequence_parallel=false"]
     compiled = compile_plan("qwen3-8b", "qwen3", sink, world_size=8, settings=settings)
 
-    from planc.model.small.transformers_model import Maker
+    from planc.model.small.transformers_model import TransformersBuilder
     from planc.trial.simulate import simulate
 
     values = shrink(compiled.facts.config, ranks=2)
     small = compile_plan_for(values, settings)
     kept = tuple(o for o in small.ops if not str(getattr(o, "modules", "")).endswith("q_norm"))
-    maker = Maker({**values, "architectures": ["Qwen3ForCausalLM"]})
-    outcome = simulate(lambda: maker.build(0), maker.sample(), small.with_ops(kept))
+    builder = TransformersBuilder({**values, "architectures": ["Qwen3ForCausalLM"]})
+    outcome = simulate(lambda: builder.build(0), builder.sample(), small.with_ops(kept))
     assert outcome.verdict == "refuted" and outcome.logits < 1e-5
-    assert {p.kind for p in outcome.parts} == {"partial"}
-    assert all(p.subject.endswith("q_norm.weight") for p in outcome.parts)
+    assert {p.kind for p in outcome.discrepancies} == {"partial"}
+    assert all(p.subject.endswith("q_norm.weight") for p in outcome.discrepancies)
 
 
 def compile_plan_for(values, settings):
-    from planc.model.load import of_values
+    from planc.model.load import load_values
 
-    facts = of_values({**values, "architectures": ["Qwen3ForCausalLM"]}, "small", Sink())
+    facts = load_values({**values, "architectures": ["Qwen3ForCausalLM"]}, "small", Sink())
     return compile_plan(facts, "qwen3", Sink(), world_size=2, settings=settings).lowered
 
 
@@ -317,7 +317,7 @@ def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatc
     monkeypatch.setattr(called_modules, "_run", lambda *a: calls.append(1) or real(*a))
     for sources in ("one", "one", "two"):
         monkeypatch.setattr(called_modules, "source_digest", lambda s=sources: s)
-        called_modules.called(facts)
+        called_modules.called_modules(facts)
     assert len(calls) == 2
 
 
@@ -502,18 +502,18 @@ def test_which_modules_are_called_is_run_once_for_a_configuration(monkeypatch):
     from planc.proof import called_modules
 
     facts = load("llama-3.2-1b", Sink())
-    names, reason = called_modules.called(facts)
+    names, reason = called_modules.called_modules(facts)
     assert {"model.layers.*", "model.layers.*.mlp.up_proj"} <= names and not reason
     monkeypatch.setattr(called_modules, "_run", lambda *_: pytest.fail("it was run again"))
-    assert called_modules.called(facts) == (names, "")
+    assert called_modules.called_modules(facts) == (names, "")
 
 
 def test_a_model_that_does_not_run_leaves_its_units_unknown(monkeypatch, capsys):
     from planc.cli import main
     from planc.proof import called_modules, layout_flow
 
-    monkeypatch.setattr(layout_flow, "called", lambda facts: (None, "no reason"))
-    assert called_modules.called is not layout_flow.called
+    monkeypatch.setattr(layout_flow, "called_modules", lambda facts: (None, "no reason"))
+    assert called_modules.called_modules is not layout_flow.called_modules
     assert main(["check", "llama-3.2-1b", "llama", "--world-size", "4", "--format", "json"]) == 0
     sections = json.loads(capsys.readouterr().out)["flow"]["sections"]
     found = {s["name"]: (s["verdict"], s["reason"]) for s in sections}
@@ -540,9 +540,9 @@ def test_a_model_that_runs_itself_again_in_backward_keeps_its_blocks_in_the_root
         "max_position_embeddings": 256,
     }
     from planc.draft.init import draft
-    from planc.model.load import of_values
+    from planc.model.load import load_values
 
-    facts = of_values(values, "config.json", Sink())
+    facts = load_values(values, "config.json", Sink())
     assert facts is not None
     text = draft(facts, Sink()).text
     assert "again in the backward pass" in text and "unit(reshard = except_last)" not in text

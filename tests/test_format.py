@@ -19,7 +19,7 @@ from planc.diagnostic import Sink
 from planc.source import Source
 from planc.syntax import parse
 from planc.syntax.formatter import layout
-from planc.syntax.formatter.tokens import pieces
+from planc.syntax.formatter.tokens import tokens_of
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```plan\n(.*?)^```$", re.M | re.S)
@@ -88,7 +88,7 @@ def test_there_are_examples():
 def respaced(draw, comment=False):
     """(a plan of the repository, the same with other white space and perhaps more comments)."""
     text = draw(st.sampled_from(TEXTS))
-    given = list(pieces(text + "\n"))
+    given = list(tokens_of(text + "\n"))
     spaces = st.sampled_from([" ", "  ", "\t", " " * 30])
     lines = st.sampled_from(["\n", "\r\n", " \n"])
     out = [given[0].text]
@@ -96,16 +96,16 @@ def respaced(draw, comment=False):
     for before, piece in pairwise(given):
         depth += (before.kind in ("LPAR", "LSQB")) - (before.kind in ("RPAR", "RSQB"))
         ends = before.kind == "#"
-        if comment and not ends and (depth or piece.fresh) and draw(st.integers(0, 9)) == 0:
+        if comment and not ends and (depth or piece.starts_line) and draw(st.integers(0, 9)) == 0:
             out.append(draw(spaces) + f'# "{len(out)}{draw(lines)}')
             out += [f"# {len(out)}\n"] * draw(st.integers(0, 1))
-        elif ends or (piece.fresh and piece.kind == "#"):
+        elif ends or (piece.starts_line and piece.kind == "#"):
             out.append(draw(lines) * (3 if piece.blank else 1))
         elif piece.kind == "#":
             out.append(draw(spaces))
         elif depth or before.kind == "LBRACE" or piece.kind == "RBRACE":
             out.append(draw(spaces | lines.map(lambda n: n * 2)))
-        elif piece.fresh:
+        elif piece.starts_line:
             out.append(draw(lines) * (2 if piece.blank else 1))
         else:
             out.append(draw(spaces))

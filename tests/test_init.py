@@ -15,7 +15,7 @@ from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.draft.init import draft
 from planc.draft.plan_text import braced
-from planc.model.load import load, of_values
+from planc.model.load import load, load_values
 from planc.proof.layout_flow import flow
 from planc.source import Source
 from planc.syntax.formatter.layout import formatted
@@ -194,7 +194,7 @@ def test_dead_rules_of_transformers_are_named():
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
     }
-    _, made, found = drafted(of_values(values, "config.json", Sink()))
+    _, made, found = drafted(load_values(values, "config.json", Sink()))
     [finding] = [d for d in found if d.code == "PL661"]
     assert "`layers.*.mlp.gate_proj`" in finding.message
     assert "transformers' own plan also names" in " ".join(made.text.split())
@@ -281,7 +281,7 @@ def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds
     compiled = compile_plan(facts, str(path), sink, world_size=8, settings=["tp=2"])
     verdict = flow(compiled, sink)
     assert verdict.verdict == "proved"
-    assert [(k.modules, k.verdict) for k in verdict.kinds] == [(k, "proved") for k in kinds]
+    assert [(k.modules, k.verdict) for k in verdict.layers] == [(k, "proved") for k in kinds]
     units = [op for op in compiled.lowered.ops if type(op).__name__ == "FullyShard"]
     for list_of_blocks in kinds[:2]:
         path = list_of_blocks.partition("[")[0]

@@ -7,12 +7,12 @@ import torch
 from helpers import mutant, simulated
 
 from planc.diagnostic import Sink
-from planc.model.layer_kinds import sorts
-from planc.model.load import load, of_values
-from planc.model.small.input_search import Choice, part_of
-from planc.model.small.sample_inputs import KINDS
+from planc.model.layer_kinds import block_kinds
+from planc.model.load import load, load_values
+from planc.model.small.input_search import InputChoice, rank_slice
+from planc.model.small.sample_inputs import INPUT_KINDS
 from planc.model.small.shrink import shrink
-from planc.model.small.transformers_model import Maker
+from planc.model.small.transformers_model import TransformersBuilder
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
 FAMILIES = {
@@ -42,19 +42,21 @@ def small(family):
     for part, fields in changes.items():
         values[part] |= fields
     values["architectures"] = [name]
-    facts = of_values(values, family, Sink())
-    less = shrink(facts.config, ranks={"tensor": 2}, blocks=sorts(facts))
-    return Maker({**json.loads(json.dumps(less, default=str)), "architectures": [name]})
+    facts = load_values(values, family, Sink())
+    less = shrink(facts.config, ranks={"tensor": 2}, blocks=block_kinds(facts))
+    return TransformersBuilder(
+        {**json.loads(json.dumps(less, default=str)), "architectures": [name]}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sample_reaches_the_towers(family):
     *_, kinds, tokens = FAMILIES[family]
-    maker = small(family)
-    choice = maker.choice
+    builder = small(family)
+    choice = builder.choice
     assert ([c.kind.name for c in choice.chosen], choice.missing) == (kinds, "")
     assert choice.tokens == tokens
-    sample, model = maker.sample(), maker.build(0)
+    sample, model = builder.sample(), builder.build(0)
     model(**sample).loss.backward()
     names = [n for n, p in model.named_parameters() if p.grad is not None]
     assert any("vis" in n or "encoder" in n for n in names)
@@ -65,7 +67,7 @@ def test_a_sample_reaches_the_towers(family):
 
 
 def test_a_model_of_text_alone_is_not_run_to_find_out():
-    maker = Maker(
+    builder = TransformersBuilder(
         {
             "model_type": "llama",
             "hidden_size": 64,
@@ -75,9 +77,9 @@ def test_a_model_of_text_alone_is_not_run_to_find_out():
             "intermediate_size": 64,
         }
     )
-    maker.build = None  # whoever builds it fails
-    assert maker.choice == Choice()
-    assert {n: list(v.shape) for n, v in maker.sample().items()} == {
+    builder.build = None  # whoever builds it fails
+    assert builder.choice == InputChoice()
+    assert {n: list(v.shape) for n, v in builder.sample().items()} == {
         "input_ids": [4, 16],
         "labels": [4, 16],
     }
@@ -85,7 +87,7 @@ def test_a_model_of_text_alone_is_not_run_to_find_out():
 
 def test_a_rank_reads_its_rows_of_every_input():
     inputs = {"input_ids": torch.arange(4), "pixel_values": torch.arange(16)}
-    parts = [part_of(inputs, rank, 2) for rank in range(2)]
+    parts = [rank_slice(inputs, rank, 2) for rank in range(2)]
     assert [p["input_ids"].tolist() for p in parts] == [[0, 1], [2, 3]]
     assert torch.equal(torch.cat([p["pixel_values"] for p in parts]), inputs["pixel_values"])
 
@@ -103,7 +105,7 @@ SHIPPED = [
 def test_shipped_plans_are_proved_with_their_towers(model, plan, tower):
     verdict, findings = simulated(model, plan)
     assert (verdict.verdict, findings) == ("proved", [])
-    [kind] = [k for k in verdict.kinds if k.modules == tower]
+    [kind] = [k for k in verdict.layers if k.modules == tower]
     assert kind.verdict == "proved" and 0 < kind.error < 1e-5
 
 
@@ -137,9 +139,9 @@ MUTANTS = [
 MODELS = {"gemma3_vision": "gemma-3-4b", "qwen3_vl": "qwen3-vl-8b"}
 
 
-@pytest.mark.parametrize("broken", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
-def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, broken):
-    plan, old, new, code, line = broken
+@pytest.mark.parametrize("case", MUTANTS, ids=lambda m: f"{m[0]}: {m[2] or m[1]}")
+def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, case):
+    plan, old, new, code, line = case
     path = mutant(tmp_path, plan, old, new, after="tensor on tp {\n    $tower")
     verdict, findings = simulated(MODELS[plan], path)
     assert verdict.verdict == "refuted", findings
@@ -155,14 +157,14 @@ def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monk
 
     monkeypatch.setattr(
         inputs,
-        "KINDS",
-        [k for k in inputs.KINDS if k.name == "tiles"]
-        + [k for k in inputs.KINDS if k.name == "lists of images"],
+        "INPUT_KINDS",
+        [k for k in inputs.INPUT_KINDS if k.name == "tiles"]
+        + [k for k in inputs.INPUT_KINDS if k.name == "lists of images"],
     )
     monkeypatch.setattr(module, "_FORMAT", "test")
     verdict, findings = simulated("gemma-3-4b", "gemma3_vision")
     assert verdict.verdict == "unknown"
-    [kind] = verdict.unsettled
+    [kind] = verdict.unknown_layers
     assert kind.modules == "model.vision_tower.encoder.layers[0:27]"
     assert "no input was found for its images: tried lists of images (" in kind.reason
     assert [d.code for d in findings] == ["PL504"]
@@ -173,7 +175,9 @@ def test_init_says_what_was_tried_for_a_tower(monkeypatch):
     from planc.model.small import input_search as inputs
     from planc.proof import layout_flow as module
 
-    monkeypatch.setattr(inputs, "KINDS", [k for k in KINDS if k.name == "lists of images"])
+    monkeypatch.setattr(
+        inputs, "INPUT_KINDS", [k for k in INPUT_KINDS if k.name == "lists of images"]
+    )
     monkeypatch.setattr(module, "_FORMAT", "test")
     made = draft(load("gemma-3-4b", Sink()), Sink())
     told = " ".join(line.removeprefix("#").strip() for line in made.text.splitlines())

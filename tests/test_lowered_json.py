@@ -142,7 +142,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         data["stages"][0]["ops"][1]["shapes"][0]["shape"] = "big"
         data["stages"][0]["ops"][2]["style"]["name"] = "diagonal"
         data["stages"][0]["ops"][3]["modules"] = "model layers"
-        data["stages"][0]["ops"][4]["colour"] = "red"
+        data["stages"][0]["ops"][4]["color"] = "red"
         del data["stages"][0]["ops"][5]["axes"]
         data["stages"][0]["ops"][-1]["reshard"] = None
         data["stages"][0]["ops"].append({"op": "explode"})
@@ -159,7 +159,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         '"sequence", "input", "output", "replicate", "mla_kv", "parameters", "experts", '
         '"features", "attributes" or "python"',
         'x.json, at stages[0].ops[3].modules: "model layers" is not a set of modules',
-        'x.json, at stages[0].ops[4]: "colour" is not known here; known are op, modules, axes, '
+        'x.json, at stages[0].ops[4]: "color" is not known here; known are op, modules, axes, '
         "style, shapes and place",
         "x.json, at stages[0].ops[5]: axes is missing",
         "x.json, at stages[0].ops[20].reshard: null is not of type boolean or integer",

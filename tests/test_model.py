@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planc.diagnostic import Sink
-from planc.model.config import shipped
+from planc.model.config import shipped_models
 from planc.model.facts import Facts, Modules
 from planc.model.load import load
 from planc.model.module_table import already_parallel, facts_of
@@ -349,7 +349,7 @@ def test_any_configuration_becomes_plain_data(config):
 def test_resolved_configuration():
     """A null field is what the family makes of it, and nested ones stay nested."""
     model = built("llama", num_key_value_heads=None)
-    facts = facts_of(model, config=model.config, given=frozenset({"hidden_size"}))
+    facts = facts_of(model, config=model.config, stated_fields=frozenset({"hidden_size"}))
     assert facts.config["num_key_value_heads"] == 4
     assert facts.source("hidden_size") == "config.json"
     assert facts.source("hidden_act") == "default of llama"
@@ -391,7 +391,7 @@ def test_already_sharded(tmp_path):
 
 
 def test_every_shipped_model_has_a_total():
-    assert set(shipped()) == set(TOTALS) | set(diffused.TOTALS)
+    assert set(shipped_models()) == set(TOTALS) | set(diffused.TOTALS)
 
 
 @pytest.mark.parametrize("name", TOTALS)
@@ -400,5 +400,5 @@ def test_shipped_models(name):
     assert facts.count == TOTALS[name]
     assert bool(facts.ties) == (name in TIED)
     assert facts.config_name == f"plans/models/{name}.json"
-    assert facts.given >= {"model_type"}
-    assert facts.given & {"vocab_size", "text_config"}
+    assert facts.stated_fields >= {"model_type"}
+    assert facts.stated_fields & {"vocab_size", "text_config"}

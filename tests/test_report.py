@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planc.diagnostic import Diagnostic, Label, Severity, Sink
-from planc.report import FORMATS, render, wants_colour
+from planc.report import FORMATS, render, wants_color
 from planc.report.sorting import summary
 from planc.report.terminal_width import cells, width, wrap
 from planc.source import Source
@@ -459,8 +459,8 @@ def test_sarif():
     assert sarif()["results"] == [] == sarif()["tool"]["driver"]["rules"]
 
 
-def test_colours():
-    text = render([error("x", at(PLAN, "mesh", "l"), help="h")], "full", colour=True)
+def test_colors():
+    text = render([error("x", at(PLAN, "mesh", "l"), help="h")], "full", color=True)
     assert text == (
         "\x1b[1;31merror[PL203]\x1b[0m\x1b[1m: x\x1b[0m\n"
         "\x1b[34m -->\x1b[0m plans/llama.plan:3:1\n"
@@ -495,8 +495,8 @@ class Terminal(io.StringIO):
         (io.StringIO(), {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
     ],
 )
-def test_who_wants_colours(stream, environ, wanted):
-    assert wants_colour(stream, environ) is wanted
+def test_who_wants_colors(stream, environ, wanted):
+    assert wants_color(stream, environ) is wanted
 
 
 def test_nothing_found():

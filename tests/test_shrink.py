@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planc.model.small.shrink import shrink
-from planc.model.small.transformers_model import taught
+from planc.model.small.transformers_model import add_denoising_loss
 from planc.resources import PLANS
 
 MODELS = sorted({p.stem for p in (PLANS / "models").glob("*.json")} - set(diffused.TOTALS))
@@ -39,7 +39,7 @@ def trained(config):
     cls = CAUSAL[type(made)] if type(made) in CAUSAL else getattr(transformers, named)
     part = made if isinstance(made, cls.config_class) else made.get_text_config()
     model = cls._from_config(part, attn_implementation="eager").float().train()
-    taught(model)
+    add_denoising_loss(model)
     tokens = torch.randint(8, 64, (2, 16))
     output = model(input_ids=tokens, labels=tokens, use_cache=False)
     output.loss.backward()

@@ -357,9 +357,9 @@ def test_the_command(tmp_path):
     target = ["llama-3.1-8b", "llama", "model.norm.weight", "--world-size", "8"]
     code, out, err = planc(*target)
     assert (code, err) == (0, "") and out.startswith("model.norm.weight  a parameter of")
-    coloured = planc(*target, FORCE_COLOR="1")[1]
-    assert "\x1b[1mmodel.norm.weight\x1b[0m" in coloured
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == out
+    colored = planc(*target, FORCE_COLOR="1")[1]
+    assert "\x1b[1mmodel.norm.weight\x1b[0m" in colored
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == out
     code, out, err = planc(*target, "--format", "json")
     assert (code, err) == (0, "") and json.loads(out)["name"] == "model.norm.weight"
     code, out, err = planc("llama-3.1-8b", "llama", "model.nrm", "--world-size", "8")

@@ -50,9 +50,9 @@ from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan
 
-Rule = Callable[[Plan, Facts, Sink], None]
+Check = Callable[[Plan, Facts, Sink], None]
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Check, ...] = (
     axis_use,
     uncalled_modules,
     style_targets,

@@ -6,7 +6,7 @@ from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import Colwise, Rowwise, Sequence, Shard, Style, style_text
-from planc.plan.apply_adapters import KINDS, meetings, of_layer, sides
+from planc.plan.apply_adapters import KINDS, adapted_tensor_rules, in_out_features, of_layer
 from planc.plan.ir import AdapterRule, Plan, TensorRule
 
 
@@ -38,14 +38,14 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
     _own(plan, sink)
     _frozen(plan, sink)
     if "tensor" not in plan.broken:
-        for rule, base, part in meetings(plan):
+        for rule, base, part in adapted_tensor_rules(plan):
             if ranks(plan, base) > 1 and rule.modules.module.kind in KINDS:
                 _style(rule, base, part, plan, sink)
         _dropout(plan, sink)
 
 
 def _rank(rule: AdapterRule, sink: Sink) -> None:
-    one, two = sides(rule.modules.module)
+    one, two = in_out_features(rule.modules.module)
     if rule.rank > min(one, two):
         sink.warning(
             "PL182",

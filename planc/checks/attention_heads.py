@@ -23,7 +23,7 @@ from planc.source import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class HeadSplit:
     """A projection whose output features are heads.
 
     Args:
@@ -42,7 +42,7 @@ def attention_heads(plan: Plan, facts: Facts, sink: Sink) -> None:
     groups, so both query heads and key/value heads must divide. Otherwise the forward pass fails in
     that view, or each rank pairs the wrong heads.
     """
-    found: dict[tuple[Split, ...], list[Modules]] = {}
+    found: dict[tuple[HeadSplit, ...], list[Modules]] = {}
     for parent, own in around(facts, active(plan)):
         size = parent.module.fact("head_dim")
         if size:
@@ -59,7 +59,7 @@ def _together(modules: list[Modules]) -> Modules:
     return first
 
 
-def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[Split]:
+def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[HeadSplit]:
     """The projections among the rules that are sharded by heads of `size` features."""
     for rule in rules:
         shape = next((p.shape for p in rule.modules.module.parameters if p.name == "weight"), ())
@@ -71,7 +71,7 @@ def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[Split]:
         name = str(rule.modules.path[-1])
         for part in dict.fromkeys(_parts(rule, features)):
             if part and part % size == 0:
-                yield Split(rule, name, part // size)
+                yield HeadSplit(rule, name, part // size)
 
 
 def _parts(rule: TensorRule, features: int) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def _parts(rule: TensorRule, features: int) -> tuple[int, ...]:
 
 
 def _attention(
-    parent: Modules, splits: tuple[Split, ...], plan: Plan, facts: Facts, sink: Sink
+    parent: Modules, splits: tuple[HeadSplit, ...], plan: Plan, facts: Facts, sink: Sink
 ) -> None:
     bad = sorted((s for s in splits if s.count % ranks(plan, s.rule)), key=lambda s: s.count)
     if not bad:
@@ -106,13 +106,13 @@ def _attention(
     )
 
 
-def _kind(fewest: Split, splits: list[Split]) -> str:
+def _kind(fewest: HeadSplit, splits: list[HeadSplit]) -> str:
     """`key/value ` where the projection has fewer heads than another one, else an empty text."""
     most = max(s.count for s in splits)
     return "key/value " if fewest.count < most else "attention "
 
 
-def _facts(parent: Modules, splits: list[Split], facts: Facts) -> list[str]:
+def _facts(parent: Modules, splits: list[HeadSplit], facts: Facts) -> list[str]:
     told = [f"head_dim = {parent.module.fact('head_dim')}  ({parent.module.cls})"]
     for field in ("num_attention_heads", "num_key_value_heads", "n_head"):
         value = facts.config.get(field)

@@ -4,7 +4,7 @@ rule.
 
 from __future__ import annotations
 
-from planc.diagnostic import Label, Sink, meant, one_of
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.ops.styles import Experts, MlaKv, Parameters, Replicated, Shard, style_name
 from planc.plan.ir import Plan, TensorRule
@@ -33,7 +33,7 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
                 f"`{rule.modules}` has no parameter `{name}`",
                 rule.origin,
                 facts=[f"it is a {rule.modules.module.cls}, and has {there}"],
-                help=meant(name, own),
+                help=did_you_mean(name, own),
             )
             continue
         dims = len(own[name].shape)

@@ -6,7 +6,7 @@ from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text, weight_split
-from planc.plan.apply_adapters import FOUR_BIT, meetings
+from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules
 from planc.plan.ir import AdapterRule, Plan, TensorRule
 from planc.plan.parameter_owners import Owned, owned
 
@@ -30,7 +30,7 @@ def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
             _gathered(rule, own, plan, sink)
             _trained(rule, own, sink)
     if "tensor" not in plan.broken:
-        for rule, base, part in meetings(plan):
+        for rule, base, part in adapted_tensor_rules(plan):
             if rule.quant and ranks(plan, base) > 1 and part.module.kind == "linear":
                 _split(rule, base, part, plan, sink)
 

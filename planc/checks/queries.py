@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from planc.diagnostic import Label
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.styles import Colwise, Replicated, Rowwise, Shard, weight_shard
-from planc.plan.apply_adapters import AROUND
+from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.ir import Plan, TensorRule, Unit
 
 
@@ -78,7 +78,7 @@ def split_dim(rule: TensorRule, parameter: Parameter) -> int | None:
 
 def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
     """The rules that decide how weights are sharded."""
-    return (r for r in rules if not isinstance(r.style, (*AROUND, Replicated)))
+    return (r for r in rules if not isinstance(r.style, (*PARAMETERLESS, Replicated)))
 
 
 def unit_of(plan: Plan, modules: Modules) -> Unit | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planc.checks.queries import active, axis_label, ranks
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
-from planc.model.randomness import drawn, skipping
+from planc.model.randomness import layer_drop_fields, random_fields
 from planc.plan.ir import Plan
 
 
@@ -15,7 +15,7 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
     Proofs leave all random operations out: one process cannot draw the numbers of four.
     """
     rules = active(plan) if "tensor" not in plan.broken else ()
-    fields = drawn(facts)
+    fields = random_fields(facts)
     if rules and fields:
         axis, count = rules[0].axis, ranks(plan, rules[0])
         sink.info(
@@ -27,7 +27,7 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
             ],
             help="seed before `apply`, or afterwards all ranks of a tensor axis alike",
         )
-    if skipped := skipping(facts):
+    if skipped := layer_drop_fields(facts):
         shards = plan.fsdp is not None and plan.mesh.size(*plan.fsdp.shard) > 1
         if shards or rules:
             sink.warning(

@@ -32,13 +32,13 @@ def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     parted: list[_Parted] = []
     for group in facts.ties:
-        halves = [(name, *facts.find(name)) for name in group]
-        for other in halves[1:]:
+        tensors = [(name, *facts.find(name)) for name in group]
+        for other in tensors[1:]:
             if "tensor" not in plan.broken:
-                _styles(halves[0], other, plan, sink)
+                _styles(tensors[0], other, plan, sink)
             if plan.fsdp is not None and "fsdp" not in plan.broken:
-                units = _units(halves[0], other, plan, sink)
-                parted += [_Parted(halves[0], other, *units)] if units else []
+                units = _units(tensors[0], other, plan, sink)
+                parted += [_Parted(tensors[0], other, *units)] if units else []
     _told(parted, facts, sink)
 
 

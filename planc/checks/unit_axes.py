@@ -8,7 +8,7 @@ from planc.checks.queries import active
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import Replicated, style_name
-from planc.plan.apply_adapters import AROUND, styles
+from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.ir import Fsdp, Plan, Spread, TensorRule, Unit
 from planc.plan.local_shapes import split_dim
 from planc.plan.parameter_owners import Owned, owned
@@ -75,7 +75,7 @@ def _styled(part: Unit | Spread, found: list[Owned], section: Fsdp, plan: Plan, 
         return
     own = [o for o in found if (o.spread or o.unit) is part]
     for rule in (*active(plan), *styles(plan)):
-        around = isinstance(rule.style, AROUND) or rule.style == Replicated()
+        around = isinstance(rule.style, PARAMETERLESS) or rule.style == Replicated()
         if rule.axis not in beyond or around:
             continue
         both = next((b for o in own if (b := _met(rule, o.modules))), None)

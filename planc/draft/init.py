@@ -1,4 +1,4 @@
-"""`planc init`: model facts -> the text of a plan."""
+"""`planc init`: writes a first plan from model facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from planc.diagnostic import Sink
 from planc.draft.observe import run
 from planc.draft.plan_text import Draft, render
-from planc.draft.roles import Ran, Roles, roles
+from planc.draft.roles import Roles, RunRecord, roles
 from planc.draft.search import Search
 from planc.model import cache
 from planc.model.facts import Facts
@@ -21,16 +21,18 @@ from planc.syntax.formatter.layout import laid_out
 from planc.trial.outcome import Outcome
 
 if TYPE_CHECKING:
-    from planc.model.small.user_model import Makes
+    from planc.model.small.user_model import ModelBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafted:
-    """Args:
-    text: of the plan.
-    outcome: of layout flow, for what was settled.
-    sequence: whether the plan offers sequence parallelism.
-    runs: how many runs of the small model it took.
+class InitResult:
+    """The result of `planc init`.
+
+    Args:
+        text: the plan.
+        outcome: the outcome of layout flow for it.
+        sequence: whether the plan offers sequence parallelism.
+        runs: the number of runs of the small model.
     """
 
     text: str
@@ -39,43 +41,43 @@ class Drafted:
     runs: int
 
 
-def draft(facts: Facts, sink: Sink) -> Drafted:
+def draft(facts: Facts, sink: Sink) -> InitResult:
     """A first plan for a model.
 
     Args:
-        facts: of the model.
+        facts: the facts of the model.
         sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
             transformers' own plan that matches nothing).
     """
-    known, model, maker, why = _small(facts)
-    made = run(maker) if maker is not None else None
+    known, model, builder, why = _small(facts)
+    made = run(builder) if builder is not None else None
     found = roles(known, made)
-    page = _page(facts, known, found, made)
-    search = Search(known, model, found, made, page)
-    if maker is None or made is None:
+    draft_plan = _draft_plan(facts, known, found, made)
+    search = Search(known, model, found, made, draft_plan)
+    if builder is None or made is None:
         why = why or "the small model does not run"
         outcome = Outcome(verdict="unknown", reason=why)
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
         search.cautious()
-        page.comment.append(f"Not proved: {why}. Only embeddings and heads are split.")
+        draft_plan.comment.append(f"Not proved: {why}. Only embeddings and heads are split.")
     else:
         outcome = search.plain()
         if outcome.verdict == "proved":
             search.with_sequence()
-        _comments(page, search, outcome, sink)
-    _dead(facts, maker, page, sink)
-    return Drafted(
-        text=laid_out(render(page)),
+        _comments(draft_plan, search, outcome, sink)
+    _unmatched_rules(facts, builder, draft_plan, sink)
+    return InitResult(
+        text=laid_out(render(draft_plan)),
         outcome=outcome,
-        sequence=page.sequence is not None,
+        sequence=draft_plan.sequence is not None,
         runs=search.runs,
     )
 
 
-def _small(facts: Facts) -> tuple[Facts, SmallModel | None, Makes | None, str]:
-    """The small model's facts, the model, what builds it, and why there is none.
+def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None, str]:
+    """The facts of the small model, the model, its builder, and the reason if there is none.
 
-    Where there is none, the facts are those of the real model.
+    Without a small model, the facts are those of the original model.
     """
     model = small_model(facts)
     if isinstance(model, str):
@@ -85,36 +87,34 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, Makes | None, str]:
         small = model.facts(facts, quiet)
         if small is None:
             return facts, None, None, next(d.message for d in quiet)
-        return small, model, model.maker(), ""
+        return small, model, model.builder(), ""
     except Exception as error:
         return facts, None, None, f"it can't be built small: {error}"
 
 
-def _page(facts: Facts, known: Facts, found: Roles, ran: Ran | None) -> Draft:
-    """What is decided before any split: the names, the units."""
+def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None) -> Draft:
+    """The parts of the draft that are decided before any split: names and units."""
     head = found.heads[-1] if found.heads else None
     names = {name.rpartition(".")[0] for group in known.ties for name in group}
-    page = Draft(
+    draft_plan = Draft(
         name=re.sub(r"\W", "_", facts.family),
         family=facts.family,
         blocks=[b.path for b in found.blocks],
         called={b.path for b in found.blocks if _called(b.path, ran)},
     )
-    page.units = dict(_untied(known, found, names))
-    page.tied = {found.embedding, head} <= names
+    draft_plan.units = dict(_untied(known, found, names))
+    draft_plan.tied = {found.embedding, head} <= names
     inner = {n for n in names if any(n.startswith(f"{b.path}.") for b in found.blocks)}
-    if (
-        names - inner - {found.embedding, head}
-    ):  # other ties: what shares a tensor stays in the root
-        return page
-    page.embedding, page.head = found.embedding, head
-    page.may_tie = "tie_word_embeddings" in facts.config and head is not None
-    page.tail = _tail(found, ran) if head else []
-    return page
+    if names - inner - {found.embedding, head}:  # other ties: tied parameters stay in the root unit
+        return draft_plan
+    draft_plan.embedding, draft_plan.head = found.embedding, head
+    draft_plan.may_tie = "tie_word_embeddings" in facts.config and head is not None
+    draft_plan.tail = _tail(found, ran) if head else []
+    return draft_plan
 
 
-def _called(path: str, ran: Ran | None) -> bool:
-    """Whether the blocks of a list are called as modules: hooks and wrappers need that."""
+def _called(path: str, ran: RunRecord | None) -> bool:
+    """Whether the blocks of a list are called as modules, as hooks and wrappers require."""
     if ran is None:
         return True
     inside = [n.removeprefix(f"{path}.") for n in ran.order if n.startswith(f"{path}.")]
@@ -122,9 +122,9 @@ def _called(path: str, ran: Ran | None) -> bool:
 
 
 def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Lists of which some blocks share weights, with the classes of those that share none.
+    """Lists in which some blocks share weights, with the classes of the blocks that share none.
 
-    FSDP wants a shared tensor in one unit: blocks that share one are gathered with the root.
+    FSDP requires a shared tensor to be in one unit, so blocks that share one belong to the root.
     """
     for blocks in found.blocks:
         at = next(m for m in block_lists(facts.model) if str(m) == blocks.path)
@@ -137,7 +137,7 @@ def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, l
             yield blocks.path, [name for name in classes if name not in sharing]
 
 
-def _tail(found: Roles, ran: Ran | None) -> list[str]:
+def _tail(found: Roles, ran: RunRecord | None) -> list[str]:
     """The norms that run after the last block."""
     if ran is None or not found.blocks:
         return []
@@ -146,52 +146,63 @@ def _tail(found: Roles, ran: Ran | None) -> list[str]:
     return [n for n in found.norms if n in ran.order and ran.order.index(n) > last]
 
 
-def _comments(page: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
-    """What a reader should know: what stays whole and why, what could not be decided."""
+def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
+    """Comments for the reader: what is replicated and why, and what could not be decided."""
     if outcome.verdict == "proved":
         shrunk = search.small is not None and not search.small.code
         of = f"transformers {cache.version('transformers')}" if shrunk else "this code"
         on = "a small model" if shrunk else "the model"
-        page.comment.append(
+        draft_plan.comment.append(
             f"Written by planc init for {of}; layout flow proved it on {on} (largest error "
             f"{outcome.worst:.0e})."
         )
     else:
-        why = outcome.reason or "; ".join(p.detail for p in outcome.parts[:1]) or "it is refuted"
-        page.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
+        why = (
+            outcome.reason
+            or "; ".join(p.detail for p in outcome.discrepancies[:1])
+            or "it is refuted"
+        )
+        draft_plan.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
-    if outcome.again:
-        page.comment.append(
-            f"The model's own code runs `{generic(outcome.again)}` again in the backward pass: "
-            "blocks are no units, which may let go what that needs, and nothing is checkpointed."
+    if outcome.recomputed:
+        draft_plan.comment.append(
+            f"The model's own code runs `{generic(outcome.recomputed)}` again in the backward "
+            "pass: blocks are not FSDP units, which might be resharded before that, and nothing is "
+            "checkpointed."
         )
     reached = [c for p, some in search.parts.items() if p not in search.unreached for c in some]
     whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
     if search.unreached:
-        page.comment.append(
+        draft_plan.comment.append(
             "Whole on every rank, because the small model's run does not come there and nothing of "
             f"it can be proved: {', '.join(search.unreached)}."
         )
-    if outcome.unfed:
-        page.comment.append(f"{outcome.unfed[0].upper()}{outcome.unfed[1:]}.")
+    if outcome.missing_inputs:
+        draft_plan.comment.append(
+            f"{outcome.missing_inputs[0].upper()}{outcome.missing_inputs[1:]}."
+        )
     if whole:
-        page.comment.append(
+        draft_plan.comment.append(
             f"Whole on every rank, because no split of them was right: {', '.join(whole)}."
         )
-    if page.sequence is None and outcome.verdict == "proved":
-        page.comment.append("No sequence parallelism: no way to it was proved.")
+    if draft_plan.sequence is None and outcome.verdict == "proved":
+        draft_plan.comment.append("No sequence parallelism: no way to it was proved.")
 
 
-def _dead(facts: Facts, maker: Any, page: Draft, sink: Sink) -> None:
-    """The rules of transformers' own plan that match nothing of the model."""
-    rules = getattr(getattr(maker, "configuration", None), "base_model_tp_plan", None) or {}
+def _unmatched_rules(facts: Facts, builder: Any, draft_plan: Draft, sink: Sink) -> None:
+    """Reports the rules of transformers' own plan that match no module of the model."""
+    rules = getattr(getattr(builder, "configuration", None), "base_model_tp_plan", None) or {}
     names = {generic(n) for n in _names(facts)}
     names |= {n.partition(".")[2] for n in names}
-    dead = [r for r in rules if r not in names and not any(n.endswith(f".{r}") for n in names)]
-    if dead:
-        told = ", ".join(f"`{r}`" for r in dead)
-        page.comment.append(f"transformers' own plan also names {told}, which match nothing here.")
-        sink.info("PL661", f"rules of transformers' own plan match nothing: {told}")
+    unmatched_rules = [
+        r for r in rules if r not in names and not any(n.endswith(f".{r}") for n in names)
+    ]
+    if unmatched_rules:
+        unmatched = ", ".join(f"`{r}`" for r in unmatched_rules)
+        draft_plan.comment.append(
+            f"transformers' own plan also names {unmatched}, which match nothing here."
+        )
+        sink.info("PL661", f"rules of transformers' own plan match nothing: {unmatched}")
 
 
 def _names(facts: Facts) -> list[str]:

@@ -1,33 +1,33 @@
-"""One run of a small model as it is: in which order modules run, what they take and give."""
+"""Records one plain run of a small model: execution order, inputs and outputs of modules."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from planc.draft.roles import Ran
+from planc.draft.roles import RunRecord
 
 if TYPE_CHECKING:
     import torch
 
-    from planc.model.small.user_model import Makes
+    from planc.model.small.user_model import ModelBuilder
     from planc.trial.trace import Trace
 
 
-def run(maker: Makes) -> Ran | None:
-    """What a run shows, or None where the model does not run."""
+def run(builder: ModelBuilder) -> RunRecord | None:
+    """The record of a run, or None if the model raises."""
     import torch
 
     from planc.trial.trace import Trace
 
-    model, trace, inputs = maker.build(0), Trace(), maker.sample()
-    gives: dict[str, int] = {}
+    model, trace, inputs = builder.build(0), Trace(), builder.sample()
+    output_counts: dict[str, int] = {}
     positional: dict[str, int] = {}
 
     def hook(name: str) -> Any:
         def keep(_module: Any, inputs: Any, output: Any) -> None:
             positional[name] = len(inputs)
-            gives[name] = len(output) if isinstance(output, tuple) else 0
+            output_counts[name] = len(output) if isinstance(output, tuple) else 0
 
         return keep
 
@@ -45,29 +45,31 @@ def run(maker: Makes) -> Ran | None:
     if width is None:
         return None
     hidden: dict[str, str] = {}
-    for name, call in trace.begun.items():
+    for name, call in trace.calls.items():
         for which, value in call.inputs.items():
             if _hidden(value) and value.shape[-1] == width:
                 hidden[name] = _gathered(which, positional.get(name, 1))
                 break
-    given = {n: c.output.dim() for n, c in trace.begun.items() if c.output is not None}
-    return Ran(dims=given, order=list(trace.begun), hidden=hidden, gives=gives, width=width)
+    given = {n: c.output.dim() for n, c in trace.calls.items() if c.output is not None}
+    return RunRecord(
+        dims=given, order=list(trace.calls), hidden=hidden, output_counts=output_counts, width=width
+    )
 
 
 def _hidden(value: torch.Tensor) -> bool:
-    """Whether it can be hidden states: [batch, sequence, features]."""
+    """Whether the tensor can be hidden states: [batch, sequence, features]."""
     return bool(value.is_floating_point()) and value.dim() == 3
 
 
 def _width(trace: Trace) -> int | None:
-    """The features that hidden states have, which is what most modules take."""
-    calls = trace.begun.values()
+    """The width of hidden states: the one that most modules take."""
+    calls = trace.calls.values()
     widths = Counter(v.shape[-1] for call in calls for v in call.inputs.values() if _hidden(v))
     return widths.most_common(1)[0][0] if widths else None
 
 
 def _gathered(which: str, positional: int) -> str:
-    """What `input(...)` says to gather one input: by name, or by its place among the others."""
+    """The argument of `input(...)` that gathers one input, by name or by position."""
     change = "shard(1) -> replicate"
     if not which.isdecimal():
         return f"{which} = {change}"

@@ -1,4 +1,4 @@
-"""A draft -> the text of a plan, as a person would write it."""
+"""Renders a draft as the text of a plan."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from planc.draft.roles import TOWER
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """What a plan is made of, before it is text.
+    """The content of a plan before it is rendered.
 
     Args:
-        name: of the plan.
-        family: that it is for.
+        name: the name of the plan.
+        family: the family that it is for.
         comment: paragraphs at the top.
-        blocks: lists of blocks, the main one first.
-        units: for each list, the classes of blocks that can be FSDP units; None for all.
-        called: the lists whose blocks are called as modules; the others can't be wrapped.
-        checkpoint: whether blocks may be computed again.
-        plain, sequence: the rules without and with sequence parallelism, by list of blocks (`""` is
-            outside), then by module; no `sequence`, no such option.
+        blocks: the block lists, the main one first.
+        units: for each list, the classes of blocks that can be FSDP units; no entry means all.
+        called: the lists whose blocks are called as modules; others cannot be wrapped.
+        checkpoint: whether activation checkpointing is offered.
+        plain, sequence: the rules without and with sequence parallelism, by block list (`""` is
+            outside of them), then by module; no `sequence` means no such option.
         may_tie: whether the configuration decides if the embedding and the head are tied.
-        tied: whether they are tied now.
-        embedding, head, tail: modules for units: the table of tokens, the head, the norms before
+        tied: whether they are tied in this configuration.
+        embedding, head, tail: modules for units: the token embedding, the head, the norms before
             the head.
-        notes: a comment beside a module's rules.
+        notes: a comment for a module's rules.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Draft:
 
 
 def render(draft: Draft) -> str:
-    """The plan."""
+    """The text of the plan."""
     family = draft.family if re.fullmatch(r"[A-Za-z_][\w.]*", draft.family) else f'"{draft.family}"'
     lines = [f"plan {draft.name} for {family}", ""]
     for paragraph in draft.comment:
@@ -56,7 +56,7 @@ def render(draft: Draft) -> str:
         lines.append("#")
     if draft.comment:
         lines[-1] = ""
-    tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), lets(draft.blocks)
+    tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), block_names(draft.blocks)
     wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
     again = [f"        ${names[i]} : full" for i in wrapped] if draft.checkpoint else []
     lines += [f"option {text}  # {why}" for text, why in _options(draft, bool(again))]
@@ -74,7 +74,7 @@ def render(draft: Draft) -> str:
 
 
 def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
-    """The options that something of the plan asks for, with what they mean."""
+    """The options that the plan needs, with their descriptions."""
     options = []
     if draft.sequence is not None:
         why = "norms and residuals hold a part of the sequence between blocks"
@@ -90,8 +90,8 @@ def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
     ]
 
 
-def lets(blocks: Iterable[str]) -> list[str]:
-    """What the plan calls each list of blocks: those of a tower apart from the language model's.
+def block_names(blocks: Iterable[str]) -> list[str]:
+    """The name of each block list in the plan: `block`, or `tower` for the lists of a tower.
 
     Args:
         blocks: their paths.
@@ -111,19 +111,21 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _tensor(draft: Draft) -> Iterable[str]:
-    """The rules: what both ways share first, then what differs."""
+    """The tensor rules: those of both variants first, then those that differ."""
     sequence = draft.sequence
-    for name, path in zip(lets(draft.blocks), draft.blocks, strict=True):
+    for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
         plain = draft.plain.get(path, {})
         other = None if sequence is None else sequence.get(path, {})
-        inner = list(_ways(plain, other, draft.notes))
+        inner = list(_both_variants(plain, other, draft.notes))
         if inner:
             yield from [f"${name} {{", *(f"    {line}" for line in inner), "}"]
     plain = draft.plain.get("", {})
-    yield from _ways(plain, None if sequence is None else sequence.get("", {}), draft.notes)
+    yield from _both_variants(
+        plain, None if sequence is None else sequence.get("", {}), draft.notes
+    )
 
 
-def _ways(
+def _both_variants(
     plain: dict[str, str], sequence: dict[str, str] | None, notes: dict[str, str]
 ) -> Iterable[str]:
     if sequence is None:
@@ -142,15 +144,15 @@ def _ways(
 
 
 def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
-    """Rules of one style together, their names in braces where they are alike."""
+    """Rules grouped by style, with similar names joined by braces."""
     by_style: dict[tuple[str, str], list[str]] = {}
     for key, style in rules.items():
         for one in style.split(" & "):
             by_style.setdefault((one, notes.get(key, "")), []).append(key)
-    told: set[str] = set()
+    noted: set[str] = set()
     for (style, note), names in by_style.items():
-        if note and note not in told:
-            told.add(note)
+        if note and note not in noted:
+            noted.add(note)
             yield from (f"# {line}" for line in _wrapped(note))
         yield from (f"{target} : {style}" for target in braced(names))
 
@@ -188,14 +190,14 @@ def _joined(words: list[str]) -> list[str]:
 def _fsdp(draft: Draft) -> Iterable[str]:
     yield "fsdp on dp_shard, replicate on dp_replicate {"
     yield "    precision(param = param_dtype, reduce = reduce_dtype)"
-    for name, path in zip(lets(draft.blocks), draft.blocks, strict=True):
+    for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
         classes = draft.units.get(path)
         if path in draft.called and classes is None:
             yield f"    ${name} : unit(reshard = except_last)"
         elif path in draft.called:
             yield from (f"    {path}.*<{cls}> : unit" for cls in classes or ())
     ends = [*draft.tail, *([draft.head] if draft.head else [])]
-    apart = list(_apart(draft.embedding, ends))
+    apart = list(_separate_units(draft.embedding, ends))
     together = [*([draft.embedding] if draft.embedding else []), *ends]
     if draft.may_tie and draft.embedding and draft.head:
         yield "    when config.tie_word_embeddings {"
@@ -211,7 +213,7 @@ def _fsdp(draft: Draft) -> Iterable[str]:
     yield "}"
 
 
-def _apart(embedding: str | None, ends: list[str]) -> Iterable[str]:
+def _separate_units(embedding: str | None, ends: list[str]) -> Iterable[str]:
     if embedding:
         yield f"{embedding} : unit"
     if len(ends) > 1:

@@ -1,7 +1,7 @@
-"""What can be done with the parts of a block, the best first; which holds, a run tells.
+"""The candidate splits of each part of a block, best first; a run decides which of them is right.
 
-A recipe is rules in two versions: without and with sequence parallelism, where norms and
-residuals hold a part of the sequence.
+A recipe has two sets of rules: without and with sequence parallelism, under which norms and
+residuals are sharded over the sequence.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planc.draft.roles import Blocks, Experts, Linear, Segment
+from planc.draft.roles import Blocks, FusedExperts, Linear, ProjectionGroup
 from planc.model.facts import Module
 
-Rules = dict[str, str]
-"""Style by the name of a module."""
+StyleRules = dict[str, str]
+"""Styles by module name."""
 
 PACKED = re.compile(r"gate_up|up_gate|gateup|w13|wi_fused", re.I)
 FUSED = re.compile(r"qkv|query_key_value|c_attn|w_?pack", re.I)
@@ -23,41 +23,43 @@ _DOWN = re.compile(r"down|w2|output|wo\b", re.I)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Args:
-    name: how it splits: `heads`, `packed`, `gathered`, `experts` or `whole`.
-    plain: rules without sequence parallelism.
-    sequence: rules with it, where they differ in more than the wrapping of the whole holder; None
-        where only that wrapping will do.
-    note: what a reader should know.
+class SplitRecipe:
+    """One way to split a part of a block.
+
+    Args:
+        name: `heads`, `packed`, `gathered`, `experts` or `whole` (replicated).
+        plain: rules without sequence parallelism.
+        sequence: rules with it; None if only input and output styles on the enclosing module are
+            possible.
+        note: a comment for the plan.
     """
 
     name: str
-    plain: Rules
-    sequence: Rules | None = None
+    plain: StyleRules
+    sequence: StyleRules | None = None
     note: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
-class Choice:
-    """A part of the model and what can be done with it.
+class SplitChoice:
+    """A part of the model and its candidate splits.
 
     Args:
-        name: of the part, inside its block: the closing linear or the experts.
-        members: the modules concerned, to find out whose fault an error is.
-        top: the child of the block that it is in, empty where it is the block itself.
-        recipes: the best first.
-        at: the one that is tried.
+        name: the name inside the block: the rowwise linear or the experts.
+        members: the names of the modules concerned, to attribute an error to the part.
+        top: the child of the block that contains the part; empty if it is the block itself.
+        recipes: the candidates, best first.
+        at: the index of the current candidate.
     """
 
     name: str
     members: tuple[str, ...]
     top: str
-    recipes: list[Recipe]
+    recipes: list[SplitRecipe]
     at: int = 0
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> SplitRecipe:
         return self.recipes[self.at]
 
     @property
@@ -65,80 +67,94 @@ class Choice:
         return self.at == len(self.recipes) - 1
 
 
-def choices(
+def split_choices(
     blocks: Blocks, config: Mapping[str, Any], holders: Mapping[str, Module]
-) -> list[Choice]:
-    """Every part of the blocks that can be split.
+) -> list[SplitChoice]:
+    """The parts of the blocks that can be split.
 
     Args:
-        blocks: the roles.
-        config: of the model, to write sizes of packed projections as expressions over it.
-        holders: the modules of a block by name, for their own parameters.
+        blocks: the roles of the modules.
+        config: the model's configuration; sizes of packed projections become expressions over it.
+        holders: the modules of a block by name.
     """
-    found = [_segment(s, config, holders.get(s.holder)) for s in blocks.segments]
+    found = [_projections(s, config, holders.get(s.holder)) for s in blocks.projection_groups]
     return found + [_experts(e) for e in blocks.experts]
 
 
 # Segments ----------------------------------------------------------------------------------------
 
 
-def _segment(segment: Segment, config: Mapping[str, Any], holder: Module | None) -> Choice:
-    recipes: list[Recipe] = []
-    fan = segment.fans[0]
-    alone = len(segment.fans) == 1
-    sinks = _sinks(segment, holder)
-    packed = alone and (PACKED.search(fan.name) or fan.outputs == 2 * segment.close.inputs)
-    fused = alone and segment.attention and (FUSED.search(fan.name) or fan.outputs > fan.inputs)
-    if packed and not segment.attention:
-        recipes.append(_split(segment, "packed", "parts = 2", sinks))
-    if not any(linear.kind == "conv1d" for linear in segment.linears):
-        recipes.append(_split(segment, "heads", "", sinks))
+def _projections(
+    projections: ProjectionGroup, config: Mapping[str, Any], holder: Module | None
+) -> SplitChoice:
+    recipes: list[SplitRecipe] = []
+    linear = projections.colwise[0]
+    alone = len(projections.colwise) == 1
+    sinks = _sinks(projections, holder)
+    packed = alone and (
+        PACKED.search(linear.name) or linear.outputs == 2 * projections.rowwise.inputs
+    )
+    fused = (
+        alone
+        and projections.attention
+        and (FUSED.search(linear.name) or linear.outputs > linear.inputs)
+    )
+    if packed and not projections.attention:
+        recipes.append(_split(projections, "packed", "parts = 2", sinks))
+    if not any(linear.kind == "conv1d" for linear in projections.linears):
+        recipes.append(_split(projections, "heads", "", sinks))
     if fused:
-        for parts in _parts(fan, segment.close, config):
-            recipes.append(_split(segment, "packed", f"parts = {parts}", sinks))
-    if any(linear.kind == "conv1d" for linear in segment.linears):
-        recipes.append(_split(segment, "heads", "", sinks))
-    recipes.append(_gathered(segment))
-    recipes.append(Recipe(name="whole", plain={}))
-    members = [linear.name for linear in segment.linears]
-    top = segment.close.name.partition(".")[0] if "." in segment.close.name else ""
-    return Choice(
-        name=segment.close.name,
-        members=(*members, *([segment.holder] if segment.holder else [])),
+        for parts in _parts(linear, projections.rowwise, config):
+            recipes.append(_split(projections, "packed", f"parts = {parts}", sinks))
+    if any(linear.kind == "conv1d" for linear in projections.linears):
+        recipes.append(_split(projections, "heads", "", sinks))
+    recipes.append(_gathered(projections))
+    recipes.append(SplitRecipe(name="whole", plain={}))
+    members = [linear.name for linear in projections.linears]
+    top = projections.rowwise.name.partition(".")[0] if "." in projections.rowwise.name else ""
+    return SplitChoice(
+        name=projections.rowwise.name,
+        members=(*members, *([projections.holder] if projections.holder else [])),
         top=top,
         recipes=recipes,
     )
 
 
-def _sinks(segment: Segment, holder: Module | None) -> Rules:
-    """Parameters of the attention module itself: one number a head, as attention sinks are."""
-    if holder is None or not segment.attention:
+def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
+    """Rules for parameters of the attention module itself with one number per head: attention
+    sinks.
+    """
+    if holder is None or not projections.attention:
         return {}
-    own = [p.name for p in holder.parameters if len(p.shape) == 1]
-    if not own or len(own) != len(holder.parameters):
+    per_head = [p.name for p in holder.parameters if len(p.shape) == 1]
+    if not per_head or len(per_head) != len(holder.parameters):
         return {}
-    return {segment.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in own)})"}
+    return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in per_head)})"}
 
 
-def _split(segment: Segment, name: str, parts: str, sinks: Rules) -> Recipe:
-    plain = {fan.name: f"colwise({parts})" if parts else "colwise" for fan in segment.fans}
-    plain[segment.close.name] = "rowwise"
+def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRules) -> SplitRecipe:
+    plain = {
+        linear.name: f"colwise({parts})" if parts else "colwise" for linear in projections.colwise
+    }
+    plain[projections.rowwise.name] = "rowwise"
     lead = f"{parts}, " if parts else ""
-    sequence: Rules = {}
-    if segment.takes is not None and not sinks:
-        sequence[segment.holder] = f"input({segment.takes})"
-        sequence |= {fan.name: plain[fan.name] for fan in segment.fans}
-    elif not segment.latent:
-        for fan in segment.fans:
-            sequence[fan.name] = f"colwise({lead}shard(1) -> shard(-1))"
-    sequence[segment.close.name] = "rowwise(-> shard(1), local = false)"
-    clean = not sinks and not segment.latent
-    return Recipe(name=name, plain={**plain, **sinks}, sequence=sequence if clean else None)
+    sequence: StyleRules = {}
+    if projections.hidden_input is not None and not sinks:
+        sequence[projections.holder] = f"input({projections.hidden_input})"
+        sequence |= {linear.name: plain[linear.name] for linear in projections.colwise}
+    elif not projections.latent:
+        for linear in projections.colwise:
+            sequence[linear.name] = f"colwise({lead}shard(1) -> shard(-1))"
+    sequence[projections.rowwise.name] = "rowwise(-> shard(1), local = false)"
+    clean = not sinks and not projections.latent
+    return SplitRecipe(name=name, plain={**plain, **sinks}, sequence=sequence if clean else None)
 
 
-def _parts(fan: Linear, close: Linear, config: Mapping[str, Any]) -> list[str]:
-    """The sizes of query, key and value in one weight, over the configuration."""
-    query, rest = close.inputs, fan.outputs - close.inputs
+def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[str]:
+    """The sizes of query, key and value in one packed weight, as expressions over the
+    configuration.
+    """
+    query, rest = rowwise.inputs, linear.outputs - rowwise.inputs
     if rest <= 0 or rest % 2:
         return []
     heads = next((n for n in ("num_attention_heads", "n_head", "num_heads") if config.get(n)), None)
@@ -157,32 +173,32 @@ def _parts(fan: Linear, close: Linear, config: Mapping[str, Any]) -> list[str]:
     return [f"[config.{heads} * {size}, {kv}, {kv}]"]
 
 
-def _gathered(segment: Segment) -> Recipe:
-    """The weights are split, what they give is whole: right whatever the code between does."""
-    plain: Rules = {linear.name: "colwise(-> replicate)" for linear in segment.linears}
-    plain[segment.close.name] = "rowwise(replicate -> replicate)"
+def _gathered(projections: ProjectionGroup) -> SplitRecipe:
+    """Sharded weights and gathered outputs: right for any code between the linears."""
+    plain: StyleRules = {linear.name: "colwise(-> replicate)" for linear in projections.linears}
+    plain[projections.rowwise.name] = "rowwise(replicate -> replicate)"
     sequence = None
-    if not segment.latent:
-        sequence = {f.name: "colwise(shard(1) -> replicate)" for f in segment.fans}
-        sequence[segment.close.name] = "rowwise(replicate -> shard(1), local = false)"
+    if not projections.latent:
+        sequence = {f.name: "colwise(shard(1) -> replicate)" for f in projections.colwise}
+        sequence[projections.rowwise.name] = "rowwise(replicate -> shard(1), local = false)"
     note = "its code counts on whole outputs: the weights are split, the outputs are gathered"
-    return Recipe(name="gathered", plain=plain, sequence=sequence, note=note)
+    return SplitRecipe(name="gathered", plain=plain, sequence=sequence, note=note)
 
 
 # Experts -----------------------------------------------------------------------------------------
 
 
-def _experts(experts: Experts) -> Choice:
+def _experts(experts: FusedExperts) -> SplitChoice:
     recipes = []
     for packed in (True, False):
         arguments = _arguments(experts.module, packed=packed)
         if arguments:
             rule = f"experts({', '.join(f'{n} = {v}' for n, v in arguments.items())})"
-            recipe = Recipe(name="experts", plain={experts.name: rule})
+            recipe = SplitRecipe(name="experts", plain={experts.name: rule})
             if recipe not in recipes:
                 recipes.append(recipe)
-    recipes.append(Recipe(name="whole", plain={}))
-    return Choice(
+    recipes.append(SplitRecipe(name="whole", plain={}))
+    return SplitChoice(
         name=experts.name,
         members=(experts.name,),
         top=experts.name.partition(".")[0],
@@ -191,9 +207,9 @@ def _experts(experts: Experts) -> Choice:
 
 
 def _arguments(module: Module, *, packed: bool) -> dict[str, str]:
-    """How each parameter of fused experts is split, by the sizes that it shares with the others.
+    """How each parameter of fused experts is sharded, by the sizes that it shares with the others.
 
-    What goes up is split where its intermediate dim is, what goes down where it takes that in.
+    Up projections are sharded on their intermediate output dim, down projections on that input dim.
     """
     large = [p for p in module.parameters if len(p.shape) == 3]
     down = next((p for p in large if _DOWN.search(p.name)), None)

@@ -1,10 +1,10 @@
-"""What the modules of a model are for, read off one run of its small sibling.
+"""The roles of a model's modules, derived from one run of its small model.
 
-Blocks are the lists of modules that a model repeats. Inside, a *segment* is a few linears that open
-up (`fans`: query, key, value; gate and up) and one that closes (`close`: the output projection,
-down): tensor parallelism splits the first by features, and the last takes the split features in.
-Names say which linear closes, the order of the run says which ones belong to it; both may be
-wrong, and what is written from them is proved or taken back.
+Blocks are the repeated entries of a module list. Inside a block, a *projection group* is a few
+linears to split colwise (query, key, value; gate and up) and one to split rowwise (the output
+projection, down): tensor parallelism shards the output features of the first, and the last takes
+these sharded features. Names identify the rowwise linear, and the execution order the colwise ones
+that belong to it. Both can be wrong, so a run decides about the rules written from them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 from planc.model.facts import Facts, Module, Modules
 from planc.model.layer_kinds import block_lists
 
-CLOSES = re.compile(
+ROWWISE_NAMES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
     r"|linear_2|linear_fc2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
     r"|attention_out|linear_out|output\.dense|output|out)$"
 )
-"""Linears that close a segment, by the names that the families of transformers give them."""
+"""Names of rowwise linears in the families of transformers."""
 
 ATTENTION = re.compile(r"att|self_attention", re.I)
 ROUTER = re.compile(
     r"(^|\.)(gate|router|classifier|wg|shared_expert_gate|gate_weight|router\.\w+)$"
 )
 TOWER = re.compile(r"vis|image|audio|speech|sound", re.I)
-"""Lists of blocks that belong to a tower, by their path."""
+"""Paths of block lists that belong to a tower."""
 _BETWEEN = re.compile(f"{TOWER.pattern}|projector|merger|connector|adapter", re.I)
-"""Modules of a tower, and those that hand what it gives to the language model."""
+"""Modules of a tower, and those between a tower and the language model."""
 _LINEAR = ("linear", "conv1d")
 
 
@@ -40,7 +40,7 @@ class Linear:
     """A linear of a block.
 
     Args:
-        name: inside its block, such as `mlp.up_proj`; entries of a list in it are `*`.
+        name: the name inside the block, such as `mlp.up_proj`; entries of a list are `*`.
         inputs, outputs: its features.
         kind: `linear` or `conv1d`.
     """
@@ -52,33 +52,35 @@ class Linear:
 
 
 @dataclass(slots=True, kw_only=True)
-class Segment:
-    """Args:
-    fans: what opens up.
-    close: what closes.
-    holder: the module around them all that takes the hidden states, empty for the block itself.
-    takes: what `input(...)` says to gather what the holder takes, None where unknown.
-    latent: linears before the fans that make something small of the hidden states.
+class ProjectionGroup:
+    """Linears that are split together.
+
+    Args:
+        colwise: the linears to split colwise.
+        rowwise: the linear to split rowwise.
+        holder: the module around them that takes the hidden states; empty for the block itself.
+        hidden_input: the argument of `input(...)` that gathers the input of the holder, or None.
+        latent: low-rank linears before the colwise ones.
     """
 
-    fans: list[Linear]
-    close: Linear
+    colwise: list[Linear]
+    rowwise: Linear
     holder: str = ""
-    takes: str | None = None
+    hidden_input: str | None = None
     latent: list[Linear] = field(default_factory=list)
 
     @property
     def linears(self) -> list[Linear]:
-        return [*self.latent, *self.fans, self.close]
+        return [*self.latent, *self.colwise, self.rowwise]
 
     @property
     def attention(self) -> bool:
-        return bool(ATTENTION.search(self.close.name))
+        return bool(ATTENTION.search(self.rowwise.name))
 
 
 @dataclass(slots=True, kw_only=True)
-class Experts:
-    """A module that keeps the weights of all its experts in parameters of its own."""
+class FusedExperts:
+    """A module with the weights of all its experts as parameters of its own."""
 
     name: str
     module: Module
@@ -86,26 +88,30 @@ class Experts:
 
 @dataclass(slots=True, kw_only=True)
 class Blocks:
-    """Args:
-    path: of the list, such as `model.layers`.
-    segments, experts, norms: names inside a block.
+    """The roles in the blocks of one list.
+
+    Args:
+        path: the list, such as `model.layers`.
+        projection_groups, experts, norms: by their names inside a block.
     """
 
     path: str
-    segments: list[Segment]
-    experts: list[Experts]
+    projection_groups: list[ProjectionGroup]
+    experts: list[FusedExperts]
     norms: list[str]
 
 
 @dataclass(slots=True, kw_only=True)
 class Roles:
-    """Args:
-    blocks: the lists of blocks.
-    embedding: the table of tokens, None where there is none that is known.
-    same: other modules that hold the same table, such as an encoder's and a decoder's.
-    tables: other tables, such as that of positions.
-    heads: linears that give logits.
-    norms: outside the blocks.
+    """The roles of a model's modules.
+
+    Args:
+        blocks: the block lists.
+        embedding: the token embedding, None if it is not known.
+        same: other modules with the same tensor, such as those of an encoder and a decoder.
+        tables: other embeddings, such as positions.
+        heads: linears that output logits.
+        norms: norms outside the blocks.
     """
 
     blocks: list[Blocks]
@@ -116,12 +122,13 @@ class Roles:
     norms: list[str]
 
 
-def roles(facts: Facts, ran: Ran | None) -> Roles:
+def roles(facts: Facts, ran: RunRecord | None) -> Roles:
     """The roles of a model's modules.
 
     Args:
-        facts: of the model, best of its small sibling.
-        ran: what one run of it showed, None where it could not run: then the order is the table's.
+        facts: the facts of the model, preferably of the small one.
+        ran: the record of a run of it; None if it could not run: then the order of the module
+            table is used.
     """
     lists = [m for m in block_lists(facts.model) if m.module.count]
     blocks = sorted((_blocks(at, ran) for at in lists), key=lambda b: bool(TOWER.search(b.path)))
@@ -129,7 +136,7 @@ def roles(facts: Facts, ran: Ran | None) -> Roles:
         m
         for m in _all(facts.model)
         if not any(m.within(at) for at in lists) and not str(m).startswith("[")
-    ]  # an entry of a list that is the model itself has no name that a selector could say
+    ]  # a selector cannot name an entry of a model that is a list itself
     tables = [m for m in outside if m.module.kind == "embedding"]
     vocabulary = facts.config.get("vocab_size") or _text(facts).get("vocab_size")
     rows = [m.module.parameters[0].shape[0] for m in tables]
@@ -163,20 +170,21 @@ def _text(facts: Facts) -> Any:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ran:
-    """What a run of the small model showed.
+class RunRecord:
+    """The record of a run of the small model.
 
     Args:
         order: the modules in the order in which they began.
-        hidden: for each that takes hidden states, what `input(...)` says to gather them.
-        gives: for each, how many things it gives; 0 for one tensor that is in no tuple.
-        dims: for each, of the first tensor that it gives.
-        width: the features of hidden states.
+        hidden: for each module that takes hidden states, the argument of `input(...)` that gathers
+            them.
+        output_counts: the length of each module's output tuple; 0 for a single tensor.
+        dims: the number of dims of each module's first output tensor.
+        width: the width of hidden states.
     """
 
     order: list[str]
     hidden: dict[str, str]
-    gives: dict[str, int]
+    output_counts: dict[str, int]
     dims: dict[str, int]
     width: int
 
@@ -193,7 +201,7 @@ def _all(at: Modules) -> Iterator[Modules]:
 def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
     """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`.
 
-    Entries of `rows`, modules that are an nn.Sequential, are unlike and keep their numbers.
+    Entries of `rows`, modules that are an nn.Sequential, are not identical and keep their numbers.
     """
     found: list[str] = []
     for part in name[len(path) + 1 :].split(".")[1:]:
@@ -208,10 +216,10 @@ def _rows(block: Modules, path: str) -> frozenset[str]:
     return frozenset(_inner(next(m.names()), path) for m in found)
 
 
-def _blocks(at: Modules, ran: Ran | None) -> Blocks:
+def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     path = str(at)
     linears: dict[str, Linear] = {}
-    experts: dict[str, Experts] = {}
+    experts: dict[str, FusedExperts] = {}
     norms: dict[str, None] = {}
     kinds: list[list[str]] = []
     for child in at.module.children:
@@ -226,26 +234,30 @@ def _blocks(at: Modules, ran: Ran | None) -> Blocks:
         for name in kinds[-1]:
             linears.setdefault(name, _linear(name, found[name].module))
         for name, modules in found.items():
-            own = modules.module
-            if own.kind == "norm":
+            module = modules.module
+            if module.kind == "norm":
                 norms[name] = None
-            elif sum(len(p.shape) == 3 for p in own.parameters) > 1:
-                experts[name] = Experts(name=name, module=own)
-    segments: dict[str, Segment] = {}
+            elif sum(len(p.shape) == 3 for p in module.parameters) > 1:
+                experts[name] = FusedExperts(name=name, module=module)
+    projection_groups: dict[str, ProjectionGroup] = {}
     for names in kinds:
-        for segment in _segments([linears[n] for n in names], ran.width if ran else 0):
-            _hold(segment, path, ran)
-            segments.setdefault(segment.close.name, segment)
+        for projections in _projection_groups([linears[n] for n in names], ran.width if ran else 0):
+            _hold(projections, path, ran)
+            projection_groups.setdefault(projections.rowwise.name, projections)
     return Blocks(
         path=path,
-        segments=list(segments.values()),
+        projection_groups=list(projection_groups.values()),
         experts=list(experts.values()),
         norms=list(norms),
     )
 
 
-def _by_run(names: list[str], first: str, path: str, rows: frozenset[str], ran: Ran) -> list[str]:
-    """The names in the order of the run; what did not run (an expert without tokens) last."""
+def _by_run(
+    names: list[str], first: str, path: str, rows: frozenset[str], ran: RunRecord
+) -> list[str]:
+    """The names in execution order; modules that did not run (an expert without tokens) come
+    last.
+    """
     order: dict[str, int] = {}
     for i, name in enumerate(ran.order):
         if name.startswith(f"{first}."):
@@ -254,7 +266,9 @@ def _by_run(names: list[str], first: str, path: str, rows: frozenset[str], ran: 
 
 
 def _useful(name: str, module: Module) -> bool:
-    """Whether splitting it could be worth it: a router, or one that gives a number, stays whole."""
+    """Whether splitting the linear can pay off: routers and linears to one number stay
+    replicated.
+    """
     if not module.parameters or len(module.parameters[0].shape) != 2:
         return False
     return not ROUTER.search(name) and min(module.parameters[0].shape) >= 8
@@ -267,44 +281,47 @@ def _linear(name: str, module: Module) -> Linear:
     return Linear(name=name, inputs=two, outputs=one)
 
 
-def _segments(linears: list[Linear], width: int) -> Iterator[Segment]:
-    """Linears in their order -> segments; what opens and is never closed is left out."""
+def _projection_groups(linears: list[Linear], width: int) -> Iterator[ProjectionGroup]:
+    """Groups linears in order; colwise candidates without a rowwise linear are left out."""
     waiting: list[Linear] = []
     for linear in linears:
-        if not _closes(linear, waiting, width):
+        if not _is_rowwise(linear, waiting, width):
             waiting.append(linear)
             continue
         near = [w for w in waiting if _near(w.name, linear.name)] or waiting
-        fans = [w for w in near if not _latent(w, near, width)]
+        colwise = [w for w in near if not _latent(w, near, width)]
         latent = [w for w in near if _latent(w, near, width)]
-        if fans:
-            yield Segment(fans=fans, close=linear, latent=latent)
+        if colwise:
+            yield ProjectionGroup(colwise=colwise, rowwise=linear, latent=latent)
         waiting = [w for w in waiting if w not in near]
 
 
-def _closes(linear: Linear, waiting: list[Linear], width: int) -> bool:
-    """Whether a linear closes a segment; `dense` does where its own module opened one.
+def _is_rowwise(linear: Linear, waiting: list[Linear], width: int) -> bool:
+    """Whether a linear is the rowwise one of a group.
 
-    So does any that gives hidden states of what is wider and was opened, whatever its name.
+    It is by its name; `dense` is if its own module has a colwise candidate. So is any linear from a
+    wider size to the width of hidden states, if a candidate comes before it.
     """
-    if linear.name.rpartition(".")[2] == "dense" and not CLOSES.search(linear.name):
+    if linear.name.rpartition(".")[2] == "dense" and not ROWWISE_NAMES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)
-    if CLOSES.search(linear.name):
+    if ROWWISE_NAMES.search(linear.name):
         return bool(waiting)
     opened = [w for w in waiting if w.inputs == width and w.outputs % linear.inputs == 0]
     return linear.outputs == width < linear.inputs and bool(opened)
 
 
 def _near(one: str, two: str) -> bool:
-    """Whether two linears can belong together: no other entry of a list, no other branch."""
+    """Whether two linears can belong to one group: not in different list entries or branches."""
     a, b = one.split(".")[:-1], two.split(".")[:-1]
     shorter = min(len(a), len(b))
     return a[:shorter] == b[:shorter] or (len(a) and len(b) and a[0] == b[0])  # type: ignore[return-value]
 
 
 def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
-    """Whether another one takes what it gives: a low-rank pair, whose first half stays whole."""
+    """Whether another linear takes its output: a low-rank pair, whose first half stays
+    replicated.
+    """
     if linear.outputs == width:
         return False
     for other in others:
@@ -314,9 +331,9 @@ def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
     return False
 
 
-def _hold(segment: Segment, path: str, ran: Ran | None) -> None:
-    """Finds the module around the segment that takes the hidden states."""
-    names = [linear.name.split(".")[:-1] for linear in segment.linears]
+def _hold(projections: ProjectionGroup, path: str, ran: RunRecord | None) -> None:
+    """Finds the module around the group that takes the hidden states."""
+    names = [linear.name.split(".")[:-1] for linear in projections.linears]
     common: list[str] = []
     for parts in zip(*names, strict=False):
         if len(set(parts)) > 1:
@@ -324,10 +341,10 @@ def _hold(segment: Segment, path: str, ran: Ran | None) -> None:
         common.append(parts[0])
     if "*" in common:
         return
-    segment.holder = ".".join(common)
-    if ran is None or not segment.holder:
+    projections.holder = ".".join(common)
+    if ran is None or not projections.holder:
         return
     for name, which in ran.hidden.items():
-        if name.startswith(f"{path}.") and _inner(name, path) == segment.holder:
-            segment.takes = which
+        if name.startswith(f"{path}.") and _inner(name, path) == projections.holder:
+            projections.hidden_input = which
             return

@@ -1,8 +1,8 @@
-"""Finds the best recipe for each part of a model that layout flow proves.
+"""Finds, for each part of a model, the best recipe that layout flow proves.
 
-It starts with the best everywhere, runs the small model, and takes back what the run refutes: a
-gradient that is a part of a sum gets a rule that sums it; a part that computes something else falls
-to its next recipe. Each step takes something back, so it ends.
+The search starts with the best recipe of every part, runs the small model, and steps back where
+the run refutes it: a gradient that is not all-reduced gets a rule that reduces it; a part with
+wrong outputs gets its next recipe. Every step uses up a candidate, so the search terminates.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from planc import compiler
 from planc.diagnostic import Severity, Sink
 from planc.draft.plan_text import Draft, render
-from planc.draft.recipes import Choice, Recipe, choices
-from planc.draft.roles import Ran, Roles
+from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
+from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
@@ -23,29 +23,31 @@ from planc.proof.layout_flow import judge
 from planc.proof.small_case import RANKS, SmallCase, SmallModel
 from planc.source import Source
 from planc.syntax import ast, parse
-from planc.trial.outcome import Outcome, Part
+from planc.trial.outcome import Discrepancy, Outcome
 
 _MOST = 60
-"""Runs; a model has far fewer parts than that."""
+"""The most runs of the small model; models have far fewer parts."""
 
 
 @dataclass(slots=True)
 class Search:
-    """Args:
-    facts: of the small model.
-    small: what builds it; None where nothing can be run.
-    roles: of its modules.
-    ran: what a run of it showed.
-    draft: what is filled in.
+    """The state of the search.
+
+    Args:
+        facts: the facts of the small model.
+        small: builds the small model; None if it cannot be run.
+        roles: the roles of its modules.
+        ran: the record of a run of it.
+        draft: the plan that is filled in.
     """
 
     facts: Facts
     small: SmallModel | None
     roles: Roles
-    ran: Ran | None
+    ran: RunRecord | None
     draft: Draft
-    parts: dict[str, list[Choice]] = field(default_factory=dict)
-    outside: list[Choice] = field(default_factory=list)
+    parts: dict[str, list[SplitChoice]] = field(default_factory=dict)
+    outside: list[SplitChoice] = field(default_factory=list)
     summed: dict[str, dict[str, str]] = field(default_factory=dict)
     inside: dict[str, dict[str, Module]] = field(default_factory=dict)
     unreached: list[str] = field(default_factory=list)
@@ -54,22 +56,24 @@ class Search:
     def __post_init__(self) -> None:
         for blocks in self.roles.blocks:
             inside = self.inside[blocks.path] = _holders(self.facts, blocks.path)
-            self.parts[blocks.path] = choices(blocks, self.facts.config, inside)
+            self.parts[blocks.path] = split_choices(blocks, self.facts.config, inside)
             if self.ran is not None and not any(
                 name.startswith(f"{blocks.path}.") for name in self.ran.order
             ):
                 self.unreached.append(blocks.path)
-                self._given_up(blocks.path)
+                self._leave_unsplit(blocks.path)
             self.summed[blocks.path] = {}
         for name, styles in self._ends():
             self.outside.append(
-                Choice(
+                SplitChoice(
                     name=name,
                     members=(name,),
                     top=name,
                     recipes=[
-                        Recipe(name="split", plain={name: styles[0]}, sequence={name: styles[1]}),
-                        Recipe(name="whole", plain={}),
+                        SplitRecipe(
+                            name="split", plain={name: styles[0]}, sequence={name: styles[1]}
+                        ),
+                        SplitRecipe(name="whole", plain={}),
                     ],
                 )
             )
@@ -79,65 +83,67 @@ class Search:
             yield table, ("rowwise", "rowwise(-> shard(1), local = false)")
         for head in self.roles.heads:
             if self.ran is not None and head not in self.ran.order:
-                continue  # nothing of what never runs can be proved
+                continue  # a module that never runs cannot be proved
             yield head, ("colwise(-> replicate)", "colwise(shard(1) -> replicate)")
 
     @property
-    def all(self) -> list[Choice]:
+    def all(self) -> list[SplitChoice]:
         return [*(c for some in self.parts.values() for c in some), *self.outside]
 
     def plain(self) -> Outcome:
-        """Settles the recipes without sequence parallelism; gives what the last run said."""
-        self.draft.checkpoint = False  # what can be split is found out without it
-        outcome = self._settled()
-        if outcome.again:  # reversible layers: no unit may let go what their backward needs
+        """Settles the recipes without sequence parallelism; returns the outcome of the last run."""
+        self.draft.checkpoint = False  # splits are settled without checkpointing
+        outcome = self._settle()
+        if outcome.recomputed:  # reversible layers: a resharded unit would lack parameters
             self.draft.called = set()
             return outcome
         self.draft.checkpoint = True
-        again = self._tried(sequence=False)
+        again = self._try(sequence=False)
         if again.verdict == outcome.verdict:
             return again
         self.draft.checkpoint = False
         return outcome
 
-    def _settled(self) -> Outcome:
-        outcome = self._tried(sequence=False)
+    def _settle(self) -> Outcome:
+        outcome = self._try(sequence=False)
         while outcome.verdict != "proved" and self.runs < _MOST:
-            if outcome.verdict == "nothing" or not self._taken_back(outcome):
+            if outcome.verdict == "nothing" or not self._step_back(outcome):
                 break
-            outcome = self._tried(sequence=False)
+            outcome = self._try(sequence=False)
         return outcome
 
     def with_sequence(self) -> Outcome | None:
-        """Whether the settled recipes hold with sequence parallelism; the draft then offers it."""
+        """Tries sequence parallelism with the settled recipes; the draft offers it if it is
+        proved.
+        """
         rules = self._sequence_rules()
         if rules is None:
             return None
         self.draft.sequence = rules
-        outcome = self._tried(sequence=True)
+        outcome = self._try(sequence=True)
         for _ in range(3):
             if outcome.verdict != "refuted" or not self._summed(outcome, rules):
                 break
-            outcome = self._tried(sequence=True)
+            outcome = self._try(sequence=True)
         if outcome.verdict != "proved":
             self.draft.sequence = None
         return outcome
 
     def cautious(self) -> None:
-        """For a model that can't be run: only what does not depend on its code is split."""
+        """Splits only embeddings and heads: for a model that cannot be run."""
         for path in self.parts:
-            self._given_up(path)
+            self._leave_unsplit(path)
         self._fill()
 
-    def _given_up(self, path: str) -> None:
-        """Leaves all of a list of blocks whole."""
+    def _leave_unsplit(self, path: str) -> None:
+        """Replicates all parts of a block list."""
         for choice in self.parts[path]:
             choice.at = len(choice.recipes) - 1
 
     # Running -------------------------------------------------------------------------------------
 
-    def _tried(self, *, sequence: bool) -> Outcome:
-        """What layout flow says of the draft as it stands."""
+    def _try(self, *, sequence: bool) -> Outcome:
+        """The outcome of layout flow for the current draft."""
         self.runs += 1
         self._fill()
         if not any(self.draft.plain.values()):
@@ -149,14 +155,14 @@ class Search:
         file = parse(Source("draft.plan", render(self.draft)), sink)
         compiled = compiler.compile((file,), self.facts, sink, world_size=RANKS, settings=settings)
         if compiled.lowered is None:
-            return Outcome(verdict="refuted", parts=tuple(_refused(file, sink)))
+            return Outcome(verdict="refuted", discrepancies=tuple(_refused(file, sink)))
         if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
             return Outcome(verdict="nothing", reason="nothing of it can be split")
         assert self.small is not None
         return judge(SmallCase(model=self.small, compiled=compiled))
 
     def _fill(self) -> None:
-        """The rules of the recipes that are chosen now."""
+        """Writes the rules of the current recipes into the draft."""
         self.draft.plain = {}
         self.draft.notes = {}
         for path, some in self.parts.items():
@@ -170,31 +176,35 @@ class Search:
         self.draft.plain[""] = {n: s for c in self.outside for n, s in c.recipe.plain.items()}
 
     def _ordered(self, path: str, rules: dict[str, str]) -> dict[str, str]:
-        """The rules in the order in which the modules stand in a block."""
+        """The rules in the order of the modules in a block."""
         order = [n for n in self.inside[path] if n and "." not in n]
         return dict(sorted(rules.items(), key=lambda r: order.index(r[0].partition(".")[0])))
 
     # Taking back ---------------------------------------------------------------------------------
 
-    def _taken_back(self, outcome: Outcome) -> bool:
-        """Mends or lowers what an outcome blames; False where nothing is left to take back."""
+    def _step_back(self, outcome: Outcome) -> bool:
+        """Adds a reduction or takes the next recipe where an outcome is wrong; False if none is
+        left.
+        """
         if outcome.verdict == "refuted" and self._summed(outcome, None):
             return True
         blamed = self._blamed(outcome)
         open_ones = [c for c in blamed if not c.last]
-        if not open_ones:  # no one is to blame by name: what is least sure goes first
+        if not open_ones:  # no choice is named: take any that is left
             open_ones = [c for c in self.all if not c.last]
         for choice in open_ones[:1]:
             together = self.outside if choice in self.outside and self.draft.tied else [choice]
-            for one in together:  # a tie is split in both places or in none
+            for one in together:  # tied modules are split together
                 one.at = min(one.at + 1, len(one.recipes) - 1)
         return bool(open_ones)
 
     def _summed(self, outcome: Outcome, rules: dict[str, dict[str, str]] | None) -> bool:
-        """Rules for gradients that nothing sums, or for MLA's way around a projection."""
-        outputs = [p for p in outcome.parts if p.kind in ("output", "crash", "refused", "size")]
+        """Adds rules that reduce partial gradients, or `mla_kv` for MLA's latent projection."""
+        outputs = [
+            p for p in outcome.discrepancies if p.kind in ("output", "crash", "refused", "size")
+        ]
         added = False
-        for part in outcome.parts if not outputs else ():
+        for part in outcome.discrepancies if not outputs else ():
             module = part.subject.rpartition(".")[0]
             path, inner = self._inside(module)
             if path is None:
@@ -214,18 +224,20 @@ class Search:
         return found is not None and not found.children
 
     def _inside(self, name: str) -> tuple[str | None, str]:
-        """The list of blocks that a module is in, and its name in the block."""
+        """The block list that contains a module, and the module's name in the block."""
         for path in self.parts:
             if name.startswith(f"{path}."):
                 return path, generic(name[len(path) + 1 :].partition(".")[2])
         return None, name
 
-    def _blamed(self, outcome: Outcome) -> list[Choice]:
+    def _blamed(self, outcome: Outcome) -> list[SplitChoice]:
         """The choices whose modules an outcome names, the first one first."""
-        found: list[Choice] = []
-        subjects = [p.subject for p in outcome.parts if p.kind not in ("boundary", "unstated")]
-        subjects += [p.before for p in outcome.parts if p.before]
-        boundaries = [p.subject for p in outcome.parts if p.kind == "boundary"]
+        found: list[SplitChoice] = []
+        subjects = [
+            p.subject for p in outcome.discrepancies if p.kind not in ("boundary", "unstated")
+        ]
+        subjects += [p.before for p in outcome.discrepancies if p.before]
+        boundaries = [p.subject for p in outcome.discrepancies if p.kind == "boundary"]
         for subject in (*boundaries[:1], *subjects):
             path, inner = self._inside(subject)
             inner = re.sub(r"^\$(block|tower)\d*\.", "", inner)
@@ -238,7 +250,9 @@ class Search:
     # Sequence parallelism ------------------------------------------------------------------------
 
     def _sequence_rules(self) -> dict[str, dict[str, str]] | None:
-        """The rules with norms and residuals split along the sequence, or None without a way."""
+        """The rules with norms and residuals sharded over the sequence, or None if there are
+        none.
+        """
         if self.ran is None or len(self.parts) != 1 or not self.roles.embedding:
             return None
         if any(c.recipe.name == "whole" for c in self.outside):
@@ -249,62 +263,66 @@ class Search:
         tops = dict.fromkeys(c.top for c in some)
         tops |= dict.fromkeys(self._children(path))
         for top in tops:
-            own = self._of_top(path, top, [c for c in some if c.top == top])
-            if own is None:
+            top_rules = self._of_top(path, top, [c for c in some if c.top == top])
+            if top_rules is None:
                 return None
-            rules |= own
+            rules |= top_rules
         rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
         ends = {n: s for c in self.outside for n, s in (c.recipe.sequence or {}).items()}
         rules = self._ordered(path, rules)
         ends |= dict.fromkeys(self.roles.norms, "sequence")
-        for table in self.roles.tables:  # what is added to the tokens is split as they are
+        for table in self.roles.tables:  # same layout as the token embeddings they are added to
             if self.ran.dims.get(table, 0) >= 2:
                 dim = self.ran.dims[table] - 2
                 ends[table] = f"output(replicate -> shard({dim}), local = false)"
         return {path: rules, "": ends}
 
     def _children(self, path: str) -> Iterator[str]:
-        """The children of the blocks that take hidden states and have weights, without norms."""
+        """Yields the children of the blocks with parameters, without norms."""
         assert self.ran is not None
         for name, module in self.inside[path].items():
             if name and "." not in name and module.kind != "norm" and module.count:
                 yield name
 
-    def _of_top(self, path: str, top: str, own: list[Choice]) -> dict[str, str] | None:
-        """The rules for one child of a block: fine ones, else it works on the whole sequence."""
+    def _of_top(self, path: str, top: str, choices: list[SplitChoice]) -> dict[str, str] | None:
+        """The rules for one child of a block: those of its recipe, or the sequence gathered
+        around it.
+        """
         assert self.ran is not None
-        if not top or (len(own) == 1 and own[0].recipe.sequence is not None):
+        if not top or (len(choices) == 1 and choices[0].recipe.sequence is not None):
             rules: dict[str, str] = {}
-            for choice in own:
+            for choice in choices:
                 if choice.recipe.sequence is None:
                     return None
                 rules |= choice.recipe.sequence
             return rules
         names = [n for n in self.ran.order if self._inside(n) == (path, top)]
         takes = next((self.ran.hidden[n] for n in names if n in self.ran.hidden), None)
-        gives = next((self.ran.gives[n] for n in names if n in self.ran.gives), 0)
+        gives = next((self.ran.output_counts[n] for n in names if n in self.ran.output_counts), 0)
         if takes is None:
             return None
         many = ", null" * max(0, gives - 1)
         around = f"input({takes}, local = true)"
         around += f" & output(replicate -> shard(1){many}, local = false)"
-        inner = {n: s for c in own for n, s in c.recipe.plain.items()}
+        inner = {n: s for c in choices for n, s in c.recipe.plain.items()}
         return {**inner, top: " & ".join(filter(None, [inner.get(top), around]))}
 
 
-def _refused(file: ast.File, sink: Sink) -> Iterator[Part]:
-    """What the compiler refuses, as if a run had died there: the rules' selectors say where."""
+def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
+    """Errors of the compiler as discrepancies; the selectors of the labeled rules are the
+    subjects.
+    """
     rules = [node for node in _rules(file.statements) if isinstance(node, ast.Rule)]
     for found in sink:
         if found.severity is Severity.ERROR:
             spans = [label.span for label in found.labels]
             targets = (rule.target for span in spans for rule in rules if rule.origin.has(span))
             subject = next((target.origin.text for target in targets), "")
-            yield Part(kind="refused", subject=subject, detail=found.message)
+            yield Discrepancy(kind="refused", subject=subject, detail=found.message)
 
 
 def _rules(nodes: Iterable[ast.Statement | ast.Item]) -> Iterator[ast.Statement | ast.Item]:
-    """Statements and items with all that is inside them."""
+    """Yields statements and items with all nested ones."""
     for node in nodes:
         yield node
         match node:
@@ -314,8 +332,8 @@ def _rules(nodes: Iterable[ast.Statement | ast.Item]) -> Iterator[ast.Statement 
                 yield from _rules((*node.then, *node.otherwise))
 
 
-def _concerns(choice: Choice, inner: str) -> bool:
-    """Whether a name is one of the choice's modules, or inside or right around them."""
+def _concerns(choice: SplitChoice, inner: str) -> bool:
+    """Whether a name is a module of the choice, inside one or directly around one."""
     if not inner:
         return False
     return any(
@@ -329,7 +347,7 @@ def _concerns(choice: Choice, inner: str) -> bool:
 
 
 def _braces(selector: str, name: str) -> bool:
-    """Whether a selector with braces, as a finding shows it, names a module."""
+    """Whether a selector with braces, as shown in a finding, matches a module."""
     pattern = "".join(
         f"({part[1:-1].replace(',', '|')})" if part.startswith("{") else re.escape(part)
         for part in re.split(r"(\{[^}]*\})", selector)

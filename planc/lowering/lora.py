@@ -10,7 +10,7 @@ from planc.model.facts import Modules
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Colwise, Rowwise
-from planc.plan.apply_adapters import BASE_LAYER, meetings
+from planc.plan.apply_adapters import BASE_LAYER, adapted_tensor_rules
 from planc.plan.ir import AdapterRule, Plan
 
 
@@ -82,7 +82,7 @@ def scales(plan: Plan) -> int:
             continue
         split = [
             (part, plan.mesh.size(base.axis))
-            for own, base, part in meetings(plan)
+            for own, base, part in adapted_tensor_rules(plan)
             if own is rule and isinstance(base.style, Colwise | Rowwise)
         ]
         whole = len(rule.modules) - sum(len(part) for part, _ in split)

@@ -35,7 +35,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
-from planc.plan.apply_adapters import AROUND, BASE_LAYER, styles
+from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
 from planc.plan.ir import Axis, CheckpointRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 
@@ -219,7 +219,7 @@ def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
     What changes an input or an output stays outside, where it is the adapter's too.
     """
     for rule in rules:
-        if isinstance(rule.style, AROUND):
+        if isinstance(rule.style, PARAMETERLESS):
             yield rule
             continue
         left: tuple[Modules, ...] = (rule.modules,)
@@ -263,7 +263,7 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
     """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
-    if isinstance(rule.style, AROUND):
+    if isinstance(rule.style, PARAMETERLESS):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
 

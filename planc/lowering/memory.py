@@ -15,7 +15,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.fsdp import Spread as Lying
 from planc.ops.lowered import Lowered
 from planc.ops.styles import weight_split
-from planc.plan.apply_adapters import AROUND, FOUR_BIT
+from planc.plan.apply_adapters import FOUR_BIT, PARAMETERLESS
 from planc.plan.ir import Plan, Precision, Spread, TensorRule, Unit
 from planc.plan.local_shapes import local_shape, ruled, split_dim
 from planc.plan.parameter_owners import owned
@@ -60,7 +60,7 @@ class Holdings:
 
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan = plan
-        rules = [r for r in tensor if not isinstance(r.style, AROUND)]
+        rules = [r for r in tensor if not isinstance(r.style, PARAMETERLESS)]
         tied = _Tied(facts)
         self.all = [
             Holding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planc.model.facts import Facts
-from planc.model.randomness import drawn
+from planc.model.randomness import random_fields
 from planc.ops.rng import Draw
 from planc.plan.ir import Plan
 
@@ -17,7 +17,7 @@ def draws(plan: Plan, facts: Facts) -> Iterator[Draw]:
     than they do. Found on four processes with seeds of their own (torch 2.13): gradients of gpt2
     with dropout, and of mixtral with router jitter, are wrong by more than a hundredth.
     """
-    fields = drawn(facts)
+    fields = random_fields(facts)
     split = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
     for axis in split if fields else ():
         yield Draw(axis=axis, fields=fields)

@@ -1,8 +1,8 @@
-"""The cache of model facts: built once with transformers, read back without.
+"""The cache of model facts: a model is built once with transformers and read back afterwards.
 
-An entry is a JSON file named by the digest of all that it depends on, and it carries the digest of
-its own content. What is truncated, foreign, stale or damaged is simply not there; a folder that
-can't be written is no cache. Writing is a rename, so two processes never see half an entry.
+An entry is a JSON file named by the digest of everything it depends on, and it contains the digest
+of its own content. A truncated, foreign, stale or damaged entry counts as missing; an unwritable
+folder disables the cache. An entry is written by renaming a file, so no process reads half of one.
 """
 
 from __future__ import annotations
@@ -17,48 +17,52 @@ from pathlib import Path
 from typing import Any
 
 from planc import atomic_write
-from planc.model.config import diffused
+from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
-_FORMAT = 4
-"""Counts the changes of what `planc.model.module_table` records and of how it is written here."""
+_FORMAT = 5
+"""Raised when the recorded facts or their encoding change."""
 
 
 def folder() -> Path:
-    """Where entries live: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
-    own = os.environ.get("PLANC_CACHE_DIR")
-    if own:
-        return Path(own)
+    """The folder of the entries: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
+    chosen = os.environ.get("PLANC_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "planc"
 
 
 def key_of(config: dict[str, Any]) -> str:
-    """The name of a configuration's entry: its content and the versions that read it."""
-    return named(f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *also(config))
+    """The entry name of a configuration: a digest of its content and of the library versions."""
+    return entry_name(
+        f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *extra_versions(config)
+    )
 
 
-def also(config: Mapping[str, Any]) -> list[str]:
-    """The version of the library that a configuration needs beside those that all do."""
-    return [f"diffusers {version('diffusers')}"] if diffused(config) else []
+def extra_versions(config: Mapping[str, Any]) -> list[str]:
+    """The versions, besides torch and transformers, that a configuration depends on."""
+    return [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
 
 
-def named(*parts: str) -> str:
-    """The name of an entry that depends on these texts, on Python, torch and transformers."""
-    own = [
+def entry_name(*parts: str) -> str:
+    """The name of an entry that depends on these texts and on the versions of Python, torch and
+    transformers.
+    """
+    texts = [
         parts[0],
         f"python {sys.version_info[0]}.{sys.version_info[1]}",
         *(f"{name} {version(name)}" for name in ("torch", "transformers")),
         *parts[1:],
     ]
-    return hashlib.sha256("\n".join(own).encode()).hexdigest()
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def version(package: str) -> str:
-    """The version of an installed package, from the name of its metadata's folder.
+    """The version of an installed package, from the name of its metadata folder.
 
-    `importlib.metadata` says the same, and importing it costs a fifth of a warm check.
+    `importlib.metadata` returns the same, but importing it takes a fifth of a warm check.
     """
     for place in sys.path:
         with contextlib.suppress(OSError):
@@ -74,26 +78,26 @@ def version(package: str) -> str:
 
 
 def versions(config: Mapping[str, Any]) -> dict[str, str]:
-    """The versions of the packages that decide what a model is and how it runs."""
-    names = ("torch", "transformers", *(("diffusers",) if diffused(config) else ()))
+    """The versions of the packages that determine what a model is and how it runs."""
+    names = ("torch", "transformers", *(("diffusers",) if is_diffusers(config) else ()))
     return {name: version(name) for name in names}
 
 
-def read(key: str, *, config_name: str, given: frozenset[str]) -> Facts | None:
-    """The facts of an entry, or None where there is no sound one."""
+def read(key: str, *, config_name: str, stated_fields: frozenset[str]) -> Facts | None:
+    """The facts of an entry, or None if there is no valid one."""
     try:
-        return _decode(recall(key), config_name, given)
+        return _decode(recall(key), config_name, stated_fields)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None  # whatever is wrong with it, the facts are built anew
+        return None  # a malformed entry counts as missing
 
 
 def write(key: str, facts: Facts) -> None:
-    """Stores facts under a key; does nothing where the folder can't be written."""
+    """Stores facts under a key; a no-op if the folder cannot be written."""
     keep(key, _encode(facts))
 
 
 def recall(key: str) -> Any:
-    """The data of an entry, or None where there is none that is whole and its own."""
+    """The data of an entry, or None if the entry is missing, damaged or belongs to another key."""
     try:
         digest, _, body = (folder() / f"{key}.json").read_text(encoding="utf-8").partition("\n")
         if hashlib.sha256(f"{key}{body}".encode()).hexdigest() != digest:
@@ -104,7 +108,7 @@ def recall(key: str) -> Any:
 
 
 def keep(key: str, data: Any) -> None:
-    """Stores plain data under a key; does nothing where the folder can't be written."""
+    """Stores plain data under a key; a no-op if the folder cannot be written."""
     body = json.dumps(data, separators=(",", ":"))
     digest = hashlib.sha256(f"{key}{body}".encode()).hexdigest()
     with contextlib.suppress(OSError, RuntimeError):
@@ -114,7 +118,7 @@ def keep(key: str, data: Any) -> None:
 
 
 def _encode(facts: Facts) -> dict[str, Any]:
-    """Facts as plain data; each distinct module once, children before parents."""
+    """Facts as plain data; each distinct module is written once, children before parents."""
     modules: list[Any] = []
     known: dict[int, int] = {}
 
@@ -124,8 +128,10 @@ def _encode(facts: Facts) -> dict[str, Any]:
                 [add(c.module), c.name, None if c.indices is None else hex(c.indices.bits)]
                 for c in module.children
             ]
-            own = [[p.name, p.shape, p.dtype, p.trainable, p.island] for p in module.parameters]
-            modules.append([module.cls, module.kind, own, module.facts, children])
+            parameters = [
+                [p.name, p.shape, p.dtype, p.trainable, p.keep_in_fp32] for p in module.parameters
+            ]
+            modules.append([module.cls, module.kind, parameters, module.facts, children])
             known[id(module)] = len(modules) - 1
         return known[id(module)]
 
@@ -140,14 +146,14 @@ def _encode(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _decode(data: dict[str, Any], config_name: str, given: frozenset[str]) -> Facts:
+def _decode(data: dict[str, Any], config_name: str, stated_fields: frozenset[str]) -> Facts:
     modules: list[Module] = []
-    for cls, kind, own, facts, children in data["modules"]:
+    for cls, kind, parameters, facts, children in data["modules"]:
         modules.append(
             Module(
                 cls=cls,
                 kind=kind,
-                parameters=tuple(Parameter(n, tuple(s), d, t, i) for n, s, d, t, i in own),
+                parameters=tuple(Parameter(n, tuple(s), d, t, i) for n, s, d, t, i in parameters),
                 facts=tuple((n, v) for n, v in facts),
                 children=tuple(
                     Child(modules[i], name, None if bits is None else Indices(int(bits, 16)))
@@ -162,5 +168,5 @@ def _decode(data: dict[str, Any], config_name: str, given: frozenset[str]) -> Fa
         config_name=config_name,
         root=modules[data["root"]],
         ties=tuple(tuple(group) for group in data["ties"]),
-        given=given,
+        stated_fields=stated_fields,
     )

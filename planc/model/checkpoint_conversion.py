@@ -1,8 +1,9 @@
-"""What checkpoints call the weights of a transformers model, where it is not what the model does.
+"""Checkpoint tensor names of a transformers model, if they differ from the model's own names.
 
-Libraries change how they hold weights; checkpoints stay. transformers keeps a list of renamings and
-of conversions (experts that are one tensor in the model and many in the files); this reads the list
-and says what each tensor of the model is made of. Nothing is read or converted here.
+Modeling code changes over time, checkpoints do not. transformers keeps a list of renamings and
+conversions (such as experts that are one tensor in the model and many in the files). This module
+evaluates the list: which checkpoint tensors each tensor of the model is made of. It reads and
+converts no data.
 
 Source: `transformers.conversion_mapping` and `transformers.core_model_loading`, version 5.
 """
@@ -15,16 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 Step = tuple[str, int, int]
-"""`stack` along a dim, `join` along a dim, `swap` of two dims; any other name is not supported."""
+"""`stack` or `join` along a dim, or `swap` of two dims; other names are not supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a tensor of the model is made of those in a checkpoint.
+    """How a tensor of the model is made of checkpoint tensors.
 
     Args:
-        parts: the names of tensors; those of one part were matched by one pattern.
-        steps: what is done to the parts, in order.
+        parts: names of tensors, grouped by the pattern that matched them.
+        steps: the operations on the parts, in order.
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -32,16 +33,16 @@ class Recipe:
 
 
 def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str, Recipe]:
-    """What the tensors of a model are made of, by the model's name.
+    """The recipe of each tensor of the model, by its name in the model.
 
     Args:
-        model: a transformers model, wrapped or not; of others nothing is known.
-        names: what the checkpoint holds.
-        known: what the model holds.
+        model: a transformers model, wrapped or not; other models have no conversions.
+        names: the tensors in the checkpoint.
+        known: the tensors in the model's state dict.
 
     Returns:
-        A recipe of one name and no steps for a tensor that is stored as it is. Names of the
-        checkpoint that the model does not know keep theirs.
+        A tensor that is stored unchanged has a recipe of one name and no steps. Checkpoint names
+        that the model does not have are returned unchanged.
     """
     plain = _unwrapped(model)
     if plain is None:
@@ -52,13 +53,13 @@ def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str,
     every = get_model_conversion_mapping(plain)
     converters = [c for c in every if isinstance(c, WeightConverter)]
     renamings = [c for c in every if not isinstance(c, WeightConverter)]
-    own = dict.fromkeys(known, True)
+    model_names = dict.fromkeys(known, True)
     made: dict[str, dict[str, list[str]]] = {}
     for name in sorted(names, key=_natural):
         target, pattern = name, None
-        if name not in own:
+        if name not in model_names:
             prefix = plain.base_model_prefix
-            target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+            target, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
         made.setdefault(target, {}).setdefault(pattern or "", []).append(name)
     return {target: _recipe(parts, converters) for target, parts in made.items()}
 
@@ -88,14 +89,14 @@ def _step(operation: Any) -> Step:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in their order: `experts.10` comes after `experts.9`."""
+    """A sort key that orders numbers by value: `experts.10` comes after `experts.9`."""
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"[.]", name)]
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model as it was built, without weights; None for one that is not from transformers.
+    """The model on meta, before any wrapping; None if it is not a transformers model.
 
-    The list is looked up by the names of classes, which FSDP changes.
+    The conversions are looked up by class names, which FSDP changes.
     """
     import torch
     from transformers import PreTrainedModel

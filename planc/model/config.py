@@ -1,4 +1,4 @@
-"""Where a model's configuration is, and whether it is one."""
+"""Locates, reads and validates the configuration of a model."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from planc.resources import GRAMMARS, PLANS
 
 _MAX_BYTES = 5_000_000
 CLASS = "_class_name"
-"""The field that names the class, in every configuration that diffusers writes."""
+"""The field with the class in every configuration written by diffusers."""
 
 
-def diffused(values: Mapping[str, Any]) -> bool:
-    """Whether the fields are of a model of diffusers."""
+def is_diffusers(values: Mapping[str, Any]) -> bool:
+    """Whether the fields are the configuration of a diffusers model."""
     return CLASS in values and "model_type" not in values
 
 
 def buildable(values: Mapping[str, Any]) -> bool:
-    """Whether the fields say which model of transformers or of diffusers they are of."""
-    return "model_type" in values or diffused(values)
+    """Whether the fields name a model of transformers or of diffusers."""
+    return "model_type" in values or is_diffusers(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A configuration as it stands in its file.
+    """A configuration as read from its file.
 
     Args:
-        name: what messages call it.
-        path: its file.
+        name: its name in messages.
+        path: the file.
         values: the fields.
     """
 
@@ -46,23 +46,27 @@ class Config:
 
     @property
     def own_code(self) -> dict[str, str]:
-        """The classes that the model brings itself (`auto_map`), by what they stand for."""
+        """The classes defined in the model's folder (`auto_map`), by the auto class they stand
+        for.
+        """
         found = self.values.get("auto_map")
         if not isinstance(found, dict):
             return {}
         return {k: v for k, v in found.items() if isinstance(v, str)}
 
     def valid(self, sink: Sink) -> bool:
-        """Whether the schema holds; each field that breaks it is a finding (PL603)."""
+        """Whether the configuration fits the schema; each field that does not is a finding
+        (PL603).
+        """
 
         schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
-        if diffused(self.values):
+        if is_diffusers(self.values):
             schema["required"] = [CLASS]
         validator = _strict()(schema)
         problems = [leaf for e in validator.iter_errors(self.values) for leaf in _leaves(e)]
         for problem in sorted(problems, key=lambda e: list(map(str, e.absolute_path))):
             where = ".".join(str(p) for p in problem.absolute_path)
-            if problem.validator == "required":  # one problem a field, and none names its field
+            if problem.validator == "required":  # jsonschema does not name the field
                 for field in (f for f in problem.validator_value if f not in problem.instance):
                     help = 'add it: `"model_type": "llama"`, for example'
                     sink.error("PL603", f"{self.name} lacks `{field}`", help=help)
@@ -74,13 +78,13 @@ class Config:
         return not problems
 
 
-def in_hand(values: dict[str, Any], name: str) -> Config:
-    """A configuration that is in no file."""
+def config_of(values: dict[str, Any], name: str) -> Config:
+    """A configuration that does not come from a file."""
     return Config(name=name, path=Path(name), values=values)
 
 
 def _strict() -> Any:
-    """JSON Schema takes 1.0 for an integer; a configuration that says so is a slip."""
+    """A validator that rejects 1.0 as an integer, which JSON Schema accepts."""
     import jsonschema
 
     def integer(_: Any, value: Any) -> bool:
@@ -93,7 +97,7 @@ def _strict() -> Any:
 
 
 def _leaves(error: Any) -> list[Any]:
-    """An error, or those inside it where the field is an object or a list with a wrong entry."""
+    """The error itself, or the nested errors if the field is an object or a list."""
     deeper = [e for e in error.context or () if len(e.absolute_path) > len(error.absolute_path)]
     return [leaf for e in deeper for leaf in _leaves(e)] or [error]
 
@@ -104,7 +108,7 @@ def _shown(value: Any) -> str:
 
 
 def _wanted(schema: dict[str, Any]) -> str:
-    """What a piece of the schema asks for, in words."""
+    """What a part of the schema requires, in words."""
     return " or ".join(dict.fromkeys(_words(schema)))
 
 
@@ -139,48 +143,48 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A configuration file and what to call it."""
+class ConfigFile:
+    """The path of a configuration file and its name in messages."""
 
     name: str
     path: Path
 
 
-def locate(model: str) -> Place | None:
-    """The configuration file that a name means, or None where nothing of that name is."""
+def locate_config(model: str) -> ConfigFile | None:
+    """The configuration file that a model name refers to, or None if there is none."""
     path = Path(model)
     known = PLANS / "models" / f"{model}.json"
     try:
         mode = path.stat().st_mode if model else None
     except (FileNotFoundError, NotADirectoryError):
         mode = None
-    except PermissionError:  # of a folder above it; reading it says so
-        return Place(name=model, path=path)
-    except (OSError, ValueError):  # a name too long, or with a NUL in it
+    except PermissionError:  # of a parent folder; `read` reports it
+        return ConfigFile(name=model, path=path)
+    except (OSError, ValueError):  # the name is too long or contains NUL
         return None
     if mode is not None and stat.S_ISDIR(mode):
         inner = _inside(path)
-        return Place(name=f"{model.rstrip('/')}/{inner}", path=path / inner)
+        return ConfigFile(name=f"{model.rstrip('/')}/{inner}", path=path / inner)
     if mode is not None:
-        return Place(name=model, path=path)
+        return ConfigFile(name=model, path=path)
     if re.fullmatch(r"[\w.-]+", model) and known.is_file():
-        return Place(name=f"plans/models/{model}.json", path=known)
+        return ConfigFile(name=f"plans/models/{model}.json", path=known)
     return _in_hub_cache(model)
 
 
 def _inside(folder: Path) -> str:
-    """Where a folder has its configuration; of a pipeline of diffusers, its transformer's."""
+    """The path of the configuration in a folder; a diffusers pipeline has it in `transformer/`."""
     pipeline = not (folder / "config.json").exists() and (folder / "model_index.json").exists()
     return "transformer/config.json" if pipeline else "config.json"
 
 
-def shipped() -> tuple[str, ...]:
+def shipped_models() -> tuple[str, ...]:
     """The names of the models whose configurations ship with planc."""
     return tuple(sorted(p.stem for p in (PLANS / "models").glob("*.json")))
 
 
-def _in_hub_cache(model: str) -> Place | None:
-    """The configuration of a hub model that was downloaded earlier; nothing is fetched."""
+def _in_hub_cache(model: str) -> ConfigFile | None:
+    """The configuration of a hub model that is in the local cache; nothing is downloaded."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         return None
     path = _snapshot(model)
@@ -189,17 +193,17 @@ def _in_hub_cache(model: str) -> Place | None:
             from huggingface_hub import try_to_load_from_cache
 
             found = try_to_load_from_cache(model, "config.json")
-        except Exception:  # a name that the hub would not take
+        except Exception:  # not a valid repository name
             return None
         path = Path(found) if isinstance(found, str) else None
     if path is None:
         return None
     inner = "transformer/" if path.parent.name == "transformer" else ""
-    return Place(name=f"{model}/{inner}config.json", path=path)
+    return ConfigFile(name=f"{model}/{inner}config.json", path=path)
 
 
 def _snapshot(model: str) -> Path | None:
-    """The same, read off the cache's folders: importing huggingface_hub takes longer than a check.
+    """The same, without importing huggingface_hub, which takes longer than a check.
 
     Source of the layout: "Understand caching" in huggingface_hub's guides.
     """
@@ -216,10 +220,10 @@ def _snapshot(model: str) -> Path | None:
         return None
 
 
-def read(place: Place, sink: Sink) -> Config | None:
+def read(place: ConfigFile, sink: Sink) -> Config | None:
     """The fields of a configuration file, or None after a finding (PL601, PL602)."""
     try:
-        if not stat.S_ISREG(place.path.stat().st_mode):  # never wait for a pipe
+        if not stat.S_ISREG(place.path.stat().st_mode):  # reading a pipe could block
             raise OSError(0, "it is not a regular file")
         with place.path.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)

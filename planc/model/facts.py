@@ -1,8 +1,8 @@
-"""Model facts: what planc knows of a model, as plain data.
+"""Model facts: everything that planc knows about a model, as plain data.
 
-The module table is a tree in which identical entries of a list are one child with a set of indices,
-so a 126-layer model has as many nodes as a 2-layer one. `Modules` names a set of like modules in
-that tree; its algebra (overlap, difference) is what rules, units and diffs are decided with.
+The module table is a tree. Identical entries of an nn.ModuleList are one child with a set of
+indices, so a 126-layer model has as many nodes as a 2-layer one. `Modules` names a set of identical
+modules in that tree; rules, units and diffs are decided with its overlap and difference.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ class Parameter:
     """A parameter of one module.
 
     Args:
-        name: its name in the module, without a path.
-        shape: its global shape.
-        dtype: the name of its torch dtype, such as `float32`.
-        trainable: whether it takes a gradient.
-        island: what the model's library says of it where a model is cast: it stays in float32 under
-            `float16` alone, or under every `half` type; empty where it is cast as all.
+        name: the name in the module, without a path.
+        shape: the global shape.
+        dtype: the name of the torch dtype, such as `float32`.
+        trainable: whether the parameter requires a gradient.
+        keep_in_fp32: when a cast of the model leaves the parameter in float32: `float16`, only
+            under a cast to that dtype; `half`, under float16 and bfloat16; empty, never.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    island: str = ""
+    keep_in_fp32: str = ""
 
     def cast(self, dtype: str) -> str:
-        """The type that it has after the model was cast.
+        """The dtype of the parameter after the model is cast to `dtype`.
 
         Source: `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers.
         """
         if "float" not in self.dtype:
             return self.dtype
         whole = {"float16": ("float16", "half"), "bfloat16": ("half",)}.get(dtype, ())
-        return "float32" if self.island in whole else dtype
+        return "float32" if self.keep_in_fp32 in whole else dtype
 
     @property
     def numel(self) -> int:
@@ -71,14 +71,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Module:
-    """A module and what is below it.
+    """A module and its descendants.
 
     Args:
-        cls: the name of its class.
-        kind: `linear`, `embedding`, `conv1d`, `norm`, `list`, `dict`, `dropout` (one that drops)
-            or `other`: what decides which styles it can take.
-        parameters: its own parameters, not those of its children.
-        facts: integers read off the module that matter when it is split, such as `head_dim`.
+        cls: the name of the class.
+        kind: `linear`, `embedding`, `conv1d`, `norm`, `list`, `dict`, `dropout` (with a rate above
+            0) or `other`. The kind decides which styles the module can take.
+        parameters: the parameters of the module itself, not those of its children.
+        facts: integer attributes of the module that matter when it is split, such as `head_dim`.
         children: in order; identical entries of a list are one child.
     """
 
@@ -90,13 +90,15 @@ class Module:
 
     @cached_property
     def count(self) -> int:
-        """How many elements its parameters have, with those of all modules below."""
-        own = sum(p.numel for p in self.parameters)
-        return own + sum(c.module.count * c.times for c in self.children)
+        """The number of elements in the parameters of the module and its descendants."""
+        elements = sum(p.numel for p in self.parameters)
+        return elements + sum(c.module.count * c.times for c in self.children)
 
     @property
     def container(self) -> bool:
-        """Whether it has no forward: an nn.ModuleList or ModuleDict. An nn.Sequential has one."""
+        """Whether the module has no forward: an nn.ModuleList or ModuleDict. nn.Sequential has
+        one.
+        """
         return self.kind == "dict" or (self.kind == "list" and self.cls == "ModuleList")
 
     def fact(self, name: str) -> int | None:
@@ -125,10 +127,11 @@ Segment = str | Indices
 
 @dataclass(frozen=True)
 class Modules:
-    """A set of like modules: a path in which an entry of a list is a set of indices.
+    """A set of identical modules: a path in which an entry of a list is a set of indices.
 
-    `model.layers[0:32].mlp` is 32 modules. Two sets with the same `key` differ in their indices
-    alone. Equality is by path; the module is the structure that all of them share.
+    `model.layers[0:32].mlp` is 32 modules. Two sets with the same `key` differ only in their
+    indices. Equality compares paths; `module` is the structure that all modules of the set
+    share.
     """
 
     path: tuple[Segment, ...]
@@ -152,7 +155,7 @@ class Modules:
         return text or "root"
 
     def names(self) -> Iterator[str]:
-        """The torch names (`model.layers.0.mlp`) of all modules of the set, in order."""
+        """Yields the torch names (`model.layers.0.mlp`) of all modules of the set, in order."""
 
         def expand(prefix: str, rest: tuple[Segment, ...]) -> Iterator[str]:
             if not rest:
@@ -166,7 +169,7 @@ class Modules:
         return expand("", self.path)
 
     def overlap(self, other: Modules) -> Modules | None:
-        """The modules that both sets hold."""
+        """The modules that are in both sets, or None."""
         if self.key != other.key:
             return None
         path: list[Segment] = []
@@ -181,7 +184,7 @@ class Modules:
         return Modules(tuple(path), self.module)
 
     def minus(self, other: Modules) -> tuple[Modules, ...]:
-        """The modules of this set that the other lacks, as disjoint sets."""
+        """The modules of this set that are not in the other one, as disjoint sets."""
         if self.overlap(other) is None:
             return (self,)
         rest: list[Modules] = []
@@ -196,7 +199,7 @@ class Modules:
         return tuple(rest)
 
     def union(self, other: Modules) -> Modules | None:
-        """Both sets as one, where they differ in one set of indices at most; else None."""
+        """Both sets as one if they differ in at most one set of indices; else None."""
         if self.key != other.key:
             return None
         path: list[Segment] = []
@@ -210,11 +213,11 @@ class Modules:
         return Modules(tuple(path), self.module) if differing <= 1 else None
 
     def within(self, other: Modules) -> bool:
-        """Whether some module of this set lies inside (or is) a module of the other."""
+        """Whether some module of this set is a module of the other set or a descendant of one."""
         return self.inside(other) is not None
 
     def inside(self, other: Modules) -> Modules | None:
-        """The modules of this set that lie inside (or are) one of the other's."""
+        """The modules of this set that are modules of the other set or descendants of them."""
         n = len(other.path)
         if self.key[:n] != other.key:
             return None
@@ -222,7 +225,7 @@ class Modules:
         return None if head is None else Modules((*head.path, *self.path[n:]), self.module)
 
     def outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
-        """The modules of this set that lie inside none of the others, as disjoint sets."""
+        """The modules of this set that are inside none of the others, as disjoint sets."""
         left: tuple[Modules, ...] = (self,)
         for other in others:
             cut = [(part, part.inside(other)) for part in left]
@@ -234,7 +237,7 @@ class Modules:
         return left
 
     def has(self, name: str) -> bool:
-        """Whether this set holds the module that torch calls `name`."""
+        """Whether the module with the torch name `name` is in this set."""
         parts = name.split(".") if name else []
         return len(parts) == len(self.path) and all(
             part == mine if isinstance(mine, str) else _entry(part, mine)
@@ -242,7 +245,7 @@ class Modules:
         )
 
     def below(self) -> Iterator[Modules]:
-        """These modules and every module inside them, parents first."""
+        """Yields these modules and all their descendants, parents first."""
         yield self
         for child in self.module.children:
             yield from Modules((*self.path, child.segment), child.module).below()
@@ -250,17 +253,17 @@ class Modules:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a plan is checked against.
+    """The model facts that a plan is checked against.
 
     Args:
         name: the class of the model, such as `LlamaForCausalLM`.
         family: `config.model_type`, or the class name for a model that has no config.
-        config: the resolved configuration: the file's fields over the family's defaults.
-        config_name: what to call the configuration in a message, such as `config.json`.
+        config: the resolved configuration: the fields of the file over the defaults of the family.
+        config_name: the name of the configuration in messages, such as `config.json`.
         root: the module table.
-        ties: groups of parameters that are one tensor, as torch names them.
-        given: the names of the fields that the user's file states itself.
-        code: `package.module:factory`, where the user allowed it to be run to build the model.
+        ties: groups of torch names of parameters that are one tensor.
+        stated_fields: the fields that the user's file states; all others are defaults.
+        code: `package.module:factory` if the user allowed planc to run it to build the model.
     """
 
     name: str
@@ -269,12 +272,12 @@ class Facts:
     config_name: str
     root: Module
     ties: tuple[tuple[str, ...], ...] = ()
-    given: frozenset[str] = frozenset()
+    stated_fields: frozenset[str] = frozenset()
     code: str = ""
 
     @property
     def model(self) -> Modules:
-        """The root, as a set of one module."""
+        """The root module, as a set of one module."""
         return Modules((), self.root)
 
     @property
@@ -284,13 +287,13 @@ class Facts:
         return self.root.count - again
 
     def find(self, name: str) -> tuple[Modules, Parameter]:
-        """The parameter that torch calls `name`, such as `model.layers.0.mlp.up_proj.weight`.
+        """The parameter with the torch name `name`, such as `model.layers.0.mlp.up_proj.weight`.
 
         Returns:
-            The one module that holds it, and the parameter.
+            The one module that holds the parameter, and the parameter.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no parameter of that name.
         """
         path, _, last = name.rpartition(".")
         at = self.at(path)
@@ -300,18 +303,18 @@ class Facts:
         raise KeyError(name)
 
     def at(self, name: str) -> Modules:
-        """The one module that torch calls `name`, such as `model.layers.0`; the root is ``.
+        """The one module with the torch name `name`, such as `model.layers.0`; the root is ``.
 
         Raises:
-            KeyError: there is none; the argument is the part of the name up to what is missing.
+            KeyError: there is no such module; the argument is the name up to the missing part.
         """
         at = self.model
         parts = name.split(".") if name else []
         for i, part in enumerate(parts):
             for child in at.module.children:
-                own = child.indices
-                if child.name == part if own is None else _entry(part, own):
-                    segment = part if own is None else Indices.of([int(part)])
+                indices = child.indices
+                if child.name == part if indices is None else _entry(part, indices):
+                    segment = part if indices is None else Indices.of([int(part)])
                     at = Modules((*at.path, segment), child.module)
                     break
             else:
@@ -319,22 +322,24 @@ class Facts:
         return at
 
     def source(self, field_name: str) -> str:
-        """Where a configuration value comes from, for a message."""
-        return self.config_name if field_name in self.given else f"default of {self.family}"
+        """The origin of a configuration value, for messages: the file or the defaults of the
+        family.
+        """
+        return self.config_name if field_name in self.stated_fields else f"default of {self.family}"
 
 
 def _entry(part: str, indices: Indices) -> bool:
-    """Whether a part of a torch name is one of some indices: `3`, and not `03`."""
+    """Whether a part of a torch name is one of the indices: `3` can be, `03` cannot."""
     return re.fullmatch("0|[1-9][0-9]{0,8}", part) is not None and int(part) in indices
 
 
 def below(name: str, holder: str) -> bool:
-    """Whether a torch name is inside another one, which is empty for the model itself."""
+    """Whether a torch name is inside `holder`, which is empty for the model itself."""
     return name.startswith(f"{holder}.") if holder else bool(name)
 
 
 def parse_path(text: str) -> tuple[Segment, ...]:
-    """The path that `str(Modules)` wrote.
+    """The inverse of `str(Modules)`: parses the text into a path.
 
     Raises:
         ValueError: the text is not such a path.

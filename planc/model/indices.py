@@ -1,8 +1,8 @@
-"""Sets of list indices, small whatever the length of the list.
+"""Sets of list indices, as small as one integer for lists of any length.
 
-A repeated block of a model is one entry with a set of indices, so nothing downstream grows with
-depth: a set of 1,024 layers is one integer of 1,024 bits, and union, intersection and difference
-are one instruction each.
+A repeated block of a model is one entry with a set of indices, so later stages do not grow with
+the depth of the model: a set of 1,024 layers is one integer of 1,024 bits, and union, intersection
+and difference are one operation each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-_MOST = 1_000_000  # no model has a longer list, and a larger text is not worth believing
+_MOST = 1_000_000  # larger than any model; limits the memory for untrusted text
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Indices:
         return self.bits.bit_length() - 1
 
     def runs(self) -> tuple[range, ...]:
-        """The set as few ranges, in order: greedy runs of one step."""
+        """The set as few ranges, in order. Ranges are found greedily; each has one step."""
         if self._consecutive:
             return (range(self.first, self.last + 1),)
         rest = list(self)
@@ -82,7 +82,7 @@ class Indices:
             length = 1
             while length < len(rest) and rest[length] - rest[length - 1] == step:
                 length += 1
-            if length == 2 and step > 1:  # two lonely indices are no pattern
+            if length == 2 and step > 1:  # two indices do not make a pattern
                 length = 1
             if length == 1:
                 step = 1
@@ -91,12 +91,12 @@ class Indices:
         return tuple(runs)
 
     def __str__(self) -> str:
-        """As a selector writes it: `[0:32]`, `[31]`, `[0:32:2]`, `[0:3,5]`."""
+        """The set in the syntax of a selector: `[0:32]`, `[31]`, `[0:32:2]`, `[0:3,5]`."""
         return f"[{','.join(_slice(r) for r in self.runs())}]"
 
     @staticmethod
     def parse(text: str) -> Indices:
-        """The inverse of `str`, for `[0:32]` and the like; the ends are given, never negative.
+        """The inverse of `str`, for texts such as `[0:32]`. Both ends are present and not negative.
 
         Raises:
             ValueError: the text is not of that form.

@@ -1,4 +1,4 @@
-"""The lists of blocks that a model repeats, and which of them are made of the same."""
+"""The repeated blocks of a model, and which of them have the same structure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planc.model.small.config_fields import DROPOUT
 
 
 def block_lists(at: Modules) -> Iterator[Modules]:
-    """The outermost lists of modules that hold modules, below (and without) `at`."""
+    """Yields the outermost lists whose entries have children, below (and without) `at`."""
     for child in at.module.children:
         below = Modules((*at.path, child.segment), child.module)
         if child.module.kind == "list" and any(c.module.children for c in child.module.children):
@@ -20,22 +20,22 @@ def block_lists(at: Modules) -> Iterator[Modules]:
 
 
 def signature(module: Module) -> tuple[Any, ...]:
-    """What a block is made of, whatever its sizes: classes, names and parameters.
+    """The structure of a block regardless of its sizes: classes, names and parameters.
 
-    What only drops paths is left out: in a model that drops none it is of another class.
+    DropPath modules are ignored: with a rate of 0 they are `nn.Identity`.
     """
     made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
     inner = tuple(dict.fromkeys((c.name, signature(c.module)) for c in made))
     return (module.cls, tuple(p.name for p in module.parameters), inner)
 
 
-def sorts(facts: Facts) -> dict[int, list[str]]:
-    """For the lists of a model, by their length, a number for what each block is made of.
+def block_kinds(facts: Facts) -> dict[int, list[str]]:
+    """For each block list, by its length, a number for the structure of each block.
 
-    Two lists of one length that are not alike are left out: a length can't tell them apart.
+    Two lists of the same length with different structures are left out: the length is ambiguous.
     """
     found: dict[int, list[str]] = {}
-    unlike: set[int] = set()
+    ambiguous: set[int] = set()
     for at in block_lists(facts.model):
         known: dict[tuple[Any, ...], str] = {}
         row: dict[int, str] = {}
@@ -44,5 +44,5 @@ def sorts(facts: Facts) -> dict[int, list[str]]:
             row |= dict.fromkeys(child.indices or (), number)
         labels = [row[i] for i in sorted(row)]
         if found.setdefault(len(labels), labels) != labels:
-            unlike.add(len(labels))
-    return {length: labels for length, labels in found.items() if length not in unlike}
+            ambiguous.add(len(labels))
+    return {length: labels for length, labels in found.items() if length not in ambiguous}

@@ -1,16 +1,16 @@
-"""MODEL, as a user names it -> model facts.
+"""Resolves the MODEL argument of a command to model facts.
 
-A configuration is read as JSON, checked by a schema, and looked up in the cache; only where that
-has nothing is the model built, on the meta device.
+The configuration is read as JSON, validated by a schema and looked up in the cache. Only a
+configuration that is not in the cache is built as a model, on the meta device.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from planc.diagnostic import Sink, meant, one_of
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model import cache as store
-from planc.model.config import Config, diffused, in_hand, locate, read, shipped
+from planc.model.config import Config, config_of, is_diffusers, locate_config, read, shipped_models
 from planc.model.facts import Facts
 
 
@@ -18,19 +18,18 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     """The facts of a model, or None after a finding (PL60x).
 
     Args:
-        model: a folder with `config.json`, a JSON file, a shipped model's name, the name of a hub
-            model that is in the local cache, or `package.module:factory`.
-        sink: receives what is wrong.
-        allow_code: whether `package.module:factory`, or the code that a model's folder brings, may
-            be run.
-        cache: whether facts may come from, and go to, the cache.
+        model: a folder with `config.json`, a JSON file, the name of a shipped model, the name of a
+            hub model that is in the local cache, or `package.module:factory`.
+        sink: receives the findings.
+        allow_code: whether planc may run `package.module:factory`, or the code in a model's folder.
+        cache: whether to read facts from, and write them to, the cache.
     """
-    place = locate(model)
+    place = locate_config(model)
     if place is None:
         module, colon, factory = model.partition(":")
         if colon and all(n.isidentifier() for n in (factory, *module.split("."))):
             return _from_code(module, factory, sink, allow_code=allow_code)
-        _nowhere(model, sink)
+        _not_found(model, sink)
         return None
     config = read(place, sink)
     if config is None:
@@ -38,27 +37,27 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     if allow_code and "AutoModelForCausalLM" in config.own_code:
         from planc.model.sources.huggingface import from_folder
 
-        return from_folder(config, sink)  # never cached: the key knows nothing of the code
+        return from_folder(config, sink)  # never cached: the key does not cover the code
     facts = _from_config(config, sink, cache=cache)
     if facts is not None:
-        _left_out(config, facts, sink)
+        _report_ignored(config, facts, sink)
     return facts
 
 
 def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
     key = store.key_of(config.values)
     if cache:
-        facts = store.read(key, config_name=config.name, given=frozenset(config.values))
+        facts = store.read(key, config_name=config.name, stated_fields=frozenset(config.values))
         if facts is not None:
             return facts
-    facts = _built(config, sink)
+    facts = _build_facts(config, sink)
     if facts is not None and cache:
         store.write(key, facts)
     return facts
 
 
-def _built(config: Config, sink: Sink) -> Facts | None:
-    if diffused(config.values):
+def _build_facts(config: Config, sink: Sink) -> Facts | None:
+    if is_diffusers(config.values):
         from planc.model.sources import diffusers
 
         return diffusers.from_config(config, sink)
@@ -67,13 +66,13 @@ def _built(config: Config, sink: Sink) -> Facts | None:
     return huggingface.from_config(config, sink)
 
 
-def of_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:
-    """The facts of a configuration that is at hand, from the cache or built."""
-    return _from_config(in_hand(values, name), sink, cache=True)
+def load_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:
+    """The facts of a configuration given as a dict, from the cache or built."""
+    return _from_config(config_of(values, name), sink, cache=True)
 
 
-def _left_out(config: Config, facts: Facts, sink: Sink) -> None:
-    """Says what the facts do not hold, though the configuration asks for it."""
+def _report_ignored(config: Config, facts: Facts, sink: Sink) -> None:
+    """Reports what the configuration asks for and the facts do not contain (PL609, PL610)."""
     if config.own_code:
         sink.info(
             "PL609",
@@ -102,7 +101,9 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
     return None
 
 
-def _nowhere(model: str, sink: Sink) -> None:
-    known = shipped()
-    told = meant(model, known, f"give a folder with config.json, or one of {one_of(known)}")
-    sink.error("PL600", f"there is no model {model!r}", help=told)
+def _not_found(model: str, sink: Sink) -> None:
+    known = shipped_models()
+    advice = did_you_mean(
+        model, known, f"give a folder with config.json, or one of {one_of(known)}"
+    )
+    sink.error("PL600", f"there is no model {model!r}", help=advice)

@@ -1,4 +1,4 @@
-"""An nn.Module -> the module table. Touches no tensor's data, so a model on meta will do."""
+"""Builds the module table of an nn.Module. Reads no tensor data, so the model may be on meta."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FACTS = (
     "all_head_size",
     "is_sliding",
 )
-"""Attributes that say how a module splits what its projections give it. Never `layer_idx`: layers
-that differ by their number alone are alike."""
+"""Attributes that determine how a module splits the outputs of its projections. `layer_idx` is not
+one of them: layers that differ only in their index are identical."""
 
 
 def facts_of(
@@ -37,16 +37,16 @@ def facts_of(
     *,
     config: Any = None,
     config_name: str = "config.json",
-    given: frozenset[str] = frozenset(),
+    stated_fields: frozenset[str] = frozenset(),
 ) -> Facts:
-    """The facts of a model at hand.
+    """The facts of a model that exists as an nn.Module.
 
     Args:
         module: an nn.Module, on any device.
         config: its configuration: a mapping, an object with `to_dict`, a dataclass or any object
-            with fields; None for a model without.
-        config_name: what messages call the configuration.
-        given: the fields that the user's file states itself.
+            with fields; None for a model without one.
+        config_name: the name of the configuration in messages.
+        stated_fields: the fields that the user's file states.
     """
     values = _mapping(config)
     name = type(module).__name__
@@ -55,14 +55,14 @@ def facts_of(
         family=str(values.get("model_type") or name),
         config=values,
         config_name=config_name,
-        root=_Table(_islands(module)).module(module),
+        root=_Table(_fp32_patterns(module)).module(module),
         ties=_ties(module),
-        given=given,
+        stated_fields=stated_fields,
     )
 
 
 def already_parallel(module: Any) -> str | None:
-    """The first thing in a model that shows that it is parallel already, or None."""
+    """Why the model counts as parallelized already, or None if it does not."""
     for name, child in module.named_modules():
         kinds = {k.__name__ for k in type(child).__mro__}
         if kinds & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}:
@@ -76,10 +76,10 @@ def already_parallel(module: Any) -> str | None:
 
 
 class _Table:
-    """Builds the table; like modules become one object, so that comparing them is quick."""
+    """Builds the table. Identical modules become one object, so comparing them is fast."""
 
     def __init__(self, islands: Sequence[tuple[re.Pattern[str], str]]) -> None:
-        self._islands = islands
+        self._fp32_patterns = islands
         self._known: dict[tuple[Any, ...], Module] = {}
         self._shared: dict[tuple[Any, ...], Parameter] = {}
 
@@ -87,8 +87,8 @@ class _Table:
         from torch import nn
 
         kind = _kind(module)
-        own = tuple(
-            self._parameter(name, p, self._island(path, name))
+        parameters = tuple(
+            self._parameter(name, p, self._keep_in_fp32(path, name))
             for name, p in module._parameters.items()
             if p is not None
         )
@@ -101,7 +101,7 @@ class _Table:
         key = (
             type(module),
             kind,
-            tuple(id(p) for p in own),
+            tuple(id(p) for p in parameters),
             facts,
             tuple((n, id(c)) for n, c in children),
         )
@@ -109,38 +109,40 @@ class _Table:
             self._known[key] = Module(
                 cls=type(module).__name__,
                 kind=kind,
-                parameters=own,
+                parameters=parameters,
                 facts=facts,
                 children=tuple(_entries(children) if listed else _named(children)),
             )
         return self._known[key]
 
-    def _island(self, path: str, name: str) -> str:
-        """What is said of a parameter; the stronger word where there are two."""
-        return max((word for p, word in self._islands if p.search(path + name)), default="")
+    def _keep_in_fp32(self, path: str, name: str) -> str:
+        """When a cast leaves the parameter in float32; the stronger condition if two patterns
+        match.
+        """
+        return max((word for p, word in self._fp32_patterns if p.search(path + name)), default="")
 
-    def _parameter(self, name: str, parameter: Any, island: str) -> Parameter:
-        key = (name, parameter.shape, parameter.dtype, parameter.requires_grad, island)
+    def _parameter(self, name: str, parameter: Any, keep_in_fp32: str) -> Parameter:
+        key = (name, parameter.shape, parameter.dtype, parameter.requires_grad, keep_in_fp32)
         if key not in self._shared:
             self._shared[key] = Parameter(
                 name=name,
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 trainable=parameter.requires_grad,
-                island=island,
+                keep_in_fp32=keep_in_fp32,
             )
         return self._shared[key]
 
 
-def _islands(module: Any) -> list[tuple[re.Pattern[str], str]]:
-    """The names that a transformers model keeps in float32, as `from_pretrained` looks for them.
+def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
+    """The patterns of parameter names that `from_pretrained` keeps in float32, and when.
 
     Source: `build_glob_alternation` in `transformers.core_model_loading`: a star is any text.
     """
-    said = {"_keep_in_fp32_modules": "float16", "_keep_in_fp32_modules_strict": "half"}
+    conditions = {"_keep_in_fp32_modules": "float16", "_keep_in_fp32_modules_strict": "half"}
     return [
         (re.compile(name.replace("*", r".*")), word)
-        for field, word in said.items()
+        for field, word in conditions.items()
         for name in sorted(getattr(module, field, None) or ())
     ]
 
@@ -151,7 +153,7 @@ def _named(children: list[tuple[str, Module]]) -> Iterator[Child]:
 
 
 def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
-    """The entries of a list, those that are alike as one, in order of first appearance."""
+    """The entries of a list, identical ones merged, in order of first appearance."""
     groups: dict[int, tuple[Module, int]] = {}
     for name, module in children:
         _, bits = groups.get(id(module), (module, 0))
@@ -161,11 +163,11 @@ def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
 
 
 def _facts(module: Any) -> tuple[tuple[str, int], ...]:
-    """What the module itself sets; reading `__dict__` spares nn.Module's slow search."""
-    own = module.__dict__
-    facts = [(name, int(v)) for name in _FACTS if isinstance(v := own.get(name), int)]
-    kind = own.get("layer_type") or own.get("attention_type")
-    if isinstance(kind, str) and "is_sliding" not in own:
+    """The integer attributes of the module; `__dict__` avoids the slow lookup of nn.Module."""
+    attributes = module.__dict__
+    facts = [(name, int(v)) for name in _FACTS if isinstance(v := attributes.get(name), int)]
+    kind = attributes.get("layer_type") or attributes.get("attention_type")
+    if isinstance(kind, str) and "is_sliding" not in attributes:
         facts.append(("is_sliding", int(kind.startswith("sliding"))))
     return tuple(facts)
 
@@ -200,7 +202,7 @@ def _ties(module: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _mapping(config: Any) -> dict[str, Any]:
-    """A configuration as JSON has it, so that it is the same fresh and from the cache."""
+    """The configuration as JSON data, so that it is the same built and read from the cache."""
     values: Any = {}
     if isinstance(config, Mapping):
         values = dict(config)
@@ -212,7 +214,7 @@ def _mapping(config: Any) -> dict[str, Any]:
         values = dict(getattr(config, "__dict__", {}))
     try:
         plain = json.loads(json.dumps(values, default=_text, skipkeys=True))
-    except (ValueError, RecursionError):  # a field that holds itself
+    except (ValueError, RecursionError):  # a circular reference
         plain = {k: v for k, v in values.items() if isinstance(v, str | int | float | None)}
     return plain if isinstance(plain, dict) else {}
 

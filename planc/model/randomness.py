@@ -1,4 +1,4 @@
-"""What a model draws at random in training, as its configuration says it."""
+"""The random numbers that a model draws in training, as stated by its configuration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from planc.model.facts import Facts
 from planc.model.small.config_fields import DROPOUT, JITTER
 
 
-def drawn(facts: Facts) -> tuple[str, ...]:
-    """The fields by which training draws random numbers, as `name = value`.
+def random_fields(facts: Facts) -> tuple[str, ...]:
+    """The fields that make training draw random numbers, as `name = value`.
 
-    A model that is not from transformers has modules instead, of torch's dropout.
+    For a model that is not from transformers, its nn.Dropout modules are listed instead.
     """
     classifies = "Classification" in facts.name
     fields = [
@@ -26,8 +26,8 @@ def drawn(facts: Facts) -> tuple[str, ...]:
     return tuple(fields)
 
 
-def skipping(facts: Facts) -> tuple[str, ...]:
-    """Those by which training leaves out whole layers at random."""
+def layer_drop_fields(facts: Facts) -> tuple[str, ...]:
+    """The fields that make training skip whole layers at random."""
     return tuple(f"{n} = {v}" for n, v in _fields(facts.config) if n.endswith("layerdrop"))
 
 
@@ -36,6 +36,6 @@ def _fields(config: Mapping[str, Any], owner: str = "") -> Iterator[tuple[str, f
         if isinstance(value, Mapping):
             yield from _fields(value, f"{owner}{name}.")
         elif not (DROPOUT.search(name) or JITTER.search(name)) or name.startswith("summary_"):
-            continue  # gpt2's `summary_first_dropout` is of a head that summarises
+            continue  # gpt2's `summary_first_dropout` belongs to a summary head
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             yield f"{owner}{name}", value

@@ -44,7 +44,7 @@ FOUR_BIT = "FourBit"  # the class of a quantised layer
 KINDS = ("linear", "conv1d", "embedding")
 """The modules that take an adapter; that of an embedding is parameters, not modules."""
 
-AROUND = (Input, Output, MlaKv, Attributes)
+PARAMETERLESS = (Input, Output, MlaKv, Attributes)
 """Styles that change what comes in or goes out, of a layer and its adapter together, and none of
 its weights."""
 
@@ -70,7 +70,7 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     return plan, replace(facts, root=root)
 
 
-def halves(rule: AdapterRule) -> tuple[Modules, Modules]:
+def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
     """`lora_A` and `lora_B` of a rule's layers, the modules that compute."""
     two = []
     for child in _children(rule.modules.module, rule)[:2]:
@@ -79,7 +79,7 @@ def halves(rule: AdapterRule) -> tuple[Modules, Modules]:
     return two[0], two[1]
 
 
-def sides(module: Module) -> tuple[int, int]:
+def in_out_features(module: Module) -> tuple[int, int]:
     """(features that come in, features that go out) of a layer that an adapter can be on."""
     weight = next(p for p in module.parameters if p.name == "weight")
     one, two = weight.shape
@@ -152,7 +152,7 @@ def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
         return ()  # which a check has said
     weight = next(p for p in module.parameters if p.name == "weight")
     dtype = rule.dtype or weight.dtype
-    one, two = sides(module)
+    one, two = in_out_features(module)
     if module.kind == "embedding":
         a = Parameter(name=NAME, shape=(rule.rank, one), dtype=dtype)
         b = Parameter(name=NAME, shape=(two, rule.rank), dtype=dtype)
@@ -171,7 +171,7 @@ def _dict(shape: tuple[int, ...], dtype: str) -> Module:
 
 
 def _units(rule: AdapterRule) -> Iterator[Unit]:
-    for half in halves(rule):
+    for half in lora_modules(rule):
         yield Unit(members=(half,), origin=rule.origin)
 
 
@@ -181,11 +181,11 @@ def _units(rule: AdapterRule) -> Iterator[Unit]:
 def styles(plan: Plan) -> tuple[TensorRule, ...]:
     """The styles of adapters, which follow from those of their layers."""
     found: list[TensorRule] = []
-    for rule, base, part in meetings(plan):
+    for rule, base, part in adapted_tensor_rules(plan):
         derived = of_layer(base.style, rule.modules.module.kind)
         if isinstance(derived, str) or rule.modules.module.kind not in KINDS[:2]:
             continue  # what is wrong, a check has said
-        two = halves(replace(rule, modules=part))
+        two = lora_modules(replace(rule, modules=part))
         for half, style in zip(two, derived, strict=True):
             if style is not None:
                 found.append(
@@ -194,7 +194,7 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
     return tuple(found)
 
 
-def meetings(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
+def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
     """Every adapter rule, a style of its layers' weights, and the layers that both speak of.
 
     What changes an input or an output does so around the layer and its adapter.
@@ -202,7 +202,7 @@ def meetings(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
     for rule in plan.adapters.rules if plan.adapters else ():
         for base in plan.tensor:
             part = rule.modules.overlap(base.modules)
-            if part is not None and not isinstance(base.style, AROUND):
+            if part is not None and not isinstance(base.style, PARAMETERLESS):
                 yield rule, base, part
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from planc.diagnostic import meant, one_of
+from planc.diagnostic import did_you_mean, one_of
 from planc.plan.evaluate import describe, evaluate
 from planc.plan.scope import Failed, Scope, Value
 from planc.syntax import ast
@@ -91,7 +91,7 @@ class Arguments:
         wanted = [f"`{w}`" for w in words]
         if least is not None:
             wanted.append("a positive integer" if least else "an integer from 0")
-        told = meant(value, words) if isinstance(value, str) else None
+        told = did_you_mean(value, words) if isinstance(value, str) else None
         self._type(expression, name, one_of(wanted), value, told)
         return default
 
@@ -110,7 +110,7 @@ class Arguments:
         for argument in self.positional[positional:]:
             self.wrong(argument, f"`{self.call.name}` takes no such argument", takes)
         for name, argument in self._named.items():
-            told = meant(name, self.known, takes)
+            told = did_you_mean(name, self.known, takes)
             self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", told)
         return self.ok
 
@@ -126,7 +126,7 @@ def word(expression: ast.Expr, scope: Scope) -> Value:
 
 def unknown(call: ast.Call, known: tuple[str, ...], what: str, scope: Scope) -> None:
     """PL105: an action that the section does not have."""
-    told = meant(call.name, known, f"there is {one_of(known, last='and')}")
+    told = did_you_mean(call.name, known, f"there is {one_of(known, last='and')}")
     scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=told)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.diagnostic import Sink, meant, one_of
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.plan.evaluate import evaluate
@@ -156,7 +156,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
             used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:
                 continue
-            told = meant(axis.path, names, f"it has {one_of(names, last='and')}")
+            told = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
             program.sink.error(
                 "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=told
             )

@@ -91,7 +91,7 @@ class Load(Meaning):
         """The type that a parameter is kept in."""
         if self.dtype is None or self.done:
             return parameter.dtype
-        return (parameter if self.islands else replace(parameter, island="")).cast(self.dtype)
+        return (parameter if self.islands else replace(parameter, keep_in_fp32="")).cast(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from planc.diagnostic import Label, meant, one_of
+from planc.diagnostic import Label, did_you_mean, one_of
 from planc.plan.evaluate import describe, evaluate, truth
 from planc.plan.ir import Axis, Mesh
 from planc.plan.mesh_axes import SHARD
@@ -121,7 +121,7 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
             "PL103",
             f"there is no earlier axis `{item.name}` to override",
             item.name_origin,
-            help=meant(item.name, found, "take `override` away"),
+            help=did_you_mean(item.name, found, "take `override` away"),
         )
     if program.scope.definitions.get(item.name):
         program.sink.error(

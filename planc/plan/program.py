@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planc.diagnostic import Label, Sink, meant, one_of
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.plan.evaluate import describe, truth
 from planc.plan.ir import Mesh
@@ -261,7 +261,7 @@ def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
         if name in known:
             continue
         has = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}" if known else None
-        told = meant(name, known, has)
+        told = did_you_mean(name, known, has)
         source = literal.origin.source
         program.sink.error(
             "PL106",
@@ -308,7 +308,7 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
                 help=f"planc has {one_of(known, last='and')} sections today",
             )
             continue
-        told = meant(section.name, known, f"known are {one_of(known, last='and')}")
+        told = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
         told = _ITEMS.get(section.name, told)
         program.sink.error(
             "PL011", f"there is no section `{section.name}`", section.name_origin, help=told

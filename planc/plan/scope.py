@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
 
-from planc.diagnostic import Label, Sink, meant, one_of
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Parameter
 from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import axes_of
@@ -148,7 +148,7 @@ class Scope:
                 f"`{before}` has no field `{key}`",
                 name.origin,
                 facts=[f"model_type = {self.facts.family}  ({self.facts.config_name})"],
-                help=meant(key, known),
+                help=did_you_mean(key, known),
             )
             return FAILED
         if not path:
@@ -166,7 +166,7 @@ class Scope:
         told = "declare an `option` or a `let`, or put a text in quotes"
         if known:
             told = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
-        told = meant(name.path, known, told) or told
+        told = did_you_mean(name.path, known, told) or told
         self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=told)
         return FAILED
 

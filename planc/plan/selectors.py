@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from planc.diagnostic import meant, one_of
+from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.plan.scope import Failed, Scope
@@ -22,7 +22,7 @@ _MAX_ALTERNATIVES = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedChild:
     """A child by name; `*` inside the name matches any run of characters."""
 
     pattern: str
@@ -53,7 +53,7 @@ class Kept:
     has: ast.Selector | None
 
 
-Step = Named | Level | Deep | Picked | Kept
+SelectorStep = NamedChild | Level | Deep | Picked | Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Miss:
     """Where a pattern matched nothing: the modules reached, and the step that failed."""
 
     at: tuple[Modules, ...]
-    step: Step
+    step: SelectorStep
     depth: int
 
 
@@ -98,10 +98,10 @@ def select(
     return _merged(found)
 
 
-def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Step, ...]]:
+def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[SelectorStep, ...]]:
     """The patterns that braces expand to, each as steps."""
-    prefix: tuple[Step, ...] = ()
-    prefixes: list[tuple[Step, ...]] = [prefix]
+    prefix: tuple[SelectorStep, ...] = ()
+    prefixes: list[tuple[SelectorStep, ...]] = [prefix]
     path = selector.path
     if path.startswith("$"):
         match = re.match(r"\$(\w+)\.?", path)
@@ -148,7 +148,7 @@ def _braces(text: str) -> Iterator[str]:
             yield text[: match.start()] + option + rest
 
 
-def _steps(text: str) -> Iterator[Step]:
+def _steps(text: str) -> Iterator[SelectorStep]:
     for piece in re.findall(r"[^.\[\]]+|\[[^\]]*\]", text):
         if piece.startswith("["):
             yield Picked(piece)
@@ -159,10 +159,12 @@ def _steps(text: str) -> Iterator[Step]:
         elif piece.isdecimal():
             yield Picked(f"[{piece}]")
         else:
-            yield Named(piece)
+            yield NamedChild(piece)
 
 
-def _walk(base: Modules, steps: tuple[Step, ...], scope: Scope) -> tuple[Modules, ...] | _Miss:
+def _walk(
+    base: Modules, steps: tuple[SelectorStep, ...], scope: Scope
+) -> tuple[Modules, ...] | _Miss:
     current: tuple[Modules, ...] = (base,)
     for depth, step in enumerate(steps):
         following = tuple(dict.fromkeys(m for at in current for m in _advance(at, step, scope)))
@@ -172,14 +174,14 @@ def _walk(base: Modules, steps: tuple[Step, ...], scope: Scope) -> tuple[Modules
     return current
 
 
-def _advance(at: Modules, step: Step, scope: Scope) -> Iterator[Modules]:
+def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]:
     match step:
         case Deep():
             yield from at.below()
         case Level():
             for child in at.module.children:
                 yield Modules((*at.path, child.segment), child.module)
-        case Named(pattern):
+        case NamedChild(pattern):
             for child in at.module.children:
                 if child.indices is None and fnmatchcase(child.name, pattern):
                     yield Modules((*at.path, child.name), child.module)
@@ -247,7 +249,7 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
     facts = [f"{where} is a {at.module.cls}"]
     told: str | None = None
     match miss.step:
-        case Named(pattern):
+        case NamedChild(pattern):
             reason = f"{where} has no `{pattern}`"
             told = _instead(pattern, at, names, scope)
         case Picked(text):
@@ -270,7 +272,7 @@ def _path(selector: ast.Selector | None) -> str:
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
     """The names that the user may have meant by an unknown name."""
-    if close := meant(pattern, names):
+    if close := did_you_mean(pattern, names):
         return close
     if _length(at):
         return f"`{at}` is a list: write `{at}.*.{pattern}`, or pick entries with `[0:4]`"

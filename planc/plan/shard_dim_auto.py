@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
-from planc.plan.apply_adapters import AROUND
+from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.ir import Fsdp, Plan, Spread, Unit
 from planc.plan.local_shapes import AUTO, even_dim, local_shape, ruled
 from planc.plan.parameter_owners import Owned, owned
 
-Part = TypeVar("Part", Unit, Spread)
+UnitOrSpread = TypeVar("UnitOrSpread", Unit, Spread)
 
 
 def settled(plan: Plan, facts: Facts, sink: Sink) -> Plan:
@@ -29,7 +29,9 @@ def settled(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     return replace(plan, fsdp=replace(section, units=units, spreads=spreads))
 
 
-def _settled(part: Part, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink) -> Part:
+def _settled(
+    part: UnitOrSpread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
+) -> UnitOrSpread:
     if part.shard_dim != AUTO:
         return part
     ranks = plan.mesh.size(*section.axes(part)[0])
@@ -57,7 +59,7 @@ def held(
         found: the result of `owned` for the plan.
     """
     rules = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
-    rules = [r for r in rules if not isinstance(r.style, AROUND)]
+    rules = [r for r in rules if not isinstance(r.style, PARAMETERLESS)]
     for own in found:
         if (own.spread or own.unit) is not part or own.unit is None:
             continue

@@ -1,4 +1,4 @@
-"""The numeric proof of a plan, on a small model: simulated (flow), on processes (verify).
+"""The numeric proof of a plan on a small model: simulated (flow) or on processes (verify).
 
-`planc check` needs `flow` alone, so nothing is imported here.
+`planc check` needs only `flow`, so nothing is imported here.
 """

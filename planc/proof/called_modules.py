@@ -1,7 +1,9 @@
-"""Which modules a model's own code calls: what FSDP can gather in time, where no axis is split.
+"""Which modules the model's code calls, for plans without tensor parallelism: FSDP gathers a
+unit when its module is called.
 
-A plain run of the small model tells it, once for a configuration whatever the plan: it is kept by
-the configuration, the library versions and planc's sources, so a warm check imports no torch.
+A plain run of the small model answers it, once per configuration and for any plan. The answer is
+cached by the configuration, the library versions and planc's sources, so a warm check does not
+import torch.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ from planc.trial.source_digest import source_digest
 _FORMAT = 2
 
 
-def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
-    """The modules that are called, with stars for numbers; None, and why, where no run tells it.
+def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
+    """The modules that are called, with `*` for indices; or None and the reason if no run shows it.
 
     Args:
-        facts: the model; code that it names was allowed.
+        facts: the model; if it has code, running it is allowed.
     """
     model = small_model(facts)
     if isinstance(model, str):
         return None, model
     config = json.dumps(model.values, sort_keys=True)
-    key = cache.named(f"calls {_FORMAT}", config, *cache.also(model.values), source_digest())
+    key = cache.entry_name(
+        f"calls {_FORMAT}", config, *cache.extra_versions(model.values), source_digest()
+    )
     kept = None if model.code else cache.recall(key)
     if isinstance(kept, list):
         return frozenset(map(str, kept)), ""
@@ -35,13 +39,13 @@ def called(facts: Facts) -> tuple[frozenset[str] | None, str]:
         names = sorted(_run(model))
     except Exception as error:
         return None, f"the small model does not run: {error}"
-    if not model.code:  # which may change, and its name does not
+    if not model.code:  # can change while its name stays the same
         cache.keep(key, names)
     return frozenset(names), ""
 
 
 def _run(model: SmallModel) -> set[str]:
-    from planc.trial.trace import called as run
+    from planc.trial.trace import run_order as run
 
-    maker = model.maker()
-    return {generic(name) for name in run(maker.build(0), maker.sample())}
+    builder = model.builder()
+    return {generic(name) for name in run(builder.build(0), builder.sample())}

@@ -1,4 +1,6 @@
-"""What layout flow found -> findings at the lines of the plan, with the model's source line."""
+"""Reports the discrepancies of layout flow at the lines of the plan, with the model's source
+line.
+"""
 
 from __future__ import annotations
 
@@ -7,132 +9,139 @@ from collections.abc import Callable, Set
 from planc.diagnostic import Label, Severity, Sink
 from planc.model.facts import below
 from planc.plan.ir import Plan
-from planc.proof.responsible_rules import rules
-from planc.trial.outcome import Outcome, Part
+from planc.proof.responsible_rules import rule_labels
+from planc.trial.outcome import Discrepancy, Outcome
 
 _SEEN = "seen on a shrunken model, with all ranks of the axis simulated (2)"
 _MOST = 8
-"""Findings of one kind: a plan that is wrong everywhere is not told so a hundred times."""
+"""The most findings of one kind."""
 
 
-def refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """Where the model computes something else: PL501, PL502, PL503 and PL507.
+def report_refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
+    """Reports outputs, crashes, gradients and sizes that differ: PL501, PL503, PL502 and PL507.
 
-    Of outputs only the first that differs is told, for what comes after differs with it.
+    Only the first wrong output is reported, because the outputs after it differ as a consequence.
     """
-    groups = _alike(outcome)
+    groups = _groups(outcome)
     first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
     gradients = [g for g in groups if g[0].kind in ("gradient", "partial", "missing")]
     for group in (*sizes, *(first or gradients[:_MOST])):
-        _TOLD.get(group[0].kind, _gradient)(group, small, sink)
+        _REPORTERS.get(group[0].kind, _gradient)(group, small, sink)
 
 
-def unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """What is not as the plan says: arrivals (PL505) and redistributions (PL506)."""
+def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
+    """Reports layouts (PL505) and redistributions (PL506) that the plan does not state."""
     wrong = outcome.verdict == "refuted"
     for kind in ("boundary", "unstated"):
-        for group in [g for g in _alike(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
-            part, subject = group[0], generic(group[0].subject)
-            labels = list(rules(part.subject, small))
-            facts = [*_source(part), _SEEN]
-            before, after = part.layouts
+        for group in [g for g in _groups(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
+            mismatch, subject = group[0], generic(group[0].subject)
+            labels = list(rule_labels(mismatch.subject, small))
+            facts = [*_source(mismatch), _SEEN]
+            before, after = mismatch.layouts
             if kind == "boundary":
                 severity = Severity.ERROR if wrong else Severity.WARNING
                 message = f"what arrives at `{subject}` is not what the plan says: "
                 message += f"{before} is stated, {after} arrives"
-                told = f"state it as it arrives: `{after} -> ...` instead of `{before} -> ...`"
-                sink.report(severity, "PL505", message, *labels, facts=facts, help=told)
+                advice = f"state it as it arrives: `{after} -> ...` instead of `{before} -> ...`"
+                sink.report(severity, "PL505", message, *labels, facts=facts, help=advice)
             elif not wrong:
-                change = f"{before} -> {after} (for {part.op})"
+                change = f"{before} -> {after} (for {mismatch.op})"
                 message = f"no rule says that `{subject or 'the model'}` changes {change}"
-                labels = _with_before(labels, part, small)
-                told = "state it with a style, `input(...)` or `output(...)`, or leave it as it is"
-                sink.warning("PL506", message, *labels, facts=facts, help=told)
+                labels = _with_before(labels, mismatch, small)
+                advice = (
+                    "state it with a style, `input(...)` or `output(...)`, or leave it as it is"
+                )
+                sink.warning("PL506", message, *labels, facts=facts, help=advice)
 
 
-def _alike(outcome: Outcome) -> list[list[Part]]:
-    """The parts, those of like modules together."""
-    groups: dict[tuple[str, str, tuple[str, ...], str], list[Part]] = {}
-    for part in outcome.parts:
-        key = (part.kind, generic(part.subject), part.layouts, part.op)
-        groups.setdefault(key, []).append(part)
+def _groups(outcome: Outcome) -> list[list[Discrepancy]]:
+    """The discrepancies, grouped by identical modules."""
+    groups: dict[tuple[str, str, tuple[str, ...], str], list[Discrepancy]] = {}
+    for mismatch in outcome.discrepancies:
+        key = (mismatch.kind, generic(mismatch.subject), mismatch.layouts, mismatch.op)
+        groups.setdefault(key, []).append(mismatch)
     return list(groups.values())
 
 
 def generic(name: str) -> str:
-    """A torch name with every entry of a list as `*`."""
+    """A torch name with every list index as `*`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def _source(part: Part) -> list[str]:
-    return [f"the model's own code: {part.line}"] if part.line else []
+def _source(mismatch: Discrepancy) -> list[str]:
+    return [f"the model's own code: {mismatch.line}"] if mismatch.line else []
 
 
-def _with_before(labels: list[Label], part: Part, small: Plan) -> list[Label]:
-    """The labels, and the rules of the module that ended last."""
+def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> list[Label]:
+    """The labels, and those of the rules for the module that ended last."""
     marked = {label.span for label in labels}
-    before = [label.span for label in rules(part.before, small) if label.span not in marked]
+    before = [
+        label.span for label in rule_labels(mismatch.before, small) if label.span not in marked
+    ]
     return [*labels, *(Label(span=span, text="ended just before") for span in before)]
 
 
-def _crash(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], generic(group[0].subject)
-    labels = _with_before(list(rules(part.subject, small)), part, small)
+def _crash(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    mismatch, subject = group[0], generic(group[0].subject)
+    labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
     message = f"the model dies at `{subject}` under this plan"
-    facts = [part.detail, *_source(part), _SEEN]
+    facts = [mismatch.detail, *_source(mismatch), _SEEN]
     sink.error("PL503", message, *labels, facts=facts)
 
 
-def _output(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], generic(group[0].subject)
-    facts = [f"the first output that differs, by {part.error:.1e}"]
-    facts += [part.detail] if part.detail else []
+def _output(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    mismatch, subject = group[0], generic(group[0].subject)
+    facts = [f"the first output that differs, by {mismatch.error:.1e}"]
+    facts += [mismatch.detail] if mismatch.detail else []
     message = f"`{subject or 'the model'}` computes something else under this plan"
-    facts += [*_source(part), _SEEN]
-    labels = _with_before(list(rules(part.subject, small)), part, small)
+    facts += [*_source(mismatch), _SEEN]
+    labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
     sink.error("PL501", message, *labels, facts=facts)
 
 
-def _gradient(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], generic(group[0].subject)
-    module = part.subject.rpartition(".")[0]
+def _gradient(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    mismatch, subject = group[0], generic(group[0].subject)
+    module = mismatch.subject.rpartition(".")[0]
     worst = max(p.error for p in group)
     help = None
-    if part.kind == "partial":
+    if mismatch.kind == "partial":
         message = f"the gradient of `{subject}` is a part of a sum, and nothing adds it up"
-        told = f"each rank's differs by up to {worst:.1e}"
+        detail = f"each rank's differs by up to {worst:.1e}"
         last = module.rpartition(".")[2]
         help = f"give it a style that sums: `{last} : sequence(dim = ..., local = true)`"
     else:
         message = f"the gradient of `{subject}` is wrong under this plan"
-        told = f"relative error {worst:.1e}"
-    facts = [told, *_source(part), _SEEN]
-    sink.error("PL502", message, *rules(module, small), facts=facts, help=help)
+        detail = f"relative error {worst:.1e}"
+    facts = [detail, *_source(mismatch), _SEEN]
+    sink.error("PL502", message, *rule_labels(module, small), facts=facts, help=help)
 
 
-def _size(group: list[Part], small: Plan, sink: Sink) -> None:
-    part, subject = group[0], generic(group[0].subject)
-    message = f"`{subject}` gets {part.detail}: read off a local part of the sequence"
+def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    mismatch, subject = group[0], generic(group[0].subject)
+    message = f"`{subject}` gets {mismatch.detail}: read off a local part of the sequence"
     sink.error(
         "PL507",
         message,
-        *rules(part.subject, small),
-        facts=[*_source(part), _SEEN],
+        *rule_labels(mismatch.subject, small),
+        facts=[*_source(mismatch), _SEEN],
         help="hand the split activations on as a DTensor, which knows the whole size: "
         "`local = false`",
     )
 
 
-def uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
-    """PL508: units whose module is never called, while what is inside it is.
+def report_uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
+    """Reports units whose module is never called although modules inside it are (PL508).
 
-    FSDP gathers a unit's parameters when its module is called. Says whether there are any.
+    FSDP all-gathers a unit's parameters when its module is called.
 
     Args:
-        ran: the modules that were called, by name, or with stars for numbers.
-        plan: whose units are judged.
+        ran: the names of the called modules, as they are or with `*` for indices.
+        plan: the plan with the units.
         sink: receives the findings.
+
+    Returns:
+        Whether there are such units.
     """
     found = False
     for unit in plan.fsdp.units if plan.fsdp else ():
@@ -156,7 +165,7 @@ def uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
     return found
 
 
-_TOLD: dict[str, Callable[[list[Part], Plan, Sink], None]] = {
+_REPORTERS: dict[str, Callable[[list[Discrepancy], Plan, Sink], None]] = {
     "crash": _crash,
     "output": _output,
     "size": _size,

@@ -1,8 +1,8 @@
-"""The kinds of layer of a model, and what layout flow says of each.
+"""The kinds of layer of a model, and the verdict of layout flow on each.
 
-Blocks of one list are of one kind when they hold the same modules and the configuration says the
-same of them (`layer_types` and the like). The small model has one layer of each kind; what was
-seen there holds for all of them.
+Blocks of one list are of the same kind if they have the same structure and the same entries in the
+configuration's per-layer lists (such as `layer_types`). The small model has one layer of each kind;
+its result holds for all of them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from planc.trial.outcome import LIMIT, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Like blocks and the verdict on them.
+class LayerVerdict:
+    """The verdict on the blocks of one kind.
 
     Args:
-        modules: as a plan selects them, such as `model.layers[0:32]`; `root` is all that is in no
-            list of blocks.
-        label: what the configuration calls them, such as `sliding_attention`; may be empty.
+        modules: the blocks as a selector, such as `model.layers[0:32]`; `root` is everything
+            outside of block lists.
+        label: the kind in the configuration, such as `sliding_attention`; may be empty.
         verdict: `proved`, `refuted` or `unknown`.
         reason: why it is unknown.
-        error: the largest relative error, None where none was measured.
+        error: the largest relative error, None if none was measured.
     """
 
     modules: str
@@ -45,10 +45,10 @@ class Kind:
 
 
 _TOWER = re.compile(r"vision|audio|speech")
-"""A tower's configuration says nothing of the language model's layers, as many as there may be."""
+"""A tower's configuration does not describe the language model's layers, even of equal number."""
 
 _APART = re.compile(r"^rope_|_(indexes|indices|idxs|ids)$")
-"""Fields whose lists have no entry for each layer: of frequencies, of layers by their number."""
+"""Lists without an entry per layer: frequencies, layer indices."""
 
 _Key = tuple[Any, ...]
 
@@ -59,76 +59,82 @@ class _Group:
     label: str
 
 
-def kinds(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Kind, ...]:
-    """The verdict on each kind of layer of a model, from a run of a small one.
+def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[LayerVerdict, ...]:
+    """The verdict on each kind of layer of a model, from a run of the small model.
 
     Args:
-        facts: of the model.
+        facts: the facts of the model.
         small: the plan for the small model that was run.
-        outcome: of the run.
+        outcome: the outcome of the run.
     """
     if outcome.verdict not in ("proved", "refuted") or small.facts is None or small.plan is None:
         return ()
     groups = {key: group.modules for key, group in _groups(small.facts, facts)}
     seen = {key: list(modules.names()) for key, modules in groups.items()}
     ran = {name for name, _ in outcome.modules}
-    found: list[Kind] = []
+    found: list[LayerVerdict] = []
     for key, group in _groups(facts, facts):
         names = seen.get(key, [])
         if names and not any(_in(r, name) for r in ran for name in names):
-            found.append(_not_run(group, groups[key], small.plan, outcome.unfed))
+            found.append(_not_run(group, groups[key], small.plan, outcome.missing_inputs))
         else:
             found.append(_judged(str(group.modules), group.label, names, outcome))
     blocks = [name for names in seen.values() for name in names]
     rest = [n for n, _ in outcome.modules if not any(_in(n, b) or _in(b, n) for b in blocks)]
     if rest:
         found.append(_judged("root", "", rest, outcome))
-    return (*found, *_not_used(small, blocks, ran, outcome.unfed))
+    return (*found, *_not_used(small, blocks, ran, outcome.missing_inputs))
 
 
-def _not_used(small: Compiled, blocks: list[str], ran: set[str], unfed: str) -> Iterator[Kind]:
-    """Modules in no list of blocks that a rule is about and the run neither calls nor trains."""
+def _not_used(
+    small: Compiled, blocks: list[str], ran: set[str], missing_inputs: str
+) -> Iterator[LayerVerdict]:
+    """Modules outside of block lists that a rule applies to and the run neither calls nor
+    trains.
+    """
     assert small.plan is not None
     for rule in small.plan.tensor:
         names = [n for n in rule.modules.names() if not any(_in(n, b) for b in blocks)]
         if rule.modules.module.count and names and not any(_in(r, n) for n in names for r in ran):
-            reason = _unreached(unfed)
-            yield Kind(modules=str(rule.modules), label="", verdict="unknown", reason=reason)
+            reason = _unreached(missing_inputs)
+            yield LayerVerdict(
+                modules=str(rule.modules), label="", verdict="unknown", reason=reason
+            )
 
 
-def _not_run(group: _Group, modules: Modules, plan: Plan, unfed: str) -> Kind:
-    """Blocks that the run has no input for, such as a tower that waits for images."""
+def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -> LayerVerdict:
+    """The verdict on blocks that the run does not reach, such as a vision tower without images."""
     split = any(rule.modules.within(modules) for rule in plan.tensor)
-    return Kind(
+    return LayerVerdict(
         modules=str(group.modules),
         label=group.label,
         verdict="unknown" if split else "proved",
-        reason=_unreached(unfed) if split else "",
+        reason=_unreached(missing_inputs) if split else "",
     )
 
 
-def _unreached(unfed: str) -> str:
-    told = "the small model's run does not come there"
-    return f"{told}: {unfed}" if unfed else told
+def _unreached(missing_inputs: str) -> str:
+    reason = "the small model's run does not come there"
+    return f"{reason}: {missing_inputs}" if missing_inputs else reason
 
 
-def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Kind:
+def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> LayerVerdict:
     errors = [e for n, e in outcome.modules if any(_in(n, name) for name in names)]
     if not errors:
         reason = "the small model has no such layer"
-        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
+        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     first = outcome.first
     worst = max((e for e in errors if e is not None), default=None)
-    own = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
-    if own:
-        return Kind(modules=modules, label=label, verdict="refuted", error=worst)
+    wrong = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
+    if wrong:
+        return LayerVerdict(modules=modules, label=label, verdict="refuted", error=worst)
     if first is not None:
         reason = f"the model is wrong at {first.subject or 'its end'}, so this can't be compared"
-        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
+        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     if None in errors:
         reason = "the run did not get there"
-        return Kind(modules=modules, label=label, verdict="unknown", reason=reason)
-    return Kind(modules=modules, label=label, verdict="proved", error=worst)
+        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
+    return LayerVerdict(modules=modules, label=label, verdict="proved", error=worst)
 
 
 def _in(name: str, holder: str) -> bool:
@@ -136,12 +142,12 @@ def _in(name: str, holder: str) -> bool:
 
 
 def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
-    """Blocks by what tells them apart, in order.
+    """Yields the blocks grouped by kind, in order.
 
     Args:
-        facts: whose blocks.
-        named: whose configuration decides which of its lists tell blocks apart: the large model's,
-            for in a small one many a list is as long as there are layers.
+        facts: the facts with the blocks.
+        named: the facts whose configuration decides which lists are per layer: those of the
+            original model, because in a small one any list can be as long as the layers.
     """
     for at in block_lists(facts.model):
         wide = next((o for o in block_lists(named.model) if o.path == at.path), None)
@@ -175,7 +181,7 @@ def _length(modules: Modules) -> int:
 def _columns(
     config: Mapping[str, Any], named: Mapping[str, Any], length: int, path: str
 ) -> Iterator[tuple[str, list[Any]]]:
-    """The lists of a configuration that say something of each layer of the list at `path`."""
+    """Yields the configuration's lists with one entry for each block of the list at `path`."""
     for name, value in named.items():
         if _APART.search(name):
             continue
@@ -183,9 +189,9 @@ def _columns(
             if _TOWER.findall(name) == _TOWER.findall(path):
                 yield from _columns(config[name], value, length, path)
         elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
-            own = config.get(name)
-            if isinstance(own, list) and not isinstance(value[0], list):  # sizes of images
-                yield name, own
+            column = config.get(name)
+            if isinstance(column, list) and not isinstance(value[0], list):  # not image sizes
+                yield name, column
 
 
 def _varies(column: list[Any]) -> bool:

@@ -1,9 +1,9 @@
-"""Layout flow, as `planc check` asks for it: shrink, lower, simulate, remember, report.
+"""Layout flow for `planc check`: shrink, compile, simulate, cache, report.
 
-The plan is compiled once more, for a small model of the same family on its tensor axes alone, and
-what `planc.trial.simulate` finds there is reported at the lines of the plan. What was found is kept
-by the digest of what is simulated (the tensor part of the small lowered plan), the configuration,
-the library versions and planc's own sources, so a warm check imports no torch.
+The plan is compiled again for a small model of the same family, on its tensor axes only, and the
+discrepancies found by `planc.trial.simulate` are reported at the lines of the plan. The outcome is
+cached by the digest of the tensor part of the small lowered plan, the configuration, the library
+versions and planc's own sources, so a warm check does not import torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
-from planc.proof.called_modules import called
-from planc.proof.flow_findings import refuted, uncalled, unstated
-from planc.proof.layer_verdicts import Kind, kinds
+from planc.proof.called_modules import called_modules
+from planc.proof.flow_findings import report_refuted, report_uncalled, report_unstated
+from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.small_case import RANKS, SmallCase, small_case
 from planc.trial.outcome import Outcome, outcome_of
 from planc.trial.source_digest import source_digest
@@ -39,13 +39,13 @@ UNSEEN = "Megatron-FSDP runs on CUDA alone, where planc proves nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """The verdict on one kind of section.
+class SectionVerdict:
+    """The verdict on one section of the plan.
 
     Args:
         name: such as `tensor on tp`.
         verdict: `proved`, `refuted` or `unknown`.
-        by: `simulation`, or `structure` where rules decide it that need no run.
+        by: `simulation`, or `structure` if rules decide it without a run.
         reason: why it is unknown.
     """
 
@@ -57,73 +57,74 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What layout flow says of a plan.
+    """The verdict of layout flow on a plan.
 
     Args:
-        outcome: of the simulation.
-        kinds: of layer, each with its verdict.
-        sections: of the plan, each with its verdict.
-        gathered: whether every FSDP unit is a module that is called, and so gathered in time.
-        released: whether the model's code runs parts again in the backward pass that an FSDP unit
-            other than the root may have let go; the root has all of its own until backward ends.
+        outcome: the outcome of the simulation.
+        layers: the verdict on each kind of layer.
+        sections: the verdict on each section.
+        gathered: whether every FSDP unit is a module that is called, and so is all-gathered.
+        released_early: whether the model's code recomputes, in the backward pass, parts of an FSDP
+            unit other than the root, which may have been resharded before; the root is not.
     """
 
     outcome: Outcome
-    kinds: tuple[Kind, ...] = ()
-    sections: tuple[Section, ...] = ()
+    layers: tuple[LayerVerdict, ...] = ()
+    sections: tuple[SectionVerdict, ...] = ()
     gathered: bool = True
-    released: bool = False
+    released_early: bool = False
 
-    def _judged(self, section: Section) -> Section:
-        """A section with what the verdict as a whole depends on beyond the simulation's outcome.
+    def _judged(self, section: SectionVerdict) -> SectionVerdict:
+        """The verdict on a section, corrected by the verdict on the plan as a whole.
 
-        FSDP units that are never called refute theirs; a kind of layer that is unknown, or units
-        that may have been released too early, leave unknown what was proved without them.
+        FSDP units that are never called refute their section. An unknown kind of layer, or units
+        that may be resharded too early, make a section unknown that the simulation alone proves.
         """
         data = section.name.startswith(_DATA)
         if data and not self.gathered:
             return replace(section, verdict="refuted", by="simulation")
-        reason = self._again if data else self._unsettled if section.by == "simulation" else ""
+        by_run = self._unknown_reason if section.by == "simulation" else ""
+        reason = self._released_reason if data else by_run
         if section.verdict == "proved" and self.verdict == "unknown" and reason:
             return replace(section, verdict="unknown", reason=reason)
         return section
 
     @property
-    def unsettled(self) -> tuple[Kind, ...]:
-        return tuple(k for k in self.kinds if k.verdict == "unknown")
+    def unknown_layers(self) -> tuple[LayerVerdict, ...]:
+        return tuple(k for k in self.layers if k.verdict == "unknown")
 
     @property
     def verdict(self) -> str:
-        """`proved`, `refuted`, `unknown`, or `nothing` where no axis is tensor parallel."""
+        """`proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel."""
         if not self.gathered:
             return "refuted"
         right = self.outcome.verdict == "proved"
-        open_ends = self.unsettled or self.released
+        open_ends = self.unknown_layers or self.released_early
         return "unknown" if right and open_ends else self.outcome.verdict
 
     @property
     def reason(self) -> str:
-        """Why it is unknown."""
-        apart = self._unsettled or self._again
-        return self.outcome.reason or (apart if self.verdict == "unknown" else "")
+        """Why the verdict is unknown."""
+        cause = self._unknown_reason or self._released_reason
+        return self.outcome.reason or (cause if self.verdict == "unknown" else "")
 
     @property
-    def _unsettled(self) -> str:
-        return "; ".join(f"{k.text}: {k.reason}" for k in self.unsettled)
+    def _unknown_reason(self) -> str:
+        return "; ".join(f"{k.text}: {k.reason}" for k in self.unknown_layers)
 
     @property
-    def _again(self) -> str:
-        if not self.released:
+    def _released_reason(self) -> str:
+        if not self.released_early:
             return ""
         return (
-            f"the model's own code runs `{self.outcome.again}` again in the backward pass, "
+            f"the model's own code runs `{self.outcome.recomputed}` again in the backward pass, "
             "when FSDP may have let its parameters go"
         )
 
     @property
     def text(self) -> str:
-        """What the summary of a check says."""
-        count = len([k for k in self.kinds if k.modules != "root"])
+        """The verdict for the summary of a check."""
+        count = len([k for k in self.layers if k.modules != "root"])
         many = f"{count} kinds of layer, " if count > 1 else ""
         match self.verdict:
             case "proved":
@@ -131,12 +132,12 @@ class Verdict:
             case "nothing":
                 return "layout flow (no tensor parallelism)"
             case other:
-                parts = [(w, [k for k in self.kinds if k.verdict == w]) for w in _WORDS]
-                told = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
-                return f"layout flow ({other}{f'; of its parts {told}' if told else ''})"
+                parts = [(w, [k for k in self.layers if k.verdict == w]) for w in _WORDS]
+                counts = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
+                return f"layout flow ({other}{f'; of its parts {counts}' if counts else ''})"
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it; the modules of the small model stay out."""
+        """The verdict as JSON data, without the modules of the small model."""
         found = self.outcome
         measured = self.verdict in ("proved", "refuted") and bool(found.modules)
         errors = {k: getattr(found, k) if measured else None for k in _ERRORS}
@@ -147,7 +148,7 @@ class Verdict:
             "sections": [
                 {**asdict(s), "reason": s.reason or None} for s in map(self._judged, self.sections)
             ],
-            "layers": [{**asdict(k), "reason": k.reason or None} for k in self.kinds],
+            "layers": [{**asdict(k), "reason": k.reason or None} for k in self.layers],
         }
 
 
@@ -162,11 +163,11 @@ def flow(
     """The verdict of layout flow on a compiled plan.
 
     Args:
-        compiled: without errors; its files are compiled once more, for the small model.
-        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); where the plan is
-            proved, presumed findings are overruled.
+        compiled: a plan without errors; its files are compiled again for the small model.
+        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); if the plan is proved,
+            presumed findings are overruled.
         strict: whether unknown is an error.
-        allow_code: whether styles of the plan's own may be imported.
+        allow_code: whether planc may import the plan's own styles.
     """
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
@@ -180,32 +181,34 @@ def flow(
     else:
         sizes = {a.name: RANKS if a.name in axes else 1 for a in ir.mesh.axes}
         small = small_case(compiled, sizes)
-    own, layers = None, tuple[Kind, ...]()
+    small_plan, layers = None, tuple[LayerVerdict, ...]()
     if isinstance(small, str):
         outcome = Outcome(verdict="unknown", reason=small)
     else:
-        outcome, own = judge(small), small.compiled.plan
-        layers = kinds(facts, small.compiled, outcome)
+        outcome, small_plan = judge(small), small.compiled.plan
+        layers = layer_verdicts(facts, small.compiled, outcome)
     sections = tuple(_sections(lowered, ir, outcome))
-    released = bool(outcome.again) and _released(lowered, outcome.again)
-    verdict = Verdict(outcome=outcome, kinds=layers, sections=sections, released=released)
+    released_early = bool(outcome.recomputed) and _released(lowered, outcome.recomputed)
+    verdict = Verdict(
+        outcome=outcome, layers=layers, sections=sections, released_early=released_early
+    )
     if verdict.verdict == "proved":
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
         _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
-    if own is not None:
+    if small_plan is not None:
         if outcome.verdict == "refuted":
-            refuted(outcome, own, sink)
-        unstated(outcome, own, sink)
+            report_refuted(outcome, small_plan, sink)
+        report_unstated(outcome, small_plan, sink)
         ran = {name for name, error in outcome.modules if error is not None}
-        if outcome.verdict == "proved" and uncalled(ran, own, sink):
+        if outcome.verdict == "proved" and report_uncalled(ran, small_plan, sink):
             verdict = replace(verdict, gathered=False)
     return verdict
 
 
 def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:
-    """Of a plan that splits no tensor: whether its FSDP units are modules that are called."""
-    if megatron(lowered):
+    """The verdict on a plan without tensor parallelism: whether its FSDP units are called."""
+    if is_megatron(lowered):
         unseen = Outcome(verdict="unknown", reason=UNSEEN)
         verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen)))
         _unknown(verdict, sink, strict, "train a few steps beside the same with torch's FSDP")
@@ -214,7 +217,7 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
     sections = tuple(_sections(lowered, ir, nothing))
     if ir.fsdp is None or all(unit.root for unit in ir.fsdp.units):
         return Verdict(outcome=nothing, sections=sections)
-    ran, reason = called(facts)
+    ran, reason = called_modules(facts)
     if ran is None:
         sections = tuple(
             replace(s, verdict="unknown", reason=f"whether its units are called: {reason}")
@@ -222,13 +225,13 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
             else s
             for s in sections
         )
-    gathered = ran is None or not uncalled(ran, ir, sink)
+    gathered = ran is None or not report_uncalled(ran, ir, sink)
     return Verdict(outcome=nothing, sections=sections, gathered=gathered)
 
 
 def _released(lowered: Lowered, name: str) -> bool:
-    """Whether a module is in an FSDP unit other than the root, or in one of Megatron's."""
-    if megatron(lowered):
+    """Whether a module is in an FSDP unit other than the root, or the plan uses Megatron-FSDP."""
+    if is_megatron(lowered):
         return True
     units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
     return any(below(name, unit) for at in units for unit in at.names() if unit)
@@ -243,56 +246,56 @@ def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
     )
 
 
-def megatron(lowered: Lowered) -> bool:
+def is_megatron(lowered: Lowered) -> bool:
     """Whether Megatron-FSDP shards the model."""
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
 
 def judge(small: SmallCase) -> Outcome:
-    """What a small lowered plan does, from the cache or by simulation."""
+    """The outcome of a small lowered plan, from the cache or by simulation."""
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
     config = json.dumps(model.values, sort_keys=True)
     part = digest(tensor_part(lowered))
-    also = cache.also(model.values)
-    key = cache.named(f"flow {_FORMAT}", part, config, *also, source_digest())
-    own = bool(model.code or lowered.code)  # which may change, and the plan does not
-    kept = None if own else outcome_of(cache.recall(key))
+    extra_versions = cache.extra_versions(model.values)
+    key = cache.entry_name(f"flow {_FORMAT}", part, config, *extra_versions, source_digest())
+    user_code = bool(model.code or lowered.code)  # can change while its name stays the same
+    kept = None if user_code else outcome_of(cache.recall(key))
     if kept is not None:
         return kept
     from planc.trial.simulate import simulate
 
     try:
-        maker = model.maker()
+        builder = model.builder()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
-    outcome = simulate(lambda: maker.build(0), maker.sample(), lowered)
-    outcome = replace(outcome, unfed=maker.choice.missing)
-    if outcome.verdict != "unknown" and not own:  # what is unknown now may be known elsewhere
+    outcome = simulate(lambda: builder.build(0), builder.sample(), lowered)
+    outcome = replace(outcome, missing_inputs=builder.choice.missing)
+    if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
         cache.keep(key, outcome.document())
     return outcome
 
 
-def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[Section]:
-    """What each kind of section comes to; those of an axis of one rank lower to nothing."""
+def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[SectionVerdict]:
+    """Yields the verdict on each section; a section on an axis of one rank lowers to a no-op."""
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))
     for axes in every:
-        yield Section(
+        yield SectionVerdict(
             name=f"tensor on {' * '.join(axes)}", verdict=run, by=by, reason=outcome.reason
         )
     if any(isinstance(op, Checkpoint) for op in lowered.ops):
         reason = outcome.reason
         if run == "refuted":
             run, reason = "unknown", "its tensor parallelism is wrong, so this can't be compared"
-        yield Section(name="checkpoint", verdict=run, by=by, reason=reason)
+        yield SectionVerdict(name="checkpoint", verdict=run, by=by, reason=reason)
     if any(isinstance(op, Compile) for op in lowered.ops):
-        yield Section(name="compile", verdict="proved", by="structure")
+        yield SectionVerdict(name="compile", verdict="proved", by="structure")
     if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         on = " * ".join(ir.fsdp.shard or ir.fsdp.replicate)
-        yield Section(name=f"{kind} on {on}", verdict="proved", by="structure")
-    if ir.fsdp is not None and megatron(lowered):
+        yield SectionVerdict(name=f"{kind} on {on}", verdict="proved", by="structure")
+    if ir.fsdp is not None and is_megatron(lowered):
         on = " * ".join(ir.fsdp.shard)
-        yield Section(name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN)
+        yield SectionVerdict(name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN)

@@ -1,4 +1,4 @@
-"""Which lines of a plan govern a module: the same answer for layout flow and for verify."""
+"""The lines of a plan that are responsible for a module, for layout flow and verify."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from planc.plan.apply_adapters import NAME, styles
 from planc.plan.ir import Plan
 from planc.source import Span
 
-Rules = list[tuple[Modules, Span]]
+RuleSpans = list[tuple[Modules, Span]]
 
 
-def rules(name: str, plan: Plan) -> Iterator[Label]:
-    """The tensor rules for a module, else those inside it, else of what holds it.
+def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
+    """The tensor rules for a module, else those inside it, else those for a module around it.
 
-    What holds it counts with the rules right inside of it: a module without a rule takes what the
-    modules beside it make.
+    For a module around it, the rules for its direct children count too: a module without a rule
+    takes the outputs of its siblings.
 
     Args:
-        name: torch's name of a module of the plan's model; empty for the model.
-        plan: The plan.
+        name: the torch name of a module of the plan's model; empty for the model.
+        plan: the plan.
     """
     known = [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
-    on = _on(name, known)
+    direct = _direct(name, known)
     inside = _right_inside(name, known) or [
         (m, o) for m, o in known if any(below(n, name) for n in m.names())
     ]
-    if on or inside:
-        yield from _labels(on or inside)
+    if direct or inside:
+        yield from _labels(direct or inside)
         return
     for at in holders(name):
-        around = _on(at, known) or (_right_inside(at, known) if at else [])
+        around = _direct(at, known) or (_right_inside(at, known) if at else [])
         if around:
             yield from _labels(around)
             return
 
 
-def units(name: str, plan: Plan) -> Iterator[Label]:
-    """The FSDP unit of a module: its own, or that of the nearest module which holds it."""
+def unit_labels(name: str, plan: Plan) -> Iterator[Label]:
+    """The FSDP unit of a module: the module itself, or the nearest enclosing unit."""
     known = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
     for at in (name, *holders(name)):
-        found = dict.fromkeys(origin for _, origin in _on(at, known))
+        found = dict.fromkeys(origin for _, origin in _direct(at, known))
         if found:
-            told = "its unit" if at == name else f"the unit of {at or 'the model'}"
-            yield from (Label(span=span, text=told) for span in found)
+            label = "its unit" if at == name else f"the unit of {at or 'the model'}"
+            yield from (Label(span=span, text=label) for span in found)
             return
 
 
 def holders(name: str) -> Iterator[str]:
-    """The modules around one, the nearest first and the model, `""`, last."""
+    """The modules around a module, the nearest first and the model, `""`, last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _on(name: str, known: Rules) -> Rules:
+def _direct(name: str, known: RuleSpans) -> RuleSpans:
     return [(modules, origin) for modules, origin in known if modules.has(name)]
 
 
-def _right_inside(name: str, known: Rules) -> Rules:
+def _right_inside(name: str, known: RuleSpans) -> RuleSpans:
     count = len(name.split(".")) + 1 if name else 1
     return [
         (modules, origin)
@@ -70,7 +70,7 @@ def _right_inside(name: str, known: Rules) -> Rules:
 
 
 def _labels(found: Iterable[tuple[Modules, Span]]) -> Iterator[Label]:
-    """A label a line; an adapter's half is told by its own name, not by `default`."""
+    """One label per line; an adapter's label has the name `lora_A` or `lora_B`, not `default`."""
     for origin, modules in {origin: modules for modules, origin in found}.items():
         path = [s for s in modules.path if s != NAME]
         yield Label(span=origin, text=f"decides `{path[-1]}`" if path else "")

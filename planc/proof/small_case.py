@@ -1,7 +1,7 @@
-"""The one way from a compiled plan to a small model of the same family, with the plan for it.
+"""Makes a small model of the same family, and compiles the plan for it.
 
-A model of transformers or of diffusers is shrunk: its resolved configuration becomes a small one,
-as JSON has it, for the same class. A user's own code is run as it is.
+A transformers or diffusers model is shrunk: its resolved configuration becomes a small one for the
+same class. A user's own model is run as it is.
 """
 
 from __future__ import annotations
@@ -17,61 +17,63 @@ from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.model.config import buildable
 from planc.model.facts import Facts
-from planc.model.layer_kinds import sorts
-from planc.model.load import of_values
+from planc.model.layer_kinds import block_kinds
+from planc.model.load import load_values
 from planc.model.small.shrink import shrink
 from planc.ops.base import AxisRole
 from planc.proof import small_mesh
 
 if TYPE_CHECKING:
-    from planc.model.small.user_model import Makes
+    from planc.model.small.user_model import ModelBuilder
 
 RANKS = 2
-"""Ranks of a simulated axis: what is wrong over 2 is wrong over 8, and heads divide."""
+"""The size of a simulated axis: errors on 8 ranks show on 2, and heads stay divisible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallModel:
-    """What is built and run in the place of a model.
+    """The model that is built and run instead of the original one.
 
     Args:
-        values: the small configuration; empty for a model of the user's own.
-        code: the factory of a model of the user's own, empty for any other.
+        values: the small configuration; empty for a user's own model.
+        code: the factory of a user's own model, else empty.
     """
 
     values: dict[str, Any]
     code: str = ""
 
-    def maker(self) -> Makes:
-        """Builds the model with weights, and its inputs; imports torch. Raises as `maker_of`."""
-        from planc.model.small.user_model import maker_of
+    def builder(self) -> ModelBuilder:
+        """The object that builds the model and its inputs; imports torch. Raises as
+        `builder_of`.
+        """
+        from planc.model.small.user_model import builder_of
 
-        return maker_of(self.values, self.code)
+        return builder_of(self.values, self.code)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.
 
         Args:
-            model: what it is the small model of.
-            sink: receives what is wrong (PL60x).
+            model: the facts of the original model.
+            sink: receives the findings (PL60x).
         """
-        return model if self.code else of_values(self.values, "the small model", sink)
+        return model if self.code else load_values(self.values, "the small model", sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallCase:
-    """A small model and the plan compiled for it, without errors."""
+    """A small model and the plan compiled for it without errors."""
 
     model: SmallModel
     compiled: Compiled
 
 
 def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallModel | str:
-    """The small model of a model, or why there is none.
+    """The small model for a model, or the reason why there is none.
 
     Args:
-        facts: of the model.
-        ranks: what heads, widths and experts must divide by, by the role of a mesh axis; by
+        facts: the facts of the model.
+        ranks: what heads, widths and experts must be divisible by, by the role of a mesh axis; by
             default one tensor axis of `RANKS`.
     """
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
@@ -80,7 +82,7 @@ def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallMo
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that could be made small"
     try:
-        values = shrink(facts.config, ranks=ranks, blocks=sorts(facts))
+        values = shrink(facts.config, ranks=ranks, blocks=block_kinds(facts))
     except Exception as error:
         return f"the model cannot be shrunk: {error}"
     values = json.loads(json.dumps(values, default=str))
@@ -93,12 +95,12 @@ def small_case(
     *,
     checks: Sink | None = None,
 ) -> SmallCase | str:
-    """The plan for a small model on a small mesh, or why that can't be.
+    """The plan compiled for a small model on a small mesh, or the reason why it can't be.
 
     Args:
-        compiled: the plan for the real model.
-        sizes: of the small mesh's axes by name.
-        checks: receives what the checks find, which then stops nothing.
+        compiled: the plan for the original model.
+        sizes: the sizes of the small mesh by axis.
+        checks: receives the findings of the checks, which then do not stop the compiler.
     """
     assert compiled.facts is not None and compiled.plan is not None
     ranks: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A run of many ranks -> one of a few processes that does the same things."""
+"""Reduces the mesh of a run to a few processes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _FIRST = (
     AxisRole.SEQUENCE,
     AxisRole.STAGE,
 )
-"""Which axes get the processes, where there are not enough for all."""
+"""The order in which axes get processes, if there are not enough."""
 
 
-def sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
+def small_sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
     """The size of each axis on a few processes.
 
-    An axis of more than one rank keeps more than one as long as there are processes; what is left
-    goes to them in turn. A mesh that fits as it is stays.
+    Axes of more than one rank keep more than one while there are processes left; the remaining
+    factors are distributed in turn. A mesh that already fits is unchanged.
 
     Args:
-        axes: of the real mesh.
-        processes: how many there are.
+        axes: the axes of the original mesh.
+        processes: the number of processes.
     """
     axes = tuple(axes)
     inner_first = axes[::-1]
@@ -35,7 +35,7 @@ def sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
     if prod(real.values()) == processes:
         return real
     small = dict.fromkeys(real, 1)
-    # of one role the innermost axis first: it shards, where one around it replicates
+    # axes of one role: the innermost first, because it shards and an outer one replicates
     ranked = [a.name for a in sorted(inner_first, key=lambda a: _FIRST.index(a.role))]
     wide = [name for name in ranked if real[name] > 1]
     left = processes
@@ -45,19 +45,19 @@ def sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
         name = min(wide, key=lambda n: small[n])
         small[name] *= factor
         left //= factor
-    if left > 1 and small:  # all axes have one rank: the first takes what there is
+    if left > 1 and small:  # all axes have one rank: the first gets all processes
         small[ranked[0]] *= left
     return small
 
 
 def settings(given: Iterable[str], axes: dict[str, int]) -> tuple[str, ...]:
-    """`--set` for the small run: its own axes, and the user's options."""
+    """The settings of the small run: its axis sizes, and the user's options."""
     kept = [text for text in given if text.partition("=")[0].strip() not in axes]
     return (*kept, *(f"{name}={size}" for name, size in axes.items()))
 
 
 def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:
-    """What of the real run the small one does not do: lines of the plan, and axes."""
+    """What the small run does not cover: axes of one rank, and lines of the plan."""
     there = {op.place for op in small.ops}
     lines = dict.fromkeys(op.place for op in real.ops if op.place not in there)
     alone = {a.name for a in small.axes if a.size == 1}
@@ -66,7 +66,7 @@ def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:
 
 
 def _factors(number: int) -> list[int]:
-    """Its prime factors, the large ones first."""
+    """The prime factors, largest first."""
     out = []
     factor = 2
     while number > 1:

@@ -1,4 +1,4 @@
-"""`planc verify` from end to end."""
+"""`planc verify`: proves on real processes that a plan trains the same model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
-from planc.proof.layout_flow import UNSEEN, megatron
+from planc.proof.layout_flow import UNSEEN, is_megatron
 from planc.proof.small_case import SmallCase, small_case
-from planc.proof.small_mesh import not_reached, sizes
-from planc.proof.verify_findings import parted, troubled, unknown
+from planc.proof.small_mesh import not_reached, small_sizes
+from planc.proof.verify_findings import report_difference, report_failure, report_unknown
 from planc.trial import certificate as store
 from planc.trial.launcher import (
     LIMITS,
     SEEDS,
     Comparison,
-    Nursery,
-    Trouble,
-    nursery,
+    ForkServer,
+    TrialFailure,
+    fork_server,
     single_precision,
 )
 
@@ -40,9 +40,11 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Args:
-    verdict: `verified`, `refuted`, or `unknown`.
-    certificate: the document, None where the plan did not even compile.
+    """The result of a proof.
+
+    Args:
+        verdict: `verified`, `refuted`, or `unknown`.
+        certificate: the document, None if the plan did not compile.
     """
 
     verdict: str
@@ -51,16 +53,16 @@ class Proof:
 
 @dataclass(slots=True, kw_only=True)
 class _Case:
-    """What is to be proved, and how far it got."""
+    """A plan to be proved, and the intermediate results."""
 
     facts: Facts
     lowered: Lowered
     compiled: Compiled
     processes: int
-    said: tuple[str, ...]
+    check_codes: tuple[str, ...]
     small: SmallCase | None = None
     run: Lowered | None = None
-    small_said: tuple[str, ...] = ()
+    small_check_codes: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,58 +86,63 @@ def verify(
     allow_code: bool = False,
     timeout: float = TIMEOUT,
 ) -> Proof:
-    """Proves on real processes that a plan trains the same model, on a small one of its family.
+    """Proves on real processes, with a small model of the family, that a plan trains the same
+    model.
 
     Args:
-        model: what `planc.model.load.load` takes.
-        plan: a path, `-`, a shipped plan's name, or `REV:path`.
-        sink: receives the findings: those of the compiler, and PL520 (the numbers part), PL521 (a
-            rank failed), PL522 (no answer in time), PL523 (it can't be told).
-        world_size: the number of ranks of the run to prove; by default as many as processes.
-        processes: how many there are on this machine; fewer where the run has fewer ranks.
+        model: as for `planc.model.load.load`.
+        plan: a path, `-`, the name of a shipped plan, or `REV:path`.
+        sink: receives the findings: those of the compiler, and PL520 (the numbers differ), PL521 (a
+            rank failed), PL522 (timeout), PL523 (unknown).
+        world_size: the number of ranks of the run to prove; by default `processes`.
+        processes: the number of processes on this machine; at most as many as ranks.
         settings: `name=value` for options and mesh axes.
-        allow_code: whether code that the model or the plan names may be run.
-        timeout: seconds for the processes, their start included.
+        allow_code: whether planc may run code that the model or the plan names.
+        timeout: seconds for all processes, including their start.
     """
     world_size = world_size or processes
-    with nursery() as made:  # it imports torch while this compiles
+    with fork_server() as server:  # imports torch during the compilation
         files = compiler.read(plan, sink)
         if isinstance(files, LoweredFile):
-            told = "a lowered plan is for one model, and not for a small one"
-            unknown(sink, told, "give the .plan")
+            message = "a lowered plan is for one model, and not for a small one"
+            report_unknown(sink, message, "give the .plan")
             return Proof(verdict="unknown")
         facts = load(model, sink, allow_code=allow_code)
         case = _compiled(files, facts, sink, world_size, tuple(settings))
         if case is None:
             return Proof(verdict="unknown")
         if case.lowered.code and not allow_code:
-            told = f"{case.lowered.code[0]} is code of the plan's own"
-            unknown(sink, told, "look at it, then give --allow-code")
+            message = f"{case.lowered.code[0]} is code of the plan's own"
+            report_unknown(sink, message, "look at it, then give --allow-code")
             return Proof(verdict="unknown")
-        if megatron(case.lowered):
-            unknown(sink, UNSEEN, "train a few steps beside the same with torch's FSDP")
+        if is_megatron(case.lowered):
+            report_unknown(sink, UNSEEN, "train a few steps beside the same with torch's FSDP")
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
         case.processes = min(processes, world_size)
-        reason = _shrunken(case)
+        reason = _make_small_case(case)
         if reason:
-            unknown(sink, reason)
+            report_unknown(sink, reason)
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", reason))
-        return _run(case, made, sink, timeout)
+        return _run(case, server, sink, timeout)
 
 
 def _compiled(
     files: Files | None, facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
 ) -> _Case | None:
-    """The plan for the real model, or None after findings.
+    """The plan compiled for the original model, or None after findings.
 
-    What the checks say does not stop it: the proof is what tells whether they are right.
+    Errors of the checks do not stop the proof, which tests whether they are right.
     """
     checks = Sink()
     done = compiler.compile(files, facts, sink, world_size=world, settings=given, checks=checks)
     if done.facts is None or done.lowered is None:
         return None
     return _Case(
-        facts=done.facts, lowered=done.lowered, compiled=done, processes=world, said=_codes(checks)
+        facts=done.facts,
+        lowered=done.lowered,
+        compiled=done,
+        processes=world,
+        check_codes=_codes(checks),
     )
 
 
@@ -144,56 +151,61 @@ def _codes(checks: Sink) -> tuple[str, ...]:
     return tuple(sorted({d.code for d in checks if d.severity == "error"}))
 
 
-def _shrunken(case: _Case) -> str | None:
-    """Makes the small case; gives the reason where there is none."""
+def _make_small_case(case: _Case) -> str | None:
+    """Makes the small case; returns the reason if there is none."""
     assert case.compiled.plan is not None
-    axes, checks = sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
+    axes, checks = small_sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
     small = small_case(case.compiled, axes, checks=checks)
     if isinstance(small, str):
         return small
     assert small.compiled.lowered is not None
     case.small, case.run = small, single_precision(small.compiled.lowered)
-    case.small_said = _codes(checks)
+    case.small_check_codes = _codes(checks)
     return None
 
 
-def _run(case: _Case, made: Nursery, sink: Sink, timeout: float) -> Proof:
+def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     assert case.run is not None
-    found = made.compare(case.config, case.run, timeout=timeout, code=case.facts.code)
+    found = server.compare(case.config, case.run, timeout=timeout, code=case.facts.code)
     places: tuple[str, ...] = ()
     reason: str | None = None
-    heard = Sink()
-    if isinstance(found, Trouble):
-        verdict, reason = troubled(found, case.plan, case.run, heard)
+    findings = Sink()
+    if isinstance(found, TrialFailure):
+        verdict, reason = report_failure(found, case.plan, case.run, findings)
     elif found.same:
         verdict = "verified"
     else:
         verdict = "refuted"
-        reason, places = parted(found, case.plan, case.run, heard)
+        reason, places = report_difference(found, case.plan, case.run, findings)
     doubt = _doubt(case, verdict)
     if doubt:
         verdict, reason = "unknown", doubt
-        unknown(sink, doubt)
+        report_unknown(sink, doubt)
     else:
-        for diagnostic in heard:
+        for diagnostic in findings:
             sink.add(diagnostic)
-    compared = None if isinstance(found, Trouble) else found
+    compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
-    if verdict != "unknown" and not case.facts.code:  # a user's code may be another one tomorrow
+    if verdict != "unknown" and not case.facts.code:  # a user's code can change
         key = store.key_of(certificate["lowered"], case.facts.config)
         store.keep(certificate, key)
     return Proof(verdict=verdict, certificate=certificate)
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:
-    """Why the small model's verdict is not the real one's: one of them alone has wrong sizes."""
-    real, small = set(case.said) - set(case.small_said), set(case.small_said) - set(case.said)
+    """Why the small model's verdict may not hold for the original: only one of them fails a
+    check.
+    """
+    real, small = (
+        set(case.check_codes) - set(case.small_check_codes),
+        set(case.small_check_codes) - set(case.check_codes),
+    )
     if verdict == "verified" and real:
-        told = one_of(sorted(real), last="and")
-        return f"planc check finds {told} in the real sizes, and the small ones don't have it"
+        codes = one_of(sorted(real), last="and")
+        return f"planc check finds {codes} in the real sizes, and the small ones don't have it"
     if verdict == "refuted" and small:
-        told = one_of(sorted(small), last="and")
-        return f"planc check finds {told} in the small model, and not in the real one"
+        codes = one_of(sorted(small), last="and")
+        return f"planc check finds {codes} in the small model, and not in the real one"
     return None
 
 
@@ -224,7 +236,7 @@ def _certificate(
         "worst": found.worst if found else None,
         "first": first
         and {**{n: first[n] for n in ("what", "name", "error")}, "places": list(places)},
-        "checks": list(case.said),
+        "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
         "left_out": list(_left_out(case.lowered)),
         "versions": store.versions(case.facts.config),
@@ -249,7 +261,7 @@ def _digest(files: Files | None) -> str:
 
 
 def _left_out(lowered: Lowered) -> Iterable[str]:
-    """What the small run does otherwise, on purpose."""
+    """Yields what the small run deliberately does differently."""
     if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
         yield "mixed precision: everything runs in float32"
     if any(isinstance(op, Quantize) for op in lowered.ops):

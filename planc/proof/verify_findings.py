@@ -1,4 +1,4 @@
-"""What a proof found -> findings at the lines of the plan that govern it."""
+"""Reports the result of a proof at the responsible lines of the plan."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from planc.diagnostic import Sink
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
-from planc.proof.responsible_rules import rules, units
+from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.trial.certificate import number
-from planc.trial.launcher import LIMITS, Comparison, Trouble
+from planc.trial.launcher import LIMITS, Comparison, TrialFailure
 
 _WORDS = {
     "logits": "the logits",
@@ -21,25 +21,25 @@ _WORDS = {
 }
 
 
-def unknown(sink: Sink, reason: str, help: str | None = None) -> None:
-    """PL523."""
+def report_unknown(sink: Sink, reason: str, help: str | None = None) -> None:
+    """Reports PL523."""
     sink.error("PL523", f"this plan can't be proved: {reason}", help=help)
 
 
-def parted(
+def report_difference(
     found: Comparison, plan: Plan, lowered: Lowered, sink: Sink
 ) -> tuple[str, tuple[str, ...]]:
-    """PL520; gives its message, and the places that govern what went wrong."""
+    """Reports PL520; returns its message and the responsible lines."""
     beyond = [k for k, limit in LIMITS.items() if not found.errors[k] <= limit]
     first = found.first
-    told = f"{_WORDS[beyond[0]]} is off by {number(found.errors[beyond[0]])}"
+    difference = f"{_WORDS[beyond[0]]} is off by {number(found.errors[beyond[0]])}"
     name = ""
     if first is not None:
         name = first["name"] if first["what"] == "output" else first["name"].rpartition(".")[0]
         what = "the output of" if first["what"] == "output" else "the gradient of"
-        told = f"{what} {first['name']} is the first to differ, by {number(first['error'])}"
-    message = f"the plan trains another model: {told}"
-    labels = [*rules(name, plan), *units(name, plan)]
+        difference = f"{what} {first['name']} is the first to differ, by {number(first['error'])}"
+    message = f"the plan trains another model: {difference}"
+    labels = [*rule_labels(name, plan), *unit_labels(name, plan)]
     facts = [
         f"{kind} {number(found.errors[kind])}  (limit {number(LIMITS[kind])})" for kind in LIMITS
     ]
@@ -51,37 +51,40 @@ def parted(
     return message, tuple(dict.fromkeys(label.span.place for label in labels))
 
 
-def troubled(trouble: Trouble, plan: Plan, lowered: Lowered, sink: Sink) -> tuple[str, str]:
-    """PL521, PL522 or PL523; gives the verdict and the reason.
+def report_failure(
+    failure: TrialFailure, plan: Plan, lowered: Lowered, sink: Sink
+) -> tuple[str, str]:
+    """Reports PL521, PL522 or PL523; returns the verdict and the reason.
 
-    What Python raises while the plan is applied or the parallel model runs is the plan's doing, for
-    the same model ran alone before: it is refuted. A rank that a signal ended says nothing of it.
+    A Python exception while the plan is applied or the parallel model runs refutes the plan,
+    because the same model ran in a single process before. A rank ended by a signal leaves it
+    unknown.
     """
-    if trouble.kind == "single":
-        reason = f"the small model does not train in one process: {trouble.message}"
-        unknown(sink, reason, "planc proves models that give a loss for `labels`")
+    if failure.kind == "single":
+        reason = f"the small model does not train in one process: {failure.message}"
+        report_unknown(sink, reason, "planc proves models that give a loss for `labels`")
         return "unknown", reason
-    detail = list(_frames(trouble)) or trouble.detail.splitlines()[-4:]
-    if trouble.kind == "time":
+    detail = list(_frames(failure)) or failure.detail.splitlines()[-4:]
+    if failure.kind == "time":
         sink.error(
             "PL522",
-            trouble.message,
+            failure.message,
             facts=detail,
             help="ranks that wait for each other do so for ever; --timeout gives them longer",
         )
-        return "unknown", trouble.message
-    who = f"rank {trouble.rank}" if trouble.rank >= 0 else "a rank"
+        return "unknown", failure.message
+    who = f"rank {failure.rank}" if failure.rank >= 0 else "a rank"
     doing = {"apply": " while the plan was applied", "parallel": " in the parallel model"}
-    message = f"{who} failed{doing.get(trouble.phase, '')}: {trouble.message}"
+    message = f"{who} failed{doing.get(failure.phase, '')}: {failure.message}"
     sink.error("PL521", message, facts=detail)
-    refuted = bool(trouble.frames) and trouble.phase in ("apply", "parallel", "compare")
+    refuted = bool(failure.frames) and failure.phase in ("apply", "parallel", "compare")
     return ("refuted" if refuted else "unknown"), message
 
 
-def _frames(trouble: Trouble) -> Iterator[str]:
-    """The line of the model that was running, and the last of all, without the way between."""
-    outside = [f for f in trouble.frames if "/torch/" not in f[0] and "/planc/" not in f[0]]
-    for path, line, function, code in dict.fromkeys((*outside[-1:], *trouble.frames[-1:])):
+def _frames(failure: TrialFailure) -> Iterator[str]:
+    """Yields the last frame in the model's code and the last of all."""
+    outside = [f for f in failure.frames if "/torch/" not in f[0] and "/planc/" not in f[0]]
+    for path, line, function, code in dict.fromkeys((*outside[-1:], *failure.frames[-1:])):
         yield f"{Path(path).name}:{line}, in {function}: {code}".rstrip(": ")
 
 

@@ -1,4 +1,4 @@
-"""A proof as a person and as a program reads it."""
+"""Renders a proof for people and for programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def table(certificate: Certificate) -> str:
-    """What was compared, on what, and how far apart it is; lines that end with a newline."""
+    """The comparison: what was compared, on what, and the errors. Lines end with a newline."""
     lines = [_what(certificate), ""]
     errors = certificate["errors"]
     if errors is not None:
@@ -29,8 +29,8 @@ def table(certificate: Certificate) -> str:
         for kind, words in _KINDS.items():
             limit = certificate["limits"][kind]
             at = (certificate["worst"] or {}).get(kind)
-            told = f"  {at}" if at and errors[kind] > limit else ""
-            lines.append(f"{words:<34}{number(errors[kind]):>14}{number(limit):>8}{told}")
+            location = f"  {at}" if at and errors[kind] > limit else ""
+            lines.append(f"{words:<34}{number(errors[kind]):>14}{number(limit):>8}{location}")
         lines.append("")
     for title, what in (("left out", "left_out"), ("not reached", "not_reached")):
         lines += [f"{title}: {text}" for text in certificate[what]]
@@ -44,7 +44,7 @@ def table(certificate: Certificate) -> str:
 
 
 def document(proof: Proof, sink: Sink) -> str:
-    """The certificate, null where the plan did not compile, and the findings, as JSON."""
+    """The certificate (null if the plan did not compile) and the findings, as JSON."""
     out: dict[str, Any] = {"verdict": proof.verdict, "certificate": proof.certificate}
     return f"{json.dumps({**out, **findings(sink)}, indent=2)}\n"
 

@@ -1,8 +1,8 @@
-"""Diagnostics -> text for people, for editors, for programs and for GitHub.
+"""Renders findings for people, editors, programs and GitHub.
 
-`full` is for a person, `concise` has one line a finding, `json` is a document with a schema,
-`github` annotates a pull request, and `sarif` is for code scanners. All of them
-show the findings in one order (`order.arranged`).
+`full` is for people, `concise` has one line per finding, `json` is a document with a schema,
+`github` annotates a pull request, and `sarif` is for code scanners. All formats show the findings
+in the same order (`sorting.sorted_findings`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from planc.report.color import wants_colour
+from planc.report.color import wants_color
 
 if TYPE_CHECKING:
     from planc.diagnostic import Diagnostic
 
-__all__ = ["FORMATS", "render", "wants_colour"]
+__all__ = ["FORMATS", "render", "wants_color"]
 
 FORMATS = ("full", "concise", "json", "github", "sarif")
 
@@ -24,7 +24,7 @@ def render(
     diagnostics: Iterable[Diagnostic],
     format: str,
     *,
-    colour: bool = False,
+    color: bool = False,
     width: int = 100,
     also: Mapping[str, Any] | None = None,
 ) -> str:
@@ -33,8 +33,8 @@ def render(
     Args:
         diagnostics: the findings, in any order.
         format: one of `FORMATS`.
-        colour: whether to use ANSI colours; for `full` and `concise`.
-        width: the cells of a line; for `full`.
+        color: whether to use ANSI colors; for `full` and `concise`.
+        width: the line width in terminal cells; for `full`.
         also: fields beside the findings, such as a verdict; for `json`.
 
     Raises:
@@ -45,11 +45,11 @@ def render(
         case "full":
             from planc.report import full
 
-            return full.render(found, colour=colour, width=width)
+            return full.render(found, color=color, width=width)
         case "concise":
             from planc.report import concise
 
-            return concise.render(found, colour=colour)
+            return concise.render(found, color=color)
         case "json":
             from planc.report import json_document
 

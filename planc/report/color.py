@@ -1,11 +1,11 @@
-"""Colours on a terminal: when they are wanted, and the codes that give them."""
+"""Terminal colors: when to use them, and their ANSI codes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-Segment = tuple[str, str]
-"""A piece of text and the name of its style; `""` is plain."""
+StyledText = tuple[str, str]
+"""A text and the name of its style; `""` is plain."""
 
 _CODES = {
     "error": "1;31",
@@ -18,13 +18,13 @@ _CODES = {
 }
 
 
-def wants_colour(stream: object, environ: Mapping[str, str]) -> bool:
-    """Whether text that is written to a stream may hold colours.
+def wants_color(stream: object, environ: Mapping[str, str]) -> bool:
+    """Whether text written to a stream may contain colors.
 
     Args:
-        stream: a file; one without `isatty` is no terminal.
-        environ: the environment. `NO_COLOR` (https://no-color.org) wins over `FORCE_COLOR` and
-            `CLICOLOR_FORCE`, and these over what the stream is.
+        stream: a file; one without `isatty` is not a terminal.
+        environ: the environment. `NO_COLOR` (https://no-color.org) takes precedence over
+            `FORCE_COLOR` and `CLICOLOR_FORCE`, and these over the kind of stream.
     """
     if environ.get("NO_COLOR"):
         return False
@@ -36,14 +36,14 @@ def wants_colour(stream: object, environ: Mapping[str, str]) -> bool:
     return bool(isatty and isatty())
 
 
-def paint(segments: Iterable[Segment], colour: bool) -> str:
-    """One line of text, without the blanks at its end."""
+def paint(segments: Iterable[StyledText], color: bool) -> str:
+    """One line of text with ANSI codes and without trailing spaces."""
     pieces = list(segments)
     while pieces and not pieces[-1][0].strip(" "):
         pieces.pop()
     if pieces:
         pieces[-1] = (pieces[-1][0].rstrip(" "), pieces[-1][1])
     return "".join(
-        f"\x1b[{_CODES[style]}m{text}\x1b[0m" if colour and style and text else text
+        f"\x1b[{_CODES[style]}m{text}\x1b[0m" if color and style and text else text
         for text, style in pieces
     )

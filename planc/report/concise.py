@@ -1,4 +1,4 @@
-"""Findings one a line, for editors and for grep: `path:line:col: error[PL203]: message`."""
+"""Findings on one line each, for editors and grep: `path:line:col: error[PL203]: message`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic
 from planc.report.color import paint
-from planc.report.sorting import arranged, first
+from planc.report.sorting import primary_span, sorted_findings
 from planc.report.terminal_width import visible
 
 
-def render(diagnostics: Iterable[Diagnostic], *, colour: bool) -> str:
-    """One line for each finding, and nothing where there is none."""
-    return "".join(_line(diagnostic, colour) + "\n" for diagnostic in arranged(diagnostics))
+def render(diagnostics: Iterable[Diagnostic], *, color: bool) -> str:
+    """One line for each finding; empty if there are none."""
+    return "".join(_line(diagnostic, color) + "\n" for diagnostic in sorted_findings(diagnostics))
 
 
-def _line(diagnostic: Diagnostic, colour: bool) -> str:
-    span = first(diagnostic)
+def _line(diagnostic: Diagnostic, color: bool) -> str:
+    span = primary_span(diagnostic)
     place = ""
     if span is not None:
         line, column = span.source.position(span.start)
@@ -24,4 +24,4 @@ def _line(diagnostic: Diagnostic, colour: bool) -> str:
         place += ": " if span.source.argument else f":{line}:{column}: "
     message = visible(" ".join(diagnostic.message.split("\n")))
     kind = diagnostic.severity.value
-    return paint([(place, ""), (f"{kind}[{diagnostic.code}]", kind), (f": {message}", "")], colour)
+    return paint([(place, ""), (f"{kind}[{diagnostic.code}]", kind), (f": {message}", "")], color)

@@ -1,4 +1,4 @@
-"""One line of a source with the labels that point into it, drawn on a grid of terminal cells."""
+"""Draws one source line with the labels that point into it, on a grid of terminal cells."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planc.diagnostic import Label
-from planc.report.color import Segment
+from planc.report.color import StyledText
 from planc.report.terminal_width import cells, width, wrap
 from planc.source import Source
 
-Row = list[Segment]
+Row = list[StyledText]
 
 _ELLIPSIS = "\u2026"
 _MARGIN = 4
@@ -30,9 +30,11 @@ class Mark:
 
 @dataclass(slots=True)
 class _Canvas:
-    """Rows of cells; what takes several has its text in the first and nothing in the others."""
+    """Rows of cells; a wide character has its text in the first cell and empty strings in the
+    others.
+    """
 
-    rows: list[dict[int, Segment]] = field(default_factory=list)
+    rows: list[dict[int, StyledText]] = field(default_factory=list)
 
     def put(self, row: int, column: int, text: str, style: str = "") -> None:
         self.put_cells(row, column, cells(text), style)
@@ -45,7 +47,7 @@ class _Canvas:
         line = self.rows[row]
         base = column
         for text, size in shown:
-            if size == 0:  # it combines with the character before it
+            if size == 0:  # combines with the previous character
                 line[base] = (line.get(base, (" ", style))[0] + text, style)
                 continue
             line[column] = (text, style)
@@ -56,7 +58,7 @@ class _Canvas:
         return [_merged(row) for row in self.rows]
 
 
-def _merged(row: dict[int, Segment]) -> Row:
+def _merged(row: dict[int, StyledText]) -> Row:
     out: Row = []
     for column in range(max(row, default=-1) + 1):
         text, style = row.get(column, (" ", ""))
@@ -67,17 +69,17 @@ def _merged(row: dict[int, Segment]) -> Row:
     return out
 
 
-def line_of(source: Source, number: int) -> str:
-    """A line as it is shown: an argument the way it was written on the command line."""
+def displayed_line(source: Source, number: int) -> str:
+    """A line as it is displayed; an argument is displayed as written on the command line."""
     if source.argument and source.name.endswith(source.text):
         return source.name
     return source.line(number)
 
 
 def mark(label: Label, *, style: str, primary: bool) -> Mark:
-    """Where a label is on its first line; one that goes on over more lines ends with the first."""
+    """The mark of a label on its first line; a label over several lines ends with the first."""
     span = label.span
-    text = line_of(span.source, span.line)
+    text = displayed_line(span.source, span.line)
     lead = len(text) - len(span.source.line(span.line))  # the `--set ` of an argument
     first = min(span.column - 1 + lead, len(text))
     last = first + span.end - span.start
@@ -88,11 +90,11 @@ def mark(label: Label, *, style: str, primary: bool) -> Mark:
     return Mark(start=start, end=max(end, start + 1), text=label.text, style=style, primary=primary)
 
 
-def drawn(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
-    """The line and what is written below it, within `room` cells.
+def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
+    """The source line and the labels below it, within `room` cells.
 
-    A long line is cut to a window around its marks. Marks that are too far apart for one window
-    give one window each: the result has a list of rows for each, its source line first.
+    A long line is cut to a window around its marks. Marks that do not fit into one window get one
+    window each: the result has a list of rows per window, the source line first.
     """
     shown = cells(text)
     total = sum(size for _, size in shown)
@@ -104,14 +106,14 @@ def drawn(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
         low = min(m.start for m in group)
         high = min(max(m.end for m in group), low + reach)
         left = max(0, min(low - (room - (high - low)) // 2, total - room))
-        if high <= room - _MARGIN:  # the beginning of a line says most about it
+        if high <= room - _MARGIN:  # prefer the beginning of the line
             left = 0
         out.append(_window(shown, left, total, group, room))
     return out or [_window(shown, 0, total, (), room)]
 
 
 def _groups(marks: Sequence[Mark], reach: int) -> list[list[Mark]]:
-    """The marks from left to right, those together that fit into one window."""
+    """The marks from left to right, grouped by the window they fit into."""
     out: list[list[Mark]] = []
     for one in sorted(marks, key=lambda m: m.start):
         if out and one.end - out[-1][0].start <= reach:
@@ -143,14 +145,14 @@ def _window(
         canvas.put_cells(0, first - left, kept)
     if cut:
         canvas.put(0, room - 1, _ELLIPSIS, "gutter")
-    bound = high if cut else total + 1  # a mark may point just behind the last character
-    moved = []
+    bound = high if cut else total + 1  # a mark may point past the last character
+    shifted = []
     for one in marks:
         start = min(max(one.start, low), bound - 1)
         end = min(max(one.end, start + 1), bound)
-        moved.append(replace(one, start=start - left, end=end - left))
-    _underline(canvas, moved)
-    _write(canvas, moved, room)
+        shifted.append(replace(one, start=start - left, end=end - left))
+    _underline(canvas, shifted)
+    _write(canvas, shifted, room)
     return canvas.segments()
 
 
@@ -161,7 +163,7 @@ def _underline(canvas: _Canvas, marks: Sequence[Mark]) -> None:
 
 
 def _write(canvas: _Canvas, marks: Sequence[Mark], room: int) -> None:
-    """The texts: the rightmost beside its underline where there is room, the others hang below."""
+    """Writes the label texts: the rightmost beside its underline if it fits, the others below."""
     waiting = sorted((m for m in marks if m.text), key=lambda m: (m.start, m.primary))
     if not waiting:
         return

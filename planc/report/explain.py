@@ -24,15 +24,15 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 
 
 def explain(code: str) -> str | None:
-    """The page of a code in Markdown, or None where there is none. Any case will do."""
+    """The Markdown page of a code in any case, or None if there is no such code."""
     name = code.strip().upper()
     page = PAGES / f"{name}.md"
     return page.read_text(encoding="utf-8") if name in CODES else None
 
 
-def terminal(text: str, colour: bool) -> str:
-    """A page as a terminal shows it: headings without their `#`, links without their address."""
-    return "".join(f"{_line(line, colour)}\n" for line in text.splitlines())
+def terminal(text: str, color: bool) -> str:
+    """A page for the terminal: headings without `#`, links without their address."""
+    return "".join(f"{_line(line, color)}\n" for line in text.splitlines())
 
 
 def index() -> str:
@@ -45,16 +45,16 @@ def index() -> str:
     return "\n".join(out)
 
 
-def _line(line: str, colour: bool) -> str:
+def _line(line: str, color: bool) -> str:
     if line.startswith("#"):
-        return paint([(line.lstrip("# "), "bold")], colour)
+        return paint([(line.lstrip("# "), "bold")], color)
     if line.startswith("    "):
-        return paint([(line, "code")], colour)
+        return paint([(line, "code")], color)
     line = _LINK.sub(r"\1", line)
-    if not colour:
+    if not color:
         return line
     pieces = _SPAN.split(line)  # text, code, text, code, ..., text
-    return paint([(p, "code" if i % 2 else "") for i, p in enumerate(pieces)], colour)
+    return paint([(p, "code" if i % 2 else "") for i, p in enumerate(pieces)], color)
 
 
 if __name__ == "__main__":

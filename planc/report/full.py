@@ -1,4 +1,4 @@
-"""Findings as blocks for a person: what is wrong, the lines involved, the facts, what to do."""
+"""Findings as blocks for people: the message, the source lines, the facts, the help."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from planc.diagnostic import Diagnostic, Label, Severity
-from planc.report.color import Segment, paint
-from planc.report.excerpt import Row, drawn, line_of, mark
-from planc.report.sorting import arranged, placed, summary
+from planc.report.color import StyledText, paint
+from planc.report.excerpt import Row, displayed_line, drawn_lines, mark
+from planc.report.sorting import labels_with_source, sorted_findings, summary
 from planc.report.terminal_width import visible, wrap
 from planc.source import Source, Span
 
@@ -18,12 +18,12 @@ _NARROWEST = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """How one block is set.
+    """The layout of one block.
 
     Args:
-        gutter: the cells of a line number.
-        room: the cells of a whole line.
-        main: the label to look at first.
+        gutter: the width of a line number, in cells.
+        room: the width of a line, in cells.
+        main: the primary label.
         style: the style of its underline.
     """
 
@@ -33,28 +33,30 @@ class _Frame:
     style: str
 
     @property
-    def bar(self) -> Segment:
+    def bar(self) -> StyledText:
         return f"{' ' * self.gutter} | ", "gutter"
 
 
-def render(diagnostics: Iterable[Diagnostic], *, colour: bool, width: int) -> str:
-    """The blocks, with a blank line after each, and the summary.
+def render(diagnostics: Iterable[Diagnostic], *, color: bool, width: int) -> str:
+    """The blocks, each followed by a blank line, and the summary.
 
     Args:
         diagnostics: the findings, in any order.
-        colour: whether to use ANSI colours.
-        width: the cells of a line; nothing is wider but a location or a word that can't be broken.
+        color: whether to use ANSI colors.
+        width: the line width in cells; only locations and unbreakable words exceed it.
     """
-    found = arranged(diagnostics)
-    numbers = [label.span.line for d in found for label in placed(d) if _numbered(label)]
+    found = sorted_findings(diagnostics)
+    numbers = [
+        label.span.line for d in found for label in labels_with_source(d) if _numbered(label)
+    ]
     gutter = len(str(max(numbers, default=1)))
     lines: list[str] = []
     for diagnostic in found:
         rows = _block(diagnostic, gutter, max(width, _NARROWEST))
-        lines += [paint(row, colour) for row in rows]
+        lines += [paint(row, color) for row in rows]
         lines.append("")
     worst = next((s for s in Severity if any(d.severity is s for d in found)), None)
-    lines.append(paint([(summary(found), worst.value if worst else "bold")], colour))
+    lines.append(paint([(summary(found), worst.value if worst else "bold")], color))
     return "\n".join(lines) + "\n"
 
 
@@ -63,16 +65,16 @@ def _numbered(label: Label) -> bool:
 
 
 def _block(diagnostic: Diagnostic, gutter: int, room: int) -> list[Row]:
-    labels = placed(diagnostic)
+    labels = labels_with_source(diagnostic)
     main = labels[0] if labels else None
     frame = _Frame(gutter=gutter, room=room, main=main, style=diagnostic.severity.value)
     rows = _head(diagnostic, room)
     for index, source in enumerate({id(s): s for s in (m.span.source for m in labels)}.values()):
-        own = [label for label in labels if label.span.source is source]
+        source_labels = [label for label in labels if label.span.source is source]
         arrow = "-->" if index == 0 else ":::"
-        rows.append([(" " * gutter + arrow, "gutter"), (" " + where(own[0].span), "")])
+        rows.append([(" " * gutter + arrow, "gutter"), (" " + where(source_labels[0].span), "")])
         rows.append([frame.bar])
-        rows += _lines(source, own, frame)
+        rows += _lines(source, source_labels, frame)
     for fact in diagnostic.facts:
         rows += _note("fact", fact, frame)
     for label in diagnostic.labels:
@@ -122,7 +124,7 @@ def _excerpt(source: Source, number: int, labels: Sequence[Label], frame: _Frame
         marks.append(mark(label, style=frame.style if primary else "secondary", primary=primary))
     shown = "" if source.argument else str(number)
     rows: list[Row] = []
-    for window in drawn(line_of(source, number), marks, frame.room - frame.gutter - 3):
+    for window in drawn_lines(displayed_line(source, number), marks, frame.room - frame.gutter - 3):
         rows.append([(f"{shown:>{frame.gutter}} | ", "gutter"), *window[0]])
         rows += [[frame.bar, *row] for row in window[1:]]
     return rows

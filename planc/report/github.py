@@ -1,6 +1,6 @@
 """Findings as GitHub workflow commands, which annotate the lines of a pull request.
 
-The escapes are those of actions/toolkit, packages/core/src/command.ts.
+Source of the escapes: actions/toolkit, packages/core/src/command.ts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic, Severity
-from planc.report.sorting import arranged, first, placed
+from planc.report.sorting import labels_with_source, primary_span, sorted_findings
 from planc.report.terminal_width import visible
 from planc.source import Span
 
@@ -19,21 +19,21 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 
 
 def render(diagnostics: Iterable[Diagnostic]) -> str:
-    """One command for each finding; its message holds the other places, the facts and the help."""
-    return "".join(_command(diagnostic) + "\n" for diagnostic in arranged(diagnostics))
+    """One command per finding; its message contains the other labels, the facts and the help."""
+    return "".join(_command(diagnostic) + "\n" for diagnostic in sorted_findings(diagnostics))
 
 
 def _command(diagnostic: Diagnostic) -> str:
-    properties = {**_place(first(diagnostic)), "title": diagnostic.code}
+    properties = {**_place(primary_span(diagnostic)), "title": diagnostic.code}
     listed = ",".join(f"{name}={_escaped(value, _PROPERTY)}" for name, value in properties.items())
     message = _escaped(_message(diagnostic), _DATA)
     return f"::{_LEVELS[diagnostic.severity]} {listed}::{message}"
 
 
 def _place(span: Span | None) -> dict[str, str]:
-    """Where to put the annotation; nowhere for an argument or standard input, which are no files.
+    """The location of the annotation; empty for an argument or standard input, which are not files.
 
-    GitHub takes columns only for an annotation of one line.
+    GitHub accepts columns only for an annotation of one line.
     """
     if span is None or span.source.argument or span.source.name.startswith("<"):
         return {}
@@ -47,7 +47,7 @@ def _place(span: Span | None) -> dict[str, str]:
 
 def _message(diagnostic: Diagnostic) -> str:
     lines = [diagnostic.message]
-    for index, label in enumerate(placed(diagnostic)):
+    for index, label in enumerate(labels_with_source(diagnostic)):
         place = label.span.place
         if label.text or index > 0 or label.span.source.argument:
             lines.append(f"{place}: {label.text}" if label.text else place)

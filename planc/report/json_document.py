@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planc.diagnostic import Diagnostic, Label
-from planc.report.sorting import arranged, counts
+from planc.report.sorting import counts, sorted_findings
 
 FORMAT = 1
-"""Raised when a field goes or changes its meaning; a new field leaves it as it is."""
+"""Raised when a field is removed or changes its meaning; not for a new field."""
 
 
 def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
     """The findings as plain data, in the order of the other formats."""
-    found = arranged(diagnostics)
+    found = sorted_findings(diagnostics)
     return {
         "format_version": FORMAT,
         "diagnostics": findings(found),
@@ -25,15 +25,15 @@ def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
 
 def findings(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
     """Each finding as plain data, in the order of the other formats."""
-    return [_finding(diagnostic) for diagnostic in arranged(diagnostics)]
+    return [_finding(diagnostic) for diagnostic in sorted_findings(diagnostics)]
 
 
 def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:
-    """The document as text in ASCII, so that no terminal and no codec can trip over it.
+    """The document as ASCII text, which any terminal and codec can handle.
 
     Args:
         diagnostics: the findings.
-        also: fields to put beside them.
+        also: fields beside the findings.
     """
     return json.dumps({**document(diagnostics), **(also or {})}, indent=2) + "\n"
 

@@ -1,4 +1,4 @@
-"""Findings as SARIF 2.1.0, which code scanners and editors read.
+"""Findings as SARIF 2.1.0, for code scanners and editors.
 
 Source: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html; the numbers in this file
 are its sections.
@@ -15,7 +15,7 @@ from urllib.parse import quote
 from planc.codes import CODES
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.explain import explain
-from planc.report.sorting import arranged, placed
+from planc.report.sorting import labels_with_source, sorted_findings
 from planc.report.terminal_width import visible
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -23,8 +23,8 @@ _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: 
 
 
 def render(diagnostics: Iterable[Diagnostic]) -> str:
-    """One run with a result for each finding, and a rule for each code among them, in ASCII."""
-    found = arranged(diagnostics)
+    """One run in ASCII, with a result per finding and a rule per code."""
+    found = sorted_findings(diagnostics)
     codes = sorted({d.code for d in found})
     run = {
         "tool": {"driver": {"name": "planc", "version": _version(), "rules": _rules(codes)}},
@@ -41,7 +41,7 @@ def _version() -> str:
 
 
 def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
-    """3.49: what each code means, from its page."""
+    """3.49: the description of each code, from its page."""
     rules = []
     for code in codes:
         title = CODES[code].title
@@ -52,12 +52,12 @@ def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
-    """3.27: the first place is the result's, the others are related to it."""
-    labels = placed(diagnostic)
+    """3.27: the first label is the location, the others are related locations."""
+    labels = labels_with_source(diagnostic)
     files = [label for label in labels if _is_file(label)]
     lines = [diagnostic.message]
     for label in labels:
-        if not _is_file(label):  # an argument or standard input is no artifact
+        if not _is_file(label):  # an argument or standard input is not an artifact
             lines.append(f"{label.span.place}: {label.text}" if label.text else label.span.place)
     lines += [f"fact: {fact}" for fact in diagnostic.facts]
     lines += [f"help: {diagnostic.help}"] if diagnostic.help else []
@@ -80,7 +80,7 @@ def _is_file(label: Label) -> bool:
 
 
 def _location(label: Label) -> dict[str, Any]:
-    """3.28: the region's end is behind its last character, and it is never empty here."""
+    """3.28: the region ends after its last character, and is never empty here."""
     source = label.span.source
     line, column = source.position(label.span.start)
     end_line, end = source.position(label.span.end)

@@ -1,4 +1,4 @@
-"""Which findings a report shows, in which order, and how many there are."""
+"""Selects, sorts and counts the findings of a report."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from planc.diagnostic import Diagnostic, Label, Severity
 from planc.source import Span
 
 
-def arranged(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings in the order in which a report shows them, each once.
+def sorted_findings(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The findings in the order in which a report shows them, without duplicates.
 
-    Errors without a place come first: they are about the invocation or the model, and often the
-    cause of the rest. Then what has a place, in the order of the text: by source, in the order in
-    which the sources are first mentioned, and by offset. Last the warnings and infos about the plan
-    as a whole. Two sides of a diff may read one plan twice; what is the same is shown once.
+    Errors without a location come first: they concern the invocation or the model, and often
+    cause the rest. Then come findings with a location, by source in the order of first mention,
+    then by offset. Warnings and infos about the plan as a whole come last. The two plans of a
+    diff may share files, so equal findings are shown once.
     """
     seen: dict[object, Diagnostic] = {}
     for diagnostic in diagnostics:
@@ -22,19 +22,19 @@ def arranged(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     unique = tuple(seen.values())
     sources: dict[str, int] = {}
     for diagnostic in unique:
-        for label in placed(diagnostic):
+        for label in labels_with_source(diagnostic):
             sources.setdefault(label.span.source.name, len(sources))
     return tuple(sorted(unique, key=lambda d: _rank(d, sources)))
 
 
-def placed(diagnostic: Diagnostic) -> tuple[Label, ...]:
-    """The labels that point into a text that someone wrote, the primary one first."""
+def labels_with_source(diagnostic: Diagnostic) -> tuple[Label, ...]:
+    """The labels that point into a source text, the primary one first."""
     return tuple(label for label in diagnostic.labels if label.span.source.name)
 
 
-def first(diagnostic: Diagnostic) -> Span | None:
-    """The place to look at first."""
-    return next((label.span for label in placed(diagnostic)), None)
+def primary_span(diagnostic: Diagnostic) -> Span | None:
+    """The span of the first label that points into a source text."""
+    return next((label.span for label in labels_with_source(diagnostic)), None)
 
 
 def counts(diagnostics: Iterable[Diagnostic]) -> dict[str, int]:
@@ -46,21 +46,21 @@ def counts(diagnostics: Iterable[Diagnostic]) -> dict[str, int]:
 def summary(diagnostics: Iterable[Diagnostic]) -> str:
     """`2 errors, 1 warning`, or `no findings`."""
     parts = []
-    for name, number in counts(arranged(diagnostics)).items():
+    for name, number in counts(sorted_findings(diagnostics)).items():
         if number:
             parts.append(f"{number} {name}{'s' if number > 1 else ''}")
     return ", ".join(parts) or "no findings"
 
 
 def _rank(diagnostic: Diagnostic, sources: dict[str, int]) -> tuple[int, int, int]:
-    span = first(diagnostic)
+    span = primary_span(diagnostic)
     if span is not None:
         return 1, sources[span.source.name], span.start
     return (0 if diagnostic.severity is Severity.ERROR else 2), 0, 0
 
 
 def _identity(diagnostic: Diagnostic) -> object:
-    """What makes two findings one: sources compare by what they hold, not by which object."""
+    """The key for equality of findings: sources compare by content, not by identity."""
     labels = tuple(
         (label.span.source.name, label.span.source.text, label.span.start, label.span.end)
         for label in diagnostic.labels

@@ -1,7 +1,7 @@
-"""Text as a terminal shows it: what each character looks like, and how many cells it takes.
+"""Text as a terminal displays it: how each character is shown, and its width in cells.
 
-Plans, paths and model configurations are untrusted: a character that would steer the terminal or
-turn the reading order around is never passed on, it is made visible.
+Plans, paths and model configurations are untrusted: control characters and characters that change
+the reading order are replaced by visible ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ _SPLIT = re.compile(r"[ \t]*[^ \t]+")
 
 
 def cell(char: str) -> tuple[str, int]:
-    """How a character is shown, and its width in cells: 0 for one that combines with the last."""
+    """How a character is shown and its width in cells; 0 for one that combines with the
+    previous.
+    """
     if " " <= char <= "~":
         return char, 1
     if char == "\t":
@@ -30,7 +32,7 @@ def cell(char: str) -> tuple[str, int]:
 
 
 def cells(text: str) -> list[tuple[str, int]]:
-    """`cell` for each character; a combining one with nothing before it gets a dotted circle."""
+    """`cell` for each character; a combining character at the start gets a dotted circle."""
     out = [cell(char) for char in text]
     if out and out[0][1] == 0:
         out[0] = ("\u25cc" + out[0][0], 1)
@@ -38,19 +40,19 @@ def cells(text: str) -> list[tuple[str, int]]:
 
 
 def visible(text: str) -> str:
-    """The text with everything that a terminal would act on made visible; newlines too."""
+    """The text with all control characters, newlines included, made visible."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(shown for shown, _ in cells(text))
 
 
 def width(text: str) -> int:
-    """The cells that a text without newlines takes once it is visible."""
+    """The width in cells of a text without newlines, after `visible`."""
     return sum(size for _, size in cells(text))
 
 
 def wrap(text: str, room: int) -> list[str]:
-    """The visible text in lines of at most `room` cells; a line that fits is left as it is."""
+    """The visible text in lines of at most `room` cells; a line that fits is unchanged."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         shown = visible(paragraph)
@@ -78,7 +80,7 @@ def _filled(paragraph: str, room: int) -> list[str]:
 
 
 def _fitting(word: str, room: int) -> str:
-    """The longest beginning of a word that fits, at least one character."""
+    """The longest prefix of a word that fits, at least one character."""
     used = 0
     for index, (_, size) in enumerate(cells(word)):
         used += size
@@ -90,5 +92,5 @@ def _fitting(word: str, room: int) -> str:
 def _named(char: str) -> str:
     code = ord(char)
     if code < 0x20:
-        return chr(0x2400 + code)  # the control pictures of Unicode
+        return chr(0x2400 + code)  # Unicode control pictures
     return "\u2421" if code == 0x7F else f"<U+{code:04X}>"

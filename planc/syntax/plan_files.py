@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from planc.diagnostic import Sink, meant, one_of
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.resources import PLANS
 from planc.source import Source, Span
 from planc.syntax import ast
@@ -22,7 +22,7 @@ _HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PlanFile:
     """Where a plan's text is.
 
     Args:
@@ -45,7 +45,7 @@ class _Chain:
     done: set[tuple[str, str | None]] = field(default_factory=set)
     open: list[tuple[str, str | None]] = field(default_factory=list)
 
-    def add(self, place: Place, origin: Span | None) -> None:
+    def add(self, place: PlanFile, origin: Span | None) -> None:
         key = (str(place.path.resolve()) if place.path else "-", place.revision)
         if key in self.open:
             where = [origin] if origin else []
@@ -87,7 +87,7 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
     place = locate(plan)
     if place is None:
         names = shipped()
-        told = meant(plan, names, f"planc ships {one_of(names, last='and')}")
+        told = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
         sink.error("PL006", f"there is no plan {plan!r}: no such file, and none ships", help=told)
         return ()
     chain.add(place, None)
@@ -115,29 +115,29 @@ def _of_family(name: str) -> Path | None:
     return next((p for p in those if p.stem in families(p)), those[0] if those else None)
 
 
-def locate(plan: str) -> Place | None:
+def locate(plan: str) -> PlanFile | None:
     """Where a plan is, or None where nothing of that name is."""
     if plan == "-":
-        return Place(name="<stdin>", path=None)
+        return PlanFile(name="<stdin>", path=None)
     path = Path(plan)
     known = PLANS / f"{plan}.plan"
     bare = "/" not in plan and "\\" not in plan and not plan.endswith(".plan")
     try:
         if path.is_file() or (path.exists() and not (bare and known.is_file())):
-            return Place(name=plan, path=path)
+            return PlanFile(name=plan, path=path)
         if bare and known.is_file():
-            return Place(name=f"plans/{plan}.plan", path=known)
+            return PlanFile(name=f"plans/{plan}.plan", path=known)
         if bare and (base := _of_family(plan)):
-            return Place(name=f"plans/{base.name}", path=base)
+            return PlanFile(name=f"plans/{base.name}", path=base)
     except (OSError, ValueError):  # a name too long, or with a NUL in it
         return None
     revision, colon, inside = plan.rpartition(":")
     if colon and revision and inside:
-        return Place(name=plan, path=Path(inside), revision=revision)
+        return PlanFile(name=plan, path=Path(inside), revision=revision)
     return None
 
 
-def _base(place: Place, name: str) -> Place:
+def _base(place: PlanFile, name: str) -> PlanFile:
     """What `extend "name"` in a plan means."""
     folder = place.path.parent if place.path else Path()
     path = folder / name
@@ -145,15 +145,15 @@ def _base(place: Place, name: str) -> Place:
     ships = "/" not in name and known.is_file()
     if place.revision is not None:
         if not ships or _is_at_revision(place.revision, path):
-            return Place(name=f"{place.revision}:{path}", path=path, revision=place.revision)
-        return Place(name=f"plans/{known.name}", path=known)
+            return PlanFile(name=f"{place.revision}:{path}", path=path, revision=place.revision)
+        return PlanFile(name=f"plans/{known.name}", path=known)
     if ships and not path.exists():
-        return Place(name=f"plans/{known.name}", path=known)
+        return PlanFile(name=f"plans/{known.name}", path=known)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
-    return Place(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
+    return PlanFile(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
 
 
-def text(place: Place, origin: Span | None, sink: Sink) -> str | None:
+def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
     """The text of a place, or None after PL006.
 
     Args:
@@ -174,7 +174,7 @@ def text(place: Place, origin: Span | None, sink: Sink) -> str | None:
     return data.decode("utf-8-sig", errors="replace")
 
 
-def _bytes(place: Place) -> bytes:
+def _bytes(place: PlanFile) -> bytes:
     """The first bytes of a plan, one more than the parser takes, so that a giant stays cheap.
 
     Raises:

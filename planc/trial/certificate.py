@@ -1,8 +1,8 @@
-"""What a proof found, as a JSON document, and where it is kept; imports no torch.
+"""The certificate of a proof: a JSON document and its place in the cache; imports no torch.
 
-The document's schema is `grammars/certificate.schema.json`. In planc's cache folder it is named by
-what it speaks of: the lowered plan, the model's configuration, and what ran it: the versions of the
-libraries and planc's own sources. So `planc check` finds it again, and another torch makes it void.
+Its schema is `grammars/certificate.schema.json`. The file name in planc's cache folder is a digest
+of what it certifies: the lowered plan, the model's configuration, the library versions and planc's
+own sources. `planc check` finds it by that name, and a new torch invalidates it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Certificate = dict[str, Any]
 
 
 def key_of(lowered: str, config: Mapping[str, Any]) -> str:
-    """The name of a certificate.
+    """The key of a certificate.
 
     Args:
-        lowered: the digest of the lowered plan, for the real model.
-        config: the real model's configuration.
+        lowered: the digest of the lowered plan for the original model.
+        config: the configuration of the original model.
     """
-    own = {"certificate": FORMAT_VERSION, "planc": source_digest(), "lowered": lowered}
-    text = json.dumps(own)
+    fields = {"certificate": FORMAT_VERSION, "planc": source_digest(), "lowered": lowered}
+    text = json.dumps(fields)
     return hashlib.sha256(f"{text}\n{cache.key_of(dict(config))}".encode()).hexdigest()
 
 
@@ -40,7 +40,7 @@ def dumps(certificate: Certificate) -> str:
 
 
 def keep(certificate: Certificate, key: str) -> None:
-    """Puts it into the cache folder; where that can't be written, `check` will not know of it."""
+    """Writes the certificate to the cache folder; a no-op if the folder cannot be written."""
     with contextlib.suppress(OSError, RuntimeError):
         home = cache.folder()
         home.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def keep(certificate: Certificate, key: str) -> None:
 
 
 def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:
-    """The certificate of this lowered plan for this model under these versions, if there is one."""
+    """The certificate of this lowered plan for this model with the installed versions, or None."""
     try:
         path = cache.folder() / f"verify-{key_of(lowered, config)}.json"
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -64,16 +64,16 @@ def summary(certificate: Certificate) -> str:
     errors = certificate["errors"]
     word = {"verified": "Verified", "refuted": "Refuted"}[certificate["verdict"]]
     count = certificate["processes"]
-    told = f"{word} on {count} process{'es' if count != 1 else ''}"
+    verdict = f"{word} on {count} process{'es' if count != 1 else ''}"
     if errors is None:
-        return f"{told}: {certificate['reason']}"
+        return f"{verdict}: {certificate['reason']}"
     numbers = ", ".join(f"{kind} {number(errors[kind])}" for kind in ("logits", "gradients"))
     left = certificate["not_reached"]
-    return f"{told}: {numbers}" + (f"; not reached: {', '.join(left)}" if left else "")
+    return f"{verdict}: {numbers}" + (f"; not reached: {', '.join(left)}" if left else "")
 
 
 def number(error: float) -> str:
-    """An error as people write it: `3e-7`; a missing or endless one in words."""
+    """An error in short notation, such as `3e-7`; `not comparable` for an infinite one."""
     if error >= 1e9:
         return "not comparable"
     if error == 0:
@@ -83,8 +83,8 @@ def number(error: float) -> str:
 
 
 def versions(config: Mapping[str, Any]) -> dict[str, str]:
-    """What ran a proof of a model of this configuration."""
+    """The versions that a proof of a model with this configuration depends on."""
     import planc
 
-    own = {"planc": planc.__version__, "python": platform.python_version()}
-    return {**own, **cache.versions(config)}
+    found = {"planc": planc.__version__, "python": platform.python_version()}
+    return {**found, **cache.versions(config)}

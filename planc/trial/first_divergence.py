@@ -1,4 +1,4 @@
-"""Where two models part: the first module, in execution order, whose output differs."""
+"""Finds where two models diverge: the first module, in execution order, whose output differs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
-from planc.trial.numerics import relative, whole
-from planc.trial.trace import first
+from planc.trial.numerics import full_copy, relative
+from planc.trial.trace import main_tensor
 
 Outputs = dict[str, torch.Tensor]
 Take = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -27,9 +27,9 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
     """The first output of each module, by name, in the order in which they end.
 
     Args:
-        model: run forward once, without gradients being looked at.
-        take: what to keep of an output, or None.
-        inputs: of the forward.
+        model: run forward once.
+        take: maps an output to the tensor to keep, or None.
+        inputs: the inputs of the forward.
     """
     found: Outputs = {}
     with _watched(model, found, take):
@@ -37,11 +37,11 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
     return found
 
 
-def parted(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | None:
-    """The first module whose output differs by more than the limit, and by how much.
+def first_difference(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | None:
+    """The first module whose output differs by more than the limit, and the error.
 
-    An output that is a piece of the right one in a layout that no rule states is left out: it
-    can't be compared.
+    An output with another shape than the right one, a shard in a layout that no rule states, is
+    left out because it cannot be compared.
     """
     for name, value in mine.items():
         expected = right.get(name)
@@ -53,17 +53,17 @@ def parted(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | N
     return None
 
 
-def taker(run: Run, lowered: Lowered) -> Take:
-    """Makes outputs of a parallel model whole.
+def whole_outputs(run: Run, lowered: Lowered) -> Take:
+    """A function that gathers outputs of a parallel model.
 
-    A DTensor knows its layout, and for a module with a style the plan states the layout of what it
-    hands on as a local tensor. That is a collective, which all ranks join: they run the same code.
+    A DTensor has its layout; for a module with a style, the plan states the layout of its local
+    output. Gathering is a collective that all ranks join, because they run the same code.
     """
     stated = dict(_stated(lowered))
 
     def take(name: str, value: torch.Tensor) -> torch.Tensor | None:
         if isinstance(value, DTensor):
-            return whole(value)
+            return full_copy(value)
         if name not in stated:
             return value.detach().clone()
         axis, layout = stated[name]
@@ -82,14 +82,14 @@ def taker(run: Run, lowered: Lowered) -> Take:
 
 
 def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
-    """The layouts of local outputs, as the styles of a plan have them."""
+    """Yields the layouts of local outputs that the styles of a plan state."""
     for op in lowered.ops:
         if isinstance(op, Parallelize) and lowered.axis_size(*op.axes) > 1:
-            (axis,) = op.axes  # the layouts of a style that takes one
+            (axis,) = op.axes  # styles with layouts take one axis
             layout: ir.Layout | None = None
             match op.style:
                 case ir.Colwise() if op.style.parts != 1 and not op.style.interleaved:
-                    continue  # each rank has a slice of each part, which no layout says
+                    continue  # each rank has a slice of each part; no layout describes it
                 case ir.Colwise() | ir.Rowwise():
                     layout = op.style.output
                 case ir.Sequence():
@@ -104,11 +104,11 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
 
 @contextmanager
 def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
-    """Fills `found` with what `take` keeps of each module's output, while the model runs."""
+    """Fills `found` with the kept part of each module's output while the model runs."""
 
     def hook(name: str) -> Callable[..., None]:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            value = first(output)
+            value = main_tensor(output)
             if value is not None and name not in found:
                 kept = take(name, value)
                 if kept is not None:

@@ -1,9 +1,9 @@
-"""Where the processes of a proof come from: `python -m planc.trial.fork_server`.
+"""The fork server of a proof: `python -m planc.trial.fork_server`.
 
-Importing torch and transformers takes seconds, so one process imports them, while the command that
-started it still compiles; then it reads its job, one line of JSON, and forks one process a rank.
-It starts no thread before that, which makes forking safe. Standard input stays open as long as the
-command lives: when it closes, every process ends, whatever ended the command.
+Importing torch and transformers takes seconds, so one process imports them while the command still
+compiles. Then it reads its job, one line of JSON, and forks one process per rank. It starts no
+thread before that, so forking is safe. Standard input stays open as long as the command runs: when
+it closes, for whatever reason, every process ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from planc.trial.job_message import Job
 
 GRACE = 3.0
-"""Seconds that the other ranks get, once one is dead, to say what they know."""
+"""Seconds for the other ranks to report after one has died."""
 
 
 def main() -> int:
-    """Returns 0 when every rank ended well."""
+    """Returns 0 if every rank succeeded."""
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.disable()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the ranks alone where they wait
@@ -53,7 +53,7 @@ def _fork(job: Job, number: int) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # no clean-up: another rank may be dead, and torch would wait for it
+        os._exit(code)  # no cleanup: torch would wait for a rank that died
 
 
 def end_with_the_command() -> None:
@@ -68,7 +68,9 @@ def end_with_the_command() -> None:
 
 
 def _wait(children: dict[int, int], folder: Path) -> int:
-    """Waits for all; after the first that fails, not for long. Notes those that a signal ended."""
+    """Waits for all ranks; after a failure, for `GRACE` seconds. Records ranks ended by a
+    signal.
+    """
     failed, end = False, float("inf")
     ended: set[int] = set()
     while children:

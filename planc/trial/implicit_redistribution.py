@@ -1,4 +1,4 @@
-"""Redistributions that DTensor makes on its own because an operation needs another layout."""
+"""Records implicit redistributions: those that DTensor makes because an op needs another layout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from planc.trial.trace import Trace, caller
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implicit:
-    """Args:
-    module: that was running.
-    line: of the model's own code.
-    source, target: layouts, as a plan writes them.
-    op: torch's name of the operation.
-    before: the module without modules inside that ended last.
+    """An implicit redistribution.
+
+    Args:
+        module: the module that was running.
+        line: the line of the model's code.
+        source, target: the layouts, in the syntax of a plan.
+        op: torch's name of the op.
+        before: the leaf module that ended last.
     """
 
     module: str
@@ -31,22 +33,22 @@ class Implicit:
 
 @contextmanager
 def redistributions(trace: Trace, styled: Collection[str], found: list[Implicit]) -> Iterator[None]:
-    """Collects those that communicate, outside modules that carry a style: inside, it is the style.
+    """Records redistributions that communicate, outside of modules with a style.
 
-    It listens where torch's `ExplicitRedistributionContext` does, which can only raise or warn, and
-    says neither what is changed nor where.
+    It hooks torch's `ExplicitRedistributionContext`, which by itself only raises or warns,
+    without the tensor or the place.
 
     Args:
-        trace: of the model that runs, to know what is running.
-        styled: the modules that carry a style.
-        found: receives them, each once.
+        trace: the trace of the running model.
+        styled: the modules with a style, whose redistributions are intended.
+        found: receives each redistribution once.
     """
     from torch.distributed.tensor import _dispatch, _utils
     from torch.distributed.tensor._op_schema import OpSchema
 
     guard = getattr(_dispatch, "ExplicitRedistributionContext", None)
     cost = getattr(_utils, "redistribute_cost", None)
-    if guard is None or cost is None:  # a torch without that guard
+    if guard is None or cost is None:  # this torch has no such hook
         yield
         return
 
@@ -54,7 +56,7 @@ def redistributions(trace: Trace, styled: Collection[str], found: list[Implicit]
         running = trace.running[-1] if trace.running else ""
         if running in styled or cost(source, target) <= 0:
             return
-        # torch passes its message as a LazyString, whose argument is the operation or its schema
+        # torch passes a LazyString whose argument is the op or its schema
         op = next(iter(getattr(message, "args", ())), "an operation")
         seen = Implicit(
             module=running,

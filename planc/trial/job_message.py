@@ -1,4 +1,4 @@
-"""What a proof is asked, as JSON, between the command and its processes; imports no torch."""
+"""The job of a proof as JSON, sent by the command to its processes; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Args:
-    config: the fields of the small model's configuration.
-    lowered: the plan lowered for it, as JSON text.
-    digest: of that plan.
-    ranks: the number of processes.
-    seeds: of weights and data, one comparison each.
-    limits: the largest errors that are let pass: `logits`, `loss`, `gradients`, `parameters`.
-    code: the factory of a model of the user's own, in whose stead there is no configuration.
-    folder: where the ranks leave what they found, `<rank>.json` each.
-    seconds: how long a collective may wait.
+    """The job of a proof.
+
+    Args:
+        config: the fields of the small model's configuration.
+        lowered: the plan lowered for it, as JSON text.
+        digest: the digest of the lowered plan.
+        ranks: the number of processes.
+        seeds: seeds of weights and data, one comparison each.
+        limits: the largest errors that pass: `logits`, `loss`, `gradients`, `parameters`.
+        code: the factory of a user's own model, used instead of `config`.
+        folder: the folder in which each rank writes its result, `<rank>.json`.
+        seconds: the timeout of a collective.
     """
 
     config: dict[str, Any]

@@ -1,7 +1,7 @@
-"""Runs a proof on processes of this machine; the command's side of it, without torch.
+"""Runs a proof on processes of this machine, from the command; imports no torch.
 
-The processes are a session of their own, started by `fork_server`. However a proof ends,
-by a verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
+The processes are a session of their own, started by `fork_server`. However a proof ends, by a
+verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ SEEDS = (0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class TrialFailure:
     """Why there is no comparison.
 
     Args:
-        kind: `rank` (it raised or died), `time` (the limit passed), `single` (one process alone
-            can't train the small model).
+        kind: `rank` (it raised or died), `time` (timeout), `single` (the small model does not train
+            in one process).
         message: one line.
-        rank: the one that failed first, -1 where that is not known.
-        phase: what it was doing: build, single, apply, parallel, compare, locate.
-        detail: the last lines that it wrote, where no exception ended it.
-        frames: file, line, function and source line of each call, innermost last, where an
-            exception ended it; those of the exceptions that caused it come first.
+        rank: the rank that failed first, -1 if not known.
+        phase: its phase: build, single, apply, parallel, compare, locate.
+        detail: the last lines of the log, if no exception ended the rank.
+        frames: file, line, function and source line of each call, innermost last, if an exception
+            ended the rank; those of its causes come first.
     """
 
     kind: str
@@ -62,15 +62,15 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What the ranks found.
+    """The result of comparing the parallel model with the single one.
 
     Args:
         errors: the largest error of each kind over ranks and seeds.
-        worst: whose gradient, and whose parameter, has the largest error.
-        first: where the models part: `what` (output or gradient), `name`, `error`; None when
-            they are the same.
-        seconds: from start to end.
-        device: on which the processes ran, `cpu` or `cuda`.
+        worst: the names of the gradient and the parameter with the largest error.
+        first: where the models diverge: `what` (output or gradient), `name`, `error`; None if they
+            do not.
+        seconds: the duration.
+        device: the device of the processes, `cpu` or `cuda`.
     """
 
     errors: dict[str, float]
@@ -84,8 +84,8 @@ class Comparison:
         return all(self.errors[kind] <= limit for kind, limit in LIMITS.items())
 
 
-class Nursery:
-    """Processes that import torch while the command still compiles; made by `nursery()`."""
+class ForkServer:
+    """Processes that import torch while the command still compiles; made by `fork_server()`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,14 +102,14 @@ class Nursery:
 
     def compare(
         self, config: dict[str, Any], lowered: Lowered, *, timeout: float, code: str = ""
-    ) -> Comparison | Trouble:
+    ) -> Comparison | TrialFailure:
         """Trains the small model with and without the plan, and compares.
 
         Args:
-            config: of the small model.
+            config: the configuration of the small model.
             lowered: the plan for it, from `single_precision`.
-            timeout: seconds that all of it may take.
-            code: the factory of a model of the user's own, which is run as it is.
+            timeout: seconds for the whole comparison.
+            code: the factory of a user's own model, which is run as it is.
         """
         began = time.monotonic()
         job = Job(
@@ -124,7 +124,7 @@ class Nursery:
             code=code,
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it died already: its exit says so
+        with contextlib.suppress(OSError):  # the process has died; its exit code is handled below
             self._process.stdin.write(f"{job.dumps()}\n".encode())
             self._process.stdin.flush()
         late = False
@@ -137,41 +137,41 @@ class Nursery:
             time.sleep(0.5)
         found = list(_reports(self.folder, job.ranks))
         if late or self._process.returncode != 0 or len(found) < job.ranks:
-            return self._trouble(found, timeout if late else None, job.ranks)
+            return self._failure(found, timeout if late else None, job.ranks)
         return _comparison(found, time.monotonic() - began)
 
     def close(self) -> None:
-        """Ends every process, those included that a rank may have started."""
+        """Ends every process, including those that a rank started."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.close()  # alone enough, were they slow to hear the signal
+                self._process.stdin.close()  # ends the processes by itself if the signal is late
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _trouble(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> Trouble:
+    def _failure(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> TrialFailure:
         failed = sorted((f for f in found if "error" in f), key=lambda f: float(f["time"]))
         single = [f for f in failed if f["single"] or f["phase"] in ("build", "single")]
         ended = sorted(_signals(self.folder))
         if single:
-            return _told("single", single[0])
-        # beside a rank that died, what another raises only says that its partner is gone
+            return _failure_of("single", single[0])
+        # after a rank died, exceptions of other ranks are consequences
         if failed and not ended:
-            return _told("rank", failed[0])
+            return _failure_of("rank", failed[0])
         if ended:
             _, rank, number = ended[0]
             name = signal.Signals(number).name
-            return Trouble(
+            return TrialFailure(
                 kind="rank", message=f"ended by {name}", rank=rank, detail=_tail(self.log)
             )
         if late is not None:
             silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
             who = "any rank" if len(silent) == ranks else f"rank {one_of(map(str, silent))}"
-            told = f"no answer from {who} in {late:g} s"
+            message = f"no answer from {who} in {late:g} s"
             waits = "\n".join(_waiting(self.folder, silent))
-            return Trouble(kind="time", message=told, detail=waits or _tail(self.log))
+            return TrialFailure(kind="time", message=message, detail=waits or _tail(self.log))
         lines = _tail(self.log).splitlines()
-        return Trouble(
+        return TrialFailure(
             kind="rank",
             message=f"the processes did not start: {lines[-1] if lines else 'no word'}",
             detail="\n".join(lines),
@@ -179,21 +179,22 @@ class Nursery:
 
 
 @contextmanager
-def nursery() -> Iterator[Nursery]:
-    """Processes for one proof, ended with the block however it ends."""
+def fork_server() -> Iterator[ForkServer]:
+    """Processes for one proof, which end with the block."""
     with tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True) as name:
-        made = Nursery(Path(name))
+        server = ForkServer(Path(name))
         try:
-            yield made
+            yield server
         finally:
-            made.close()
+            server.close()
 
 
-def told_apart(lowered: Lowered) -> Lowered:
-    """The same operations with adapters that a proof can see: of random values, without dropout.
+def with_random_adapters(lowered: Lowered) -> Lowered:
+    """The same operations with random adapters without dropout, so that errors in them show.
 
-    lora_B begins at 0, where the gradients of lora_A are 0 whatever the plan does. Weights stay in
-    all their bits: the parts of a small one are no whole blocks, which a check asks of a real one.
+    lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
+    Weights are not quantized: shards of a small one are not whole quantization blocks, as
+    checked for a real one.
     """
     ops = tuple(
         replace(op, dropout=0.0, dtype=None, init="random") if isinstance(op, Adapt) else op
@@ -204,11 +205,11 @@ def told_apart(lowered: Lowered) -> Lowered:
 
 
 def single_precision(lowered: Lowered) -> Lowered:
-    """The same operations with every precision float32, so that only rounding can differ.
+    """The same operations with all dtypes float32, so that results differ only by rounding.
 
-    Compiling is left out: it changes no number that it may change, and takes minutes.
+    Compile is left out: it does not change results, and takes minutes.
     """
-    lowered = told_apart(lowered)
+    lowered = with_random_adapters(lowered)
     ops = tuple(
         replace(
             op,
@@ -231,7 +232,7 @@ def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _signals(folder: Path) -> Iterator[tuple[float, int, int]]:
-    """When a signal ended a rank, which, and the signal."""
+    """Yields for each rank ended by a signal: the time, the rank and the signal."""
     for path in folder.glob("*.signal"):
         number, when = path.read_text().split()
         yield float(when), int(path.stem), int(number)
@@ -249,9 +250,9 @@ def _waiting(folder: Path, ranks: list[int]) -> Iterator[str]:
                 yield f"rank {rank} waits in {', called by '.join(places)}"
 
 
-def _told(kind: str, report: dict[str, Any]) -> Trouble:
+def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
     first = next((line for line in report["error"].splitlines() if line.strip()), report["error"])
-    return Trouble(
+    return TrialFailure(
         kind=kind,
         message=first.strip(),
         rank=report["rank"],
@@ -269,8 +270,8 @@ def _comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
         kind: str(max(every, key=lambda s: float(s[kind]))[f"{kind}_at"])
         for kind in ("gradients", "parameters")
     }
-    firsts = [f["first"] for f in found if f.get("first")]
-    first = min(firsts, key=lambda f: int(f["order"])) if firsts else None
+    differences = [f["first"] for f in found if f.get("first")]
+    first = min(differences, key=lambda f: int(f["order"])) if differences else None
     return Comparison(
         errors=errors, worst=worst, first=first, seconds=seconds, device=found[0]["device"]
     )

@@ -1,7 +1,7 @@
-"""`torch.tensor` of numbers that are tensors of all simulated ranks.
+"""Patches `torch.tensor` for numbers that are simulated tensors of all ranks.
 
-torch's simulation of ranks knows no way to make a number of such a tensor for `torch.tensor`,
-and recurses without end; the code of models that find their positions out from images does that.
+LocalTensorMode cannot convert such a tensor to a number for `torch.tensor` and recurses without
+end. Models that compute positions from image grids do that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Literals(TorchFunctionMode):  # type: ignore[misc]
-    """While it is on, `torch.tensor` makes of each rank's numbers that rank's tensor."""
+    """While active, `torch.tensor` makes each rank's tensor from that rank's numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -30,7 +30,7 @@ class Literals(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _tensors(data: Any) -> Any:
-    """The tensors of all ranks among some data."""
+    """Yields the simulated tensors in nested lists."""
     if isinstance(data, list | tuple):
         for one in data:
             yield from _tensors(one)
@@ -39,7 +39,7 @@ def _tensors(data: Any) -> Any:
 
 
 def _of_rank(data: Any, rank: int) -> Any:
-    """The data of one rank, with numbers in the place of its tensors."""
+    """The data of one rank, with its tensors replaced by numbers."""
     if isinstance(data, list | tuple):
         return [_of_rank(one, rank) for one in data]
     if (parts := getattr(data, "_local_tensors", None)) is not None:

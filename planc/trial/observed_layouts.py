@@ -1,8 +1,8 @@
-"""What arrives at a module beside what the plan says that arrives.
+"""Compares the layouts that arrive at modules with those that the plan states.
 
-A style tells torch the layout of a local tensor, and torch believes it. Here the tensors of all
-ranks are at hand, and so is the whole tensor of the plain run, so the layout can be told from
-the numbers. A distributed tensor knows its layout by itself.
+A style declares the layout of a local tensor, and torch does not check it. In the simulation, the
+tensors of all ranks and the full tensor of the plain run are available, so the layout follows from
+the values. A DTensor has its layout.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.trial.numerics import relative
-from planc.trial.trace import Call
+from planc.trial.trace import ModuleCall
 
 
 def by_rank(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor of each simulated rank; a plain tensor is the same on all."""
+    """The tensor of each simulated rank; a plain tensor is the same on all ranks."""
     if isinstance(value, DTensor):
         value = value.to_local()
     parts = getattr(value, "_local_tensors", None)
     return list(parts.values()) if parts is not None else [value]
 
 
-def stated(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
-    """What the styles of a plan say of their inputs: module, input, layout and axis."""
+def stated_inputs(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
+    """Yields what the styles of a plan state of inputs: module, input, layout and axis."""
     for op in lowered.ops:
         if isinstance(op, Parallelize):
             for which, layout in _inputs(op.style):
@@ -47,12 +47,14 @@ def _inputs(style: ir.Style) -> Iterator[tuple[str, ir.Layout]]:
             yield from ((name, c.source) for name, c in style.named)
 
 
-def layouts(value: torch.Tensor, wanted: torch.Tensor, limit: float) -> tuple[ir.Layout, ...]:
-    """Every layout in which the ranks' tensors are the wanted one; none where they are not.
+def observed_layouts(
+    value: torch.Tensor, wanted: torch.Tensor, limit: float
+) -> tuple[ir.Layout, ...]:
+    """Every layout for which the ranks' tensors represent the full tensor; empty if there is none.
 
     Args:
-        value: as the ranks have it.
-        wanted: the whole tensor.
+        value: the tensor of the ranks.
+        wanted: the full tensor.
         limit: the largest relative error.
     """
     if isinstance(value, DTensor):
@@ -93,18 +95,19 @@ def _same(value: torch.Tensor, wanted: torch.Tensor, limit: float) -> bool:
     return relative(value, wanted, 1e-12) < limit
 
 
-def says(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
-    """Whether what a style says is among what was found."""
+def agrees(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
+    """Whether the stated layout is among the observed ones."""
     if isinstance(layout, ir.Shard) and layout.dim < 0:
         layout = ir.Shard(layout.dim + ndim)
     return layout in found
 
 
-def resized(mine: Call, right: Call) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The integer inputs (positions, ids) whose size is not that of the plain run.
+def resized_inputs(
+    mine: ModuleCall, right: ModuleCall
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yields integer inputs (positions, ids) whose size differs from that of the plain run.
 
-    The model's own code makes them from sizes that it reads, and of a local part of a sequence it
-    reads the wrong one.
+    The model's code derives them from tensor sizes, and the size of a local shard is wrong.
     """
     for which, value in mine.inputs.items():
         wanted = right.inputs.get(which)

@@ -1,4 +1,4 @@
-"""What a simulation found, as data that can be kept; nothing here needs torch."""
+"""The outcome of a simulation, as data that can be cached; imports no torch."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 LIMIT = 1e-4
-"""Largest relative error that counts as equal, in float32."""
+"""The largest relative error that counts as equal, in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Where the two runs part, or where a tensor is not laid out as the plan says.
+class Discrepancy:
+    """A difference between the two runs, or between a tensor's layout and the plan.
 
     Args:
-        kind: `output`, `gradient`, `partial` (a gradient whose sum over the ranks is right, and
-            that nothing sums), `missing` (no gradient), `crash`, `size` (positions or ids of
-            another length), `boundary` (what arrives is not what a rule says), or `unstated` (a
-            redistribution that no rule states).
-        subject: the torch name of a module or of a parameter, empty where it is not known.
-        error: the relative error, where there is one.
-        detail: what is wrong, such as torch's message.
-        layouts: of a `boundary`, the one that the plan states and the one that arrives; of what
-            is `unstated`, the one before the redistribution and the one after it.
-        op: torch's name of the operation that an `unstated` redistribution is made for.
-        line: of the model's own code.
-        before: the module without modules inside that ended last before a crash.
+        kind: `output`, `gradient`, `partial` (a gradient that is right when summed over the
+            ranks, and that nothing all-reduces), `missing` (no gradient), `crash`, `size`
+            (positions or ids of another length), `boundary` (the layout that arrives is not the
+            stated one), or `unstated` (a redistribution that no rule states).
+        subject: the torch name of a module or parameter, empty if not known.
+        error: the relative error, if there is one.
+        detail: a description, such as torch's message.
+        layouts: for `boundary`, the stated layout and the one that arrives; for `unstated`, the
+            layouts before and after the redistribution.
+        op: torch's name of the op that causes an `unstated` redistribution.
+        line: the line of the model's code.
+        before: the leaf module that ended last before a crash.
     """
 
     kind: str
@@ -40,28 +40,28 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a simulation found.
+    """The outcome of a simulation.
 
     Args:
-        verdict: `proved`, `refuted`, `unknown`, or `nothing` where no axis is tensor parallel.
+        verdict: `proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel.
         reason: why it is unknown.
-        parts: where the runs part, the first in execution order in front.
+        discrepancies: in execution order.
         logits, loss, gradient: the largest relative errors.
-        modules: the largest error of each module's output and own gradients, by name; None
-            where the run did not get there.
-        again: a module that the model's own code runs once more in the backward pass, if any.
-        unfed: why a tower of the model got no input, empty where all did.
+        modules: the largest error of each module's output and own gradients, by name; None if the
+            run did not reach it.
+        recomputed: a module that the model's own code runs again in the backward pass, if any.
+        missing_inputs: why a tower of the model got no input, empty if all did.
     """
 
     verdict: str
     reason: str = ""
-    parts: tuple[Part, ...] = ()
+    discrepancies: tuple[Discrepancy, ...] = ()
     logits: float = 0.0
     loss: float = 0.0
     gradient: float = 0.0
     modules: tuple[tuple[str, float | None], ...] = ()
-    again: str = ""
-    unfed: str = ""
+    recomputed: str = ""
+    missing_inputs: str = ""
 
     @property
     def worst(self) -> float:
@@ -69,22 +69,24 @@ class Outcome:
         return max(self.logits, self.loss, self.gradient)
 
     @property
-    def first(self) -> Part | None:
-        """Where the outputs part first, or the run died."""
-        return next((p for p in self.parts if p.kind in ("crash", "output")), None)
+    def first(self) -> Discrepancy | None:
+        """The first wrong output or the crash."""
+        return next((p for p in self.discrepancies if p.kind in ("crash", "output")), None)
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The outcome as JSON data."""
         return asdict(self)
 
 
 def outcome_of(kept: Any) -> Outcome | None:
-    """The outcome that `document` wrote, or None where this is none."""
+    """The inverse of `document`; None if the data is not an outcome."""
     if not isinstance(kept, dict):
         return None
     try:
-        parts = tuple(Part(**{**p, "layouts": tuple(p["layouts"])}) for p in kept["parts"])
+        found = tuple(
+            Discrepancy(**{**d, "layouts": tuple(d["layouts"])}) for d in kept["discrepancies"]
+        )
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
-        return Outcome(**{**kept, "parts": parts, "modules": modules})
+        return Outcome(**{**kept, "discrepancies": found, "modules": modules})
     except (KeyError, TypeError, ValueError):
         return None

@@ -1,10 +1,10 @@
-"""Layout flow: what a plan's tensor parallelism computes, found out in one process.
+"""Layout flow: checks in one process what a plan's tensor parallelism computes.
 
-A small model of the same code runs forward and backward with all ranks of the tensor axes
-simulated (torch's LocalTensorMode holds one local tensor for each rank and carries out their
-collectives), and logits, loss and every gradient are compared with the plain model. Nothing is
-inferred: a missing reduction, a gradient that stays a part of a sum or a mix of local and
-distributed tensors shows as what it does to the numbers, or as the error of the real run.
+A small model runs forward and backward with all ranks of the tensor axes simulated (torch's
+LocalTensorMode keeps one local tensor per rank and executes their collectives). Logits, loss and
+every gradient are compared with the plain model. Nothing is inferred: a missing reduction, a
+gradient that stays partial or a mix of local tensors and DTensors shows in the numbers, or as the
+exception of the real code.
 """
 
 from __future__ import annotations
@@ -34,18 +34,24 @@ from planc.runtime.lora import missing_peft
 from planc.runtime.meshes import Meshes
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.implicit_redistribution import Implicit, redistributions
-from planc.trial.launcher import told_apart
+from planc.trial.launcher import with_random_adapters
 from planc.trial.local_tensor_patch import Literals
-from planc.trial.numerics import FLOOR, named, relative
-from planc.trial.observed_layouts import by_rank, layouts, resized, says, stated
-from planc.trial.outcome import LIMIT, Outcome, Part
+from planc.trial.numerics import FLOOR, parameters_by_name, relative
+from planc.trial.observed_layouts import (
+    agrees,
+    by_rank,
+    observed_layouts,
+    resized_inputs,
+    stated_inputs,
+)
+from planc.trial.outcome import LIMIT, Discrepancy, Outcome
 from planc.trial.tensor_part import tensor_part
-from planc.trial.trace import Call, Trace, line_of
+from planc.trial.trace import ModuleCall, Trace, code_line
 
 
 @dataclass(slots=True)
 class _Runs:
-    """The run without a plan and the one with it."""
+    """The run without the plan and the one with it."""
 
     single: nn.Module
     model: nn.Module
@@ -59,39 +65,40 @@ class _Runs:
 def simulate(
     make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], lowered: Lowered
 ) -> Outcome:
-    """Whether the tensor-parallel and checkpointing operations of a plan leave the model the same.
+    """Runs a small model with and without the plan's tensor parallelism and checkpointing, and
+    compares.
 
     Args:
         make: builds the small model, the same each time.
-        inputs: what its forward takes, with labels.
-        lowered: the plan, lowered for this model over its tensor axes alone.
+        inputs: the inputs of its forward, with labels.
+        lowered: the plan, lowered for this model on its tensor axes only.
     """
     if distributed.is_initialized():
         return Outcome(verdict="unknown", reason="a process group is running in this process")
-    # made outside the simulation, where random numbers would differ by rank
-    lowered = told_apart(tensor_part(lowered))
+    # built outside the simulation, in which random numbers differ by rank
+    lowered = with_random_adapters(tensor_part(lowered))
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     runs = _Runs(alone(make(), lowered), alone(make(), lowered), lowered)
-    again = Trace()
+    recomputed = Trace()
     try:
         with runs.right.of(dict(runs.single.named_modules())):
             runs.output = runs.single(**inputs)
         if getattr(runs.output, "loss", None) is None:
             return Outcome(verdict="unknown", reason="the model's forward gives no loss")
-        with again.of(dict(runs.single.named_modules())):
+        with recomputed.of(dict(runs.single.named_modules())):
             runs.output.loss.backward()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
     with warnings.catch_warnings(), _quiet(), _ranks(lowered.world_size):
         warnings.simplefilter("ignore")
         outcome = _compare(runs, inputs)
-    return replace(outcome, again=next(iter(again.begun), ""))
+    return replace(outcome, recomputed=next(iter(recomputed.calls), ""))
 
 
 @contextmanager
 def _ranks(count: int) -> Iterator[None]:
-    """A process group of ranks that are all simulated here."""
+    """A process group whose ranks are all simulated in this process."""
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -104,9 +111,10 @@ def _ranks(count: int) -> Iterator[None]:
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
-    """Waits for each collective at once: torch warns at exit of those that nobody waited for.
+    """Waits for each collective at once: torch warns at exit about collectives that were not
+    awaited.
 
-    A checkpoint that is run again has such: what it ends with is needed by no one.
+    Recomputed checkpoints have such: no one needs their last output.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +126,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs what it also raises."""
+    """Suppresses what torch logs in addition to raising it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -133,7 +141,7 @@ def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
     styled = set(_styled(runs.lowered))
     try:
         for op in runs.lowered.ops:
-            if not isinstance(op, Adapt):  # which the model has already
+            if not isinstance(op, Adapt):  # the model already has adapters
                 worker.run(op)
         with mine.of(worker.modules), redistributions(mine, styled, runs.implicit):
             output = model(**inputs)
@@ -143,13 +151,15 @@ def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
     gradients = list(_gradients(runs))
     logits = _error(output.logits, runs.output.logits)
     loss = _error(output.loss, runs.output.loss)
-    parts = [*_sizes(runs)]
+    found = [*_sizes(runs)]
     if max(logits, loss) > LIMIT:
-        parts.append(_first_part(runs) or Part(kind="output", subject="", error=logits))
-    parts += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
+        found.append(
+            _first_wrong_output(runs) or Discrepancy(kind="output", subject="", error=logits)
+        )
+    found += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
     return Outcome(
-        verdict="refuted" if parts else "proved",
-        parts=(*parts, *_beside(runs)),
+        verdict="refuted" if found else "proved",
+        discrepancies=(*found, *_unstated(runs)),
         logits=logits,
         loss=loss,
         gradient=max((p.error for p in gradients), default=0.0),
@@ -158,7 +168,7 @@ def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
 
 
 def _styled(lowered: Lowered) -> Iterator[str]:
-    """The modules whose own computation a style has taken over."""
+    """Yields the modules whose computation a style distributes."""
     for op in lowered.ops:
         if isinstance(op, Parallelize) and not isinstance(op.style, ir.Input | ir.Output):
             yield from op.modules.names()
@@ -167,73 +177,80 @@ def _styled(lowered: Lowered) -> Iterator[str]:
 # What differs ------------------------------------------------------------------------------------
 
 
-def _gradients(runs: _Runs) -> Iterator[Part]:
-    reference = dict(named(runs.single))
+def _gradients(runs: _Runs) -> Iterator[Discrepancy]:
+    reference = dict(parameters_by_name(runs.single))
     every = (p.grad for p in reference.values() if p.grad is not None)
     floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
-    own = rank_orders(runs.model)
-    for name, parameter in named(runs.model):
+    orders = rank_orders(runs.model)
+    for name, parameter in parameters_by_name(runs.model):
         wanted = reference[name].grad
         if wanted is None:
             continue
-        call = runs.mine.begun.get(name.rpartition(".")[0])
+        call = runs.mine.calls.get(name.rpartition(".")[0])
         line = call.line if call else ""
         if parameter.grad is None:
-            yield Part(kind="missing", subject=name, error=1.0, line=line)
+            yield Discrepancy(kind="missing", subject=name, error=1.0, line=line)
             continue
-        error = _error(in_own_order(_whole(parameter.grad), own.get(name)), wanted, floor)
+        error = _error(in_own_order(_full(parameter.grad), orders.get(name)), wanted, floor)
         kind = "gradient"
         if error > LIMIT and not isinstance(parameter.grad, DTensor):
             total = sum(by_rank(parameter.grad), torch.zeros_like(wanted))
             if _relative(total, wanted, floor) < LIMIT:
                 kind = "partial"
-        yield Part(kind=kind, subject=name, error=error, line=line)
+        yield Discrepancy(kind=kind, subject=name, error=error, line=line)
 
 
-def _first_part(runs: _Runs) -> Part | None:
-    """The first module, in the order in which they end, whose output is not the same."""
+def _first_wrong_output(runs: _Runs) -> Discrepancy | None:
+    """The first module, in the order in which they end, whose output is wrong."""
     last = None
-    for name in runs.mine.ended:
-        mine, right = runs.mine.begun[name], runs.right.begun.get(name)
+    for name in runs.mine.finished:
+        mine, right = runs.mine.calls[name], runs.right.calls.get(name)
         error = _output_error(mine, right)
         if error is None or right is None or right.output is None or mine.output is None:
             continue
-        if error > LIMIT and not layouts(mine.output, right.output, LIMIT):
-            told = f"`{last}` before it gives a part of a sum that nothing adds up" if last else ""
-            before = last or ""
-            return Part(
-                kind="output", subject=name, error=error, line=mine.line, detail=told, before=before
+        if error > LIMIT and not observed_layouts(mine.output, right.output, LIMIT):
+            detail = (
+                f"`{last}` before it gives a part of a sum that nothing adds up" if last else ""
             )
-        partial = layouts(mine.output, right.output, LIMIT) == (ir.Partial(),)
+            before = last or ""
+            return Discrepancy(
+                kind="output",
+                subject=name,
+                error=error,
+                line=mine.line,
+                detail=detail,
+                before=before,
+            )
+        partial = observed_layouts(mine.output, right.output, LIMIT) == (ir.Partial(),)
         if not partial or isinstance(mine.output, DTensor):
             last = None
-        elif last is None or not below(last, name):  # what holds it gives what it gave
+        elif last is None or not below(last, name):  # an enclosing module returns the same tensor
             last = name
     return None
 
 
-def _output_error(mine: Call, right: Call | None) -> float | None:
-    """How far a module's output is from the plain one, None where that can't be said."""
+def _output_error(mine: ModuleCall, right: ModuleCall | None) -> float | None:
+    """The relative error of a module's output, None if it cannot be compared."""
     if right is None or mine.output is None or right.output is None:
         return None
-    whole = _whole(mine.output)
+    whole = _full(mine.output)
     if not _comparable(whole, right.output):
         return None
     return _error(whole, right.output)
 
 
-def _modules(runs: _Runs, gradients: list[Part]) -> tuple[tuple[str, float | None], ...]:
+def _modules(runs: _Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float | None], ...]:
     """The error of each module that the plain model ran: its output and its own gradients."""
     found: dict[str, float | None] = {}
-    for name, right in runs.right.begun.items():
-        mine = runs.mine.begun.get(name)
+    for name, right in runs.right.calls.items():
+        mine = runs.mine.calls.get(name)
         if mine is None or (mine.output is None and right.output is not None):
             found[name] = None
             continue
         error = _output_error(mine, right) or 0.0
         if error > LIMIT and mine.output is not None and right.output is not None:
-            # a slice or a summand of the right one may have its shape
-            error = 0.0 if layouts(mine.output, right.output, LIMIT) else error
+            # a shard or summand can have the same shape
+            error = 0.0 if observed_layouts(mine.output, right.output, LIMIT) else error
         found[name] = error
     for part in gradients:
         holder = part.subject.rpartition(".")[0]
@@ -241,31 +258,31 @@ def _modules(runs: _Runs, gradients: list[Part]) -> tuple[tuple[str, float | Non
     return tuple(found.items())
 
 
-def _sizes(runs: _Runs) -> Iterator[Part]:
-    """Positions and ids that the model's own code made as long as a local part of the sequence."""
-    for name, call in runs.mine.begun.items():
-        right = runs.right.begun.get(name)
-        for which, value, wanted in resized(call, right) if right else ():
-            told = f"{which} of {list(value.shape)} where one process has {list(wanted.shape)}"
-            yield Part(kind="size", subject=name, detail=told, line=call.line)
+def _sizes(runs: _Runs) -> Iterator[Discrepancy]:
+    """Positions and ids that the model's code made as long as a local shard of the sequence."""
+    for name, call in runs.mine.calls.items():
+        right = runs.right.calls.get(name)
+        for which, value, wanted in resized_inputs(call, right) if right else ():
+            detail = f"{which} of {list(value.shape)} where one process has {list(wanted.shape)}"
+            yield Discrepancy(kind="size", subject=name, detail=detail, line=call.line)
             return
 
 
-def _beside(runs: _Runs) -> Iterator[Part]:
-    """What the plan does not say as it is, right or wrong: arrivals and redistributions."""
-    for name, which, layout, _ in stated(runs.lowered):
-        mine, right = runs.mine.begun.get(name), runs.right.begun.get(name)
+def _unstated(runs: _Runs) -> Iterator[Discrepancy]:
+    """Yields layouts and redistributions that the plan does not state, whether right or wrong."""
+    for name, which, layout, _ in stated_inputs(runs.lowered):
+        mine, right = runs.mine.calls.get(name), runs.right.calls.get(name)
         if mine is None or right is None:
             continue
         value, wanted = mine.inputs.get(which), right.inputs.get(which)
         if value is None or wanted is None:
             continue
-        found = layouts(value, wanted, LIMIT)
-        if found and not says(layout, found, wanted.dim()):
+        found = observed_layouts(value, wanted, LIMIT)
+        if found and not agrees(layout, found, wanted.dim()):
             both = (str(layout), str(found[0]))
-            yield Part(kind="boundary", subject=name, layouts=both, line=mine.line)
+            yield Discrepancy(kind="boundary", subject=name, layouts=both, line=mine.line)
     for seen in runs.implicit:
-        yield Part(
+        yield Discrepancy(
             kind="unstated",
             subject=seen.module,
             layouts=(seen.source, seen.target),
@@ -276,37 +293,41 @@ def _beside(runs: _Runs) -> Iterator[Part]:
 
 
 def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
-    """An error of the simulation itself is unknown, any other would happen on the cluster."""
+    """The outcome of an exception: unknown if the simulation itself failed, else refuted."""
     frames = traceback.extract_tb(error.__traceback__)
-    if _of_simulation(error, Path(frames[-1].filename)):
+    if _raised_by_simulation(error, Path(frames[-1].filename)):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
-    own = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
-    line = line_of(own[-1].filename, own[-1].lineno or 0, own[-1].line) if own else ""
-    part = _first_part(runs)
+    own_frames = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
+    line = (
+        code_line(own_frames[-1].filename, own_frames[-1].lineno or 0, own_frames[-1].line)
+        if own_frames
+        else ""
+    )
+    part = _first_wrong_output(runs)
     subject = part.subject if part else worker.at
-    if runs.mine.ended and not part:
-        subject = _after(runs) or runs.mine.ended[-1]
-    crash = Part(
+    if runs.mine.finished and not part:
+        subject = _next_module(runs) or runs.mine.finished[-1]
+    crash = Discrepancy(
         kind="crash",
         subject=subject,
         detail=_first(error),
         line=line,
         before=runs.mine.leaf,
     )
-    parts = (crash, *([part] if part else []), *_sizes(runs), *_beside(runs))
-    return Outcome(verdict="refuted", parts=parts, modules=_modules(runs, []))
+    found = (crash, *([part] if part else []), *_sizes(runs), *_unstated(runs))
+    return Outcome(verdict="refuted", discrepancies=found, modules=_modules(runs, []))
 
 
-def _of_simulation(error: Exception, raised: Path) -> bool:
-    """Whether torch's simulation of the ranks failed, and not the model under the plan.
+def _raised_by_simulation(error: Exception, raised: Path) -> bool:
+    """Whether torch's simulation of ranks failed, and not the model under the plan.
 
-    The file that raises tells them apart: LocalTensorMode raises what it cannot do, such as a
-    number that differs between the ranks, and an operation that fails on the tensors of a rank
-    raises elsewhere, as on a cluster. One case shows in its text alone: where an operation refuses
-    the type LocalTensor, torch's C++ or Python itself raises a bare TypeError in any file.
+    The file that raises decides: LocalTensorMode raises for what it cannot simulate, such as a
+    number that differs between ranks, and an op that fails on a rank's tensors raises elsewhere,
+    as on a cluster. One case is recognized by its message: if an op does not accept LocalTensor,
+    torch raises a TypeError in any file.
 
     Args:
-        error: that ended the run.
+        error: the exception that ended the run.
         raised: the file of its innermost frame.
     """
     if raised.parent == Path(_local_tensor.__file__).parent:
@@ -314,16 +335,16 @@ def _of_simulation(error: Exception, raised: Path) -> bool:
     return isinstance(error, TypeError) and _local_tensor.LocalTensor.__name__ in str(error)
 
 
-def _after(runs: _Runs) -> str:
+def _next_module(runs: _Runs) -> str:
     """The module that was to end next."""
-    return next((name for name in runs.right.ended if name not in runs.mine.ended), "")
+    return next((name for name in runs.right.finished if name not in runs.mine.finished), "")
 
 
 # Tensors -----------------------------------------------------------------------------------------
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """A tensor as every rank would see it whole, where its layout is known."""
+def _full(value: torch.Tensor) -> torch.Tensor:
+    """The full tensor, if its layout is known."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
@@ -332,8 +353,8 @@ def _comparable(value: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _error(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest relative error over the ranks; 1 where the shapes differ."""
-    whole = _whole(value)
+    """The largest relative error over the ranks; 1 if the shapes differ."""
+    whole = _full(value)
     if not _comparable(whole, wanted):
         return 1.0
     return max(_relative(part, wanted, floor) for part in by_rank(whole))

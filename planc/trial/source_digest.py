@@ -1,4 +1,4 @@
-"""planc's own sources as part of a verdict's key: a bug fixed in planc leaves none standing."""
+"""A digest of planc's own sources for cache keys: a fix in planc invalidates earlier verdicts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SOURCES = (
     "runtime",
     "trial",
 )
-"""What builds and runs small models and judges the runs, as folders and files of the package."""
+"""Folders and files of the package that build and run small models and judge the runs."""
 
 
 @cache
 def source_digest() -> str:
-    """The sha256 of the contents of these files: about a millisecond, once in a process."""
+    """The sha256 of these files, computed once per process; takes about a millisecond."""
     found = hashlib.sha256()
     for path in files():
         found.update(f"{path.removeprefix(str(PACKAGE))}\n".encode())

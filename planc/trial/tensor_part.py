@@ -12,15 +12,14 @@ from planc.ops.lowered import Lowered, Stage
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 SIMULATED = (Configure, Adapt, Parallelize, Tie, Freeze, Checkpoint)
-"""The kinds of operation that a simulation runs: those that decide what a step computes in
-float32 over tensor axes. It leaves out how weights arrive, 4-bit weights, compile, FSDP with all
-that is set on its units, and random states."""
+"""The operations that decide what a step computes in float32 over tensor axes. Weight loading,
+quantization, compile, FSDP with the settings of its units, and random states are left out."""
 
 
 def tensor_part(lowered: Lowered) -> Lowered:
-    """The operations that a simulation runs, without what else it does not look at.
+    """The lowered plan reduced to the operations that a simulation runs.
 
-    So two plans with the same tensor part have the same outcome, which is kept by its digest.
+    Plans with the same tensor part have the same outcome, so outcomes are cached by its digest.
     """
     stages = tuple(
         Stage(ops=tuple(op for op in stage.ops if isinstance(op, SIMULATED)))

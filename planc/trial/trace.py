@@ -1,4 +1,6 @@
-"""What goes into and comes out of every module of one run, and the model's line that called it."""
+"""Records the inputs and outputs of every module in one run, and the model's line that called
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ _MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/model
 
 
 @dataclass(slots=True)
-class Call:
-    """One module's part of a run; of a module that runs twice, the first.
+class ModuleCall:
+    """The first call of a module in a run.
 
     Args:
-        name: of the module, as torch has it.
-        line: of the model's code that called it, as `modeling_llama.py:281: ...`.
-        inputs: its tensors by position (`0`) or by name, as they came, before any style's hook.
-        output: the first tensor that it gave, after every hook; None while it has not ended.
+        name: the torch name of the module.
+        line: the line of the model's code that called it, as `modeling_llama.py:281: ...`.
+        inputs: its input tensors by position (`0`) or by name, before any hook of a style.
+        output: its first output tensor, after all hooks; None until it has ended.
     """
 
     name: str
@@ -36,19 +38,21 @@ class Call:
 
 @dataclass(slots=True)
 class Trace:
-    """Args:
-    begun: the calls in the order in which they began.
-    ended: the names in the order in which they ended.
-    running: the modules that run now, the outermost first.
+    """The calls of one run.
+
+    Args:
+        calls: in the order in which they began.
+        finished: the names in the order in which they ended.
+        running: the modules that run now, the outermost first.
     """
 
-    begun: dict[str, Call] = field(default_factory=dict)
-    ended: list[str] = field(default_factory=list)
+    calls: dict[str, ModuleCall] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
 
     @contextmanager
     def of(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Watches modules while they run, under these names, from outside all hooks."""
+        """Watches modules while they run, under these names, outside of all hooks."""
         handles = []
         for name, module in modules.items():
             before, after = self._hooks(name)
@@ -65,47 +69,47 @@ class Trace:
     def _hooks(self, name: str) -> tuple[Any, Any]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             self.running.append(name)
-            if name in self.begun:
+            if name in self.calls:
                 return
             given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
-            call = Call(name=name, line=caller())
+            call = ModuleCall(name=name, line=caller())
             call.inputs = {k: v.detach() for k, v in given if isinstance(v, torch.Tensor)}
-            self.begun[name] = call
+            self.calls[name] = call
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             while self.running and self.running.pop() != name:
                 pass
-            call = self.begun[name]
+            call = self.calls[name]
             if call.output is None:
-                value = first(output)
+                value = main_tensor(output)
                 call.output = None if value is None else value.detach()
-                self.ended.append(name)
+                self.finished.append(name)
 
         return before, after
 
     @property
     def leaf(self) -> str:
-        """The module without modules inside that ended last."""
-        leaves = (n for n in reversed(self.ended) if not any(below(o, n) for o in self.begun))
+        """The leaf module that ended last."""
+        leaves = (n for n in reversed(self.finished) if not any(below(o, n) for o in self.calls))
         return next(leaves, "")
 
 
-def called(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """The names of the modules that a forward pass calls, in order.
 
     Args:
         model: plain, on the CPU.
-        inputs: what its forward takes.
+        inputs: the inputs of its forward.
     """
     trace = Trace()
     with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
         warnings.simplefilter("ignore")
         model(**inputs)
-    return tuple(trace.begun)
+    return tuple(trace.calls)
 
 
-def first(output: Any) -> torch.Tensor | None:
-    """The tensor that matters of what a module gives: hidden states come first, logits by name."""
+def main_tensor(output: Any) -> torch.Tensor | None:
+    """The main tensor of a module's output: the hidden states (the first one), or the logits."""
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() else None
     logits = getattr(output, "logits", None)
@@ -113,12 +117,12 @@ def first(output: Any) -> torch.Tensor | None:
         return logits
     values = output.values() if isinstance(output, dict) else output
     if isinstance(values, tuple | list) or isinstance(output, dict):
-        return next((found for v in values if (found := first(v)) is not None), None)
+        return next((found for v in values if (found := main_tensor(v)) is not None), None)
     return None
 
 
-def line_of(path: str, number: int, text: str | None = None) -> str:
-    """A line of code as a message names it."""
+def code_line(path: str, number: int, text: str | None = None) -> str:
+    """A line of code in the form used in messages."""
     import linecache
 
     short = path.replace("\\", "/").rpartition("/")[2]
@@ -126,17 +130,17 @@ def line_of(path: str, number: int, text: str | None = None) -> str:
     return f"{short}:{number}: {shown.strip()}"
 
 
-def own(path: str) -> bool:
-    """Whether a file is code of the model, and not of what runs it."""
+def is_model_code(path: str) -> bool:
+    """Whether a file belongs to the model, not to the libraries that run it."""
     return not any(part in path.replace("\\", "/") for part in _MACHINERY)
 
 
 def caller() -> str:
-    """The line of the model's own code that is running; empty where it is no model's."""
+    """The running line of the model's own code; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if own(path):
-            return line_of(path, frame.f_lineno) if "/modeling_" in path else ""
+        if is_model_code(path):
+            return code_line(path, frame.f_lineno) if "/modeling_" in path else ""
         frame = frame.f_back  # type: ignore[assignment]
     return ""

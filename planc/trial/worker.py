@@ -1,4 +1,4 @@
-"""One process of a proof, from its fork to what it leaves in the folder."""
+"""One rank of a proof, from its fork to the result in the folder."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from torch import distributed
 
 from planc import atomic_write
 from planc.diagnostic import Sink
-from planc.model.small.user_model import Makes, maker_of
+from planc.model.small.user_model import ModelBuilder, builder_of
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
-from planc.trial.first_divergence import outputs_of, parted, taker
+from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
 from planc.trial.job_message import Job
-from planc.trial.numerics import SingleError, batch, device_for, moved, own_part, prove
+from planc.trial.numerics import SingleError, batch, device_for, prove, rank_inputs, to_device
 
-_MAKERS: dict[str, Makes] = {}
+_MAKERS: dict[str, ModelBuilder] = {}
 
 
 def prepare(job: Job) -> None:
-    """What all ranks have in common, done once before they part."""
+    """Work that all ranks share, done once before the fork."""
     torch.set_num_threads(1)
     try:
-        maker = _MAKERS[job.digest] = maker_of(job.config, job.code)
-        _ = maker.choice  # found out once for all
-    except Exception:  # each rank tries again, and says so
+        builder = _MAKERS[job.digest] = builder_of(job.config, job.code)
+        _ = builder.choice  # computed once for all ranks
+    except Exception:  # each rank tries again and reports the error
         _MAKERS.clear()
 
 
 def main(job: Job, number: int) -> int:
-    """Returns 0 when there is a comparison, whatever it says; leaves `<number>.json`."""
+    """Writes `<number>.json`; returns 0 if there is a comparison, whatever its result."""
     found: dict[str, Any] = {"rank": number, "phase": "start"}
     stack = (Path(job.folder) / f"{number}.stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
@@ -66,7 +66,7 @@ def main(job: Job, number: int) -> int:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
-    """The calls that an exception came through, after those of the exceptions that caused it."""
+    """The frames of an exception, after those of its causes."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     before = _frames(cause) if cause else []
     stack = traceback.extract_tb(error.__traceback__)
@@ -78,26 +78,26 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
         found["phase"] = phase
 
     report("build")
-    maker = _MAKERS.get(job.digest) or maker_of(job.config, job.code)
+    builder = _MAKERS.get(job.digest) or builder_of(job.config, job.code)
     sink = Sink()
     lowered = loads(job.lowered, "the lowered plan", sink)
     if lowered is None:
         raise ValueError("; ".join(d.message for d in sink))
     found["seeds"] = []
     for seed in job.seeds:
-        errors = prove(maker, lowered, job.digest, seed, report, device=found["device"])
+        errors = prove(builder, lowered, job.digest, seed, report, device=found["device"])
         found["seeds"].append({"seed": seed, **_worst(errors)})
         everyone: list[Any] = [None] * job.ranks
         distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], job.limits))
         if any(everyone):
             report("locate")
             wrong = {n: e for n, e in errors["gradients"].items() if e > job.limits["gradients"]}
-            found["first"] = _locate(maker, lowered, job, seed, wrong, device=found["device"])
+            found["first"] = _locate(builder, lowered, job, seed, wrong, device=found["device"])
             return
 
 
 def _worst(errors: dict[str, Any]) -> dict[str, Any]:
-    """The largest error of each kind, and whose it is."""
+    """The largest error of each kind, and the names with it."""
     out: dict[str, Any] = {"logits": errors["logits"], "loss": errors["loss"]}
     for kind in ("gradients", "parameters"):
         name = max(errors[kind], key=errors[kind].__getitem__)
@@ -110,7 +110,7 @@ def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
 
 
 def _locate(
-    maker: Makes,
+    builder: ModelBuilder,
     lowered: Lowered,
     job: Job,
     seed: int,
@@ -118,20 +118,20 @@ def _locate(
     *,
     device: str,
 ) -> dict[str, Any] | None:
-    """Where the models part, as this rank sees it.
+    """Where the models diverge, as seen by this rank.
 
-    The first module whose output differs; where all outputs are right, the wrong gradient that
-    backward comes to first, which is that of the module that forward came to last.
+    The first module whose output differs; if all outputs are right, the wrong gradient that
+    backward computes first, which is that of the module that forward ran last.
     """
-    whole_batch = moved(batch(maker, lowered, seed, 0), device)
-    model = maker.build(seed).to(device)
+    whole_batch = to_device(batch(builder, lowered, seed, 0), device)
+    model = builder.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
-    inputs = {**own_part(run, whole_batch), "use_cache": False}
-    single = alone(maker.build(seed).to(device), lowered)
+    inputs = {**rank_inputs(run, whole_batch), "use_cache": False}
+    single = alone(builder.build(seed).to(device), lowered)
     right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
-    mine = outputs_of(model, taker(run, lowered), **inputs)
+    mine = outputs_of(model, whole_outputs(run, lowered), **inputs)
     order = {name: i for i, name in enumerate(right)}
-    found = parted(right, mine, job.limits["logits"])
+    found = first_difference(right, mine, job.limits["logits"])
     if found is not None:
         name, error = found
         return {"what": "output", "name": name, "error": error, "order": order.get(name, 0)}
@@ -143,7 +143,7 @@ def _locate(
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Replaces infinite numbers, which JSON does not have."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -29,7 +29,7 @@ from planc.diagnostic import Sink
 from planc.draft.init import draft
 from planc.model.facts import Facts, Modules
 from planc.model.layer_kinds import block_lists
-from planc.model.load import of_values
+from planc.model.load import load_values
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
@@ -163,7 +163,7 @@ def row(name, pool, folder, plans):
 
 def models(name, sink):
     """A family's default model, the small configuration, and the small model; or None each."""
-    facts = of_values(configuration(name), name, sink)
+    facts = load_values(configuration(name), name, sink)
     if facts is None:
         return None, None, None
     small = small_model(facts)

@@ -26,7 +26,7 @@ from rich.table import Table
 from planc import compiler
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
-from planc.model.load import of_values
+from planc.model.load import load_values
 from planc.ops.document import digest, dumps
 from planc.proof.layout_flow import flow
 from planc.resources import PLANS
@@ -138,7 +138,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for model in options.families:
             plan = FAMILIES[model]
-            facts = of_values({**numerics.MODELS[model]}, model, Sink())
+            facts = load_values({**numerics.MODELS[model]}, model, Sink())
             for way in ("true", "false"):
                 settings = [*SETTINGS, f"sequence_parallel={way}"]
                 case = Case(model, facts, Path(folder) / f"{plan}.plan", settings)

@@ -4,7 +4,7 @@ import torch
 from torch import distributed
 
 from planc.diagnostic import Sink
-from planc.model.small.transformers_model import Maker
+from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.document import digest, loads
 from planc.trial.numerics import prove as compared
 
@@ -19,7 +19,7 @@ def prove(values, document, seed=0):
     """
     torch.manual_seed(0)
     lowered = loads(document, "coverage", Sink())
-    found = compared(Maker(values), lowered, digest(lowered), seed, lambda _: None)
+    found = compared(TransformersBuilder(values), lowered, digest(lowered), seed, lambda _: None)
     distributed.barrier()
     worst = max(found["gradients"], key=found["gradients"].get)
     return {

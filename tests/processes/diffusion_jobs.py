@@ -35,9 +35,9 @@ def made(name, seed=0):
 
 def inputs(name, rank, size):
     """The rows of one rank; places of the picture are the same for all rows."""
-    from planc.model.small.diffusers_model import Denoiser
+    from planc.model.small.diffusers_model import DiffusersBuilder
 
-    given = Denoiser(small(name)).sample()
+    given = DiffusersBuilder(small(name)).sample()
     places = {n: given.pop(n)[0] for n in ("img_ids", "txt_ids") if n in given}
     return {n: v.chunk(size)[rank] for n, v in given.items()} | places
 

@@ -15,8 +15,8 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.model.small.input_search import part_of
-from planc.model.small.transformers_model import Maker, taught
+from planc.model.small.input_search import rank_slice
+from planc.model.small.transformers_model import TransformersBuilder, add_denoising_loss
 from planc.ops.rng import Draw
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone.shards import in_own_order, rank_orders
@@ -66,7 +66,7 @@ def build(model, **changes):
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     made = made.float().train()
-    taught(made)
+    add_denoising_loss(made)
     return made
 
 
@@ -93,7 +93,7 @@ def sample(config):
         return {"input_ids": tokens, "labels": labels[:, 0] % config.num_labels}
     if not hasattr(config, "vision_config") or config.model_type == "diffusion_gemma":
         return {"input_ids": tokens, "labels": labels}
-    return Maker(config.to_dict()).sample()
+    return TransformersBuilder(config.to_dict()).sample()
 
 
 def whole(tensor):
@@ -147,7 +147,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
-    output = parallel(**part_of(inputs, rank, size))
+    output = parallel(**rank_slice(inputs, rank, size))
     output.loss.backward()
     loss = whole(output.loss).clone()
     distributed.all_reduce(loss)  # ranks with the same data have the same loss

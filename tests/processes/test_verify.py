@@ -47,13 +47,13 @@ def children(process):
 
 
 def started(process, count, seconds=120):
-    """The nursery of a running command and its ranks, once there are so many."""
+    """The fork_server of a running command and its ranks, once there are so many."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
-        for nursery in children(process.pid):
-            ranks = children(nursery)
+        for fork_server in children(process.pid):
+            ranks = children(fork_server)
             if len(ranks) == count:
-                return nursery, sorted(ranks)
+                return fork_server, sorted(ranks)
         time.sleep(0.002)
     process.kill()
     pytest.fail(f"there were no {count} ranks: {process.communicate()}")
@@ -287,25 +287,25 @@ def test_a_plan_that_does_not_compile_is_told_as_check_does(tmp_path, capsys):
 
 def test_a_rank_that_is_killed_ends_the_run(command, tmp_path):
     process = command()
-    nursery, ranks = started(process, 4)
+    fork_server, ranks = started(process, 4)
     os.kill(ranks[2], signal.SIGKILL)
     told, _ = process.communicate(timeout=150)
     assert process.returncode == 2, told
     assert "error[PL521]: rank 2 failed: ended by SIGKILL" in told
-    assert gone(nursery)
+    assert gone(fork_server)
     assert not list(tmp_path.glob("planc-verify-*"))
     assert not list((tmp_path / "cache").glob("verify-*"))  # it says nothing of the plan
 
 
 def test_a_rank_that_hangs_ends_with_the_time_limit(command):
     process = command("--timeout", "12")
-    nursery, ranks = started(process, 4)
+    fork_server, ranks = started(process, 4)
     os.kill(ranks[1], signal.SIGSTOP)
     told, _ = process.communicate(timeout=150)
     assert process.returncode == 2, told
     assert "error[PL522]: no answer from " in told
     assert re.search(r"rank 0 waits in \S+ \(\w+\.py:\d+\)", told), told
-    assert gone(nursery)
+    assert gone(fork_server)
 
 
 def test_where_a_rank_waits_is_read_off_its_stack(tmp_path):
@@ -328,17 +328,17 @@ def test_where_a_rank_waits_is_read_off_its_stack(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_command(command, tmp_path, number):
     process = command("--certificate", "half.json")
-    nursery, _ = started(process, 4)
+    fork_server, _ = started(process, 4)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
-    assert gone(nursery)
+    assert gone(fork_server)
     assert not (tmp_path / "half.json").exists()
 
 
 def test_no_process_is_left_after_a_proof():
     before = set(processes())
-    with runtime.nursery() as made:
+    with runtime.fork_server() as made:
         session = made._process.pid
         assert processes(session)
     assert gone(session)

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig, mixin, utils
 from transformers.utils import logging
 
-from planc.model.small.transformers_model import Maker
+from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.sources.huggingface import quiet
-from planc.trial.numerics import _all, relative, whole
+from planc.trial.numerics import _errors_by_name, full_copy, relative
 
 _MESHES = {}
 
@@ -38,8 +38,8 @@ def measure(values, seed=0):
         the blocks' parameters that a rank holds a piece of.
     """
     torch.manual_seed(0)
-    maker = Maker(values)
-    built = maker.build(seed)
+    builder = TransformersBuilder(values)
+    built = builder.build(seed)
     found = {"plan": dict(built.tp_plan or {})}
     if not found["plan"]:
         return found
@@ -54,7 +54,7 @@ def measure(values, seed=0):
             stage = "loading"
             parallel = loaded(built, path, tp_size=distributed.get_world_size())
             stage = "training"
-            found |= compared(single, parallel, maker.sample())
+            found |= compared(single, parallel, builder.sample())
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"
@@ -100,8 +100,8 @@ def meshes_once(config):
 def compared(single, parallel, inputs):
     """The errors of one step from the same weights on the same inputs, and what is off."""
     right, mine = (once(model, inputs) for model in (single, parallel))
-    gradients = _all(mine["gradients"], right["gradients"])
-    weights = _all(mine["weights"], right["weights"])
+    gradients = _errors_by_name(mine["gradients"], right["gradients"])
+    weights = _errors_by_name(mine["weights"], right["weights"])
     worst = max(gradients, key=gradients.get)
     return {
         "logits": relative(mine["logits"], right["logits"]),
@@ -117,14 +117,16 @@ def compared(single, parallel, inputs):
 
 def once(model, inputs):
     """Whole weights, logits, loss and gradients, as the mechanism itself lays them out."""
-    weights = {n: whole(p) for n, p in model.named_parameters()}
+    weights = {n: full_copy(p) for n, p in model.named_parameters()}
     output = model(**inputs, use_cache=False)
     output.loss.backward()
     return {
         "weights": weights,
-        "logits": whole(output.logits),
-        "loss": whole(output.loss),
-        "gradients": {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None},
+        "logits": full_copy(output.logits),
+        "loss": full_copy(output.loss),
+        "gradients": {
+            n: full_copy(p.grad) for n, p in model.named_parameters() if p.grad is not None
+        },
     }
 
 

@@ -1,4 +1,4 @@
-"""A small diffusion transformer with weights and inputs, for what is proved by running it."""
+"""Builds a small diffusion transformer with weights and inputs, to be run in a proof."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import PlanError, Sink
-from planc.model.config import CLASS, in_hand
-from planc.model.small.input_search import Choice, Shape
+from planc.model.config import CLASS, config_of
+from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.transformers_model import SPREAD
 from planc.model.sources.diffusers import build, class_of, quiet
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 HEAD = 16
-"""Features of a head."""
+"""The width of a head."""
 _TEXT = 8
 _IMAGE = 5
-"""Tokens of the text and of the image that a picture is made of."""
+"""Tokens of the text and of the conditioning image."""
 _WAN_TEXT = 512
-"""The text of Wan where it is given an image too: its attention counts on as many tokens."""
+"""Text tokens of Wan's image-to-video models: their attention assumes this number."""
 
 _LIMITS = {
     "num_layers": 2,
@@ -37,17 +37,17 @@ _LIMITS = {
     "out_channels": 16,
     "rope_max_seq_len": 64,
 }
-"""Sizes that nothing has to divide by, and their most."""
+"""Sizes that need not be divisible by anything, and their largest value in a small model."""
 
 Values = Mapping[str, Any]
 
 
 def shrink(config: Values, *, tp: int) -> dict[str, Any]:
-    """A small configuration of the same class, in which a plan means the same.
+    """A small configuration of the same class, for which a plan means the same.
 
     Args:
-        config: the resolved fields (`Facts.config`), the class among them.
-        tp: the ranks that heads and widths must divide by.
+        config: the resolved fields (`Facts.config`), including the class.
+        tp: the number of ranks that heads and widths must be divisible by.
     """
     small = dict(config)
     for name, most in _LIMITS.items():
@@ -69,38 +69,40 @@ def shrink(config: Values, *, tp: int) -> dict[str, Any]:
     return small
 
 
-class _Numbers:
-    """Random numbers for one batch.
+class _RandomInputs:
+    """Random tensors for one batch.
 
     Args:
-        shape: the samples, and the tokens of each picture, a multiple of 8.
+        shape: the rows, and the image tokens per row, a multiple of 8.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: BatchShape) -> None:
         import torch
 
         self.rows, self.length = shape.rows, shape.length
         self._generator = torch.Generator().manual_seed(shape.seed)
 
     def normal(self, *size: int) -> torch.Tensor:
-        """Of a row each: [rows, *size]."""
+        """Normally distributed values, [rows, *size]."""
         import torch
 
         return torch.randn((self.rows, *size), generator=self._generator)
 
     def times(self) -> torch.Tensor:
-        """From 0 to 1, [rows]."""
+        """Uniform values in [0, 1), [rows]."""
         import torch
 
         return torch.rand(self.rows, generator=self._generator)
 
 
-def _wan(config: Values, made: _Numbers) -> Inputs:
-    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image where it takes one."""
+def _wan(config: Values, made: _RandomInputs) -> Inputs:
+    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image if the model takes
+    one.
+    """
     frames, high, wide = config["patch_size"]
     space = (2 * frames, 2 * high, made.length // 4 * wide)
     text = _WAN_TEXT if config.get("added_kv_proj_dim") else _TEXT
-    given = {
+    inputs = {
         "hidden_states": made.normal(config["in_channels"], *space),
         "timestep": (made.times() * 1000).long(),
         "encoder_hidden_states": made.normal(text, config["text_dim"]),
@@ -110,14 +112,14 @@ def _wan(config: Values, made: _Numbers) -> Inputs:
         image = made.normal(
             *([2] if config.get("pos_embed_seq_len") else []), _IMAGE, config["image_dim"]
         )
-        given["encoder_hidden_states_image"] = image.flatten(0, -3)  # the first and the last
-    return given
+        inputs["encoder_hidden_states_image"] = image.flatten(0, -3)  # first and last frame
+    return inputs
 
 
-def _flux(config: Values, made: _Numbers) -> Inputs:
-    """Latents [B, L, C], text [B, T, D], its pooled form [B, P], times [B], places [B, .., 3].
+def _flux(config: Values, made: _RandomInputs) -> Inputs:
+    """Latents [B, L, C], text [B, T, D], pooled text [B, P], timesteps [B], positions [B, .., 3].
 
-    The places of all rows are the same, so the model takes those of one.
+    Positions are the same for all rows, so the model takes those of one row.
     """
     import torch
 
@@ -126,7 +128,7 @@ def _flux(config: Values, made: _Numbers) -> Inputs:
     places[:, 1] = torch.arange(made.length) // 4
     places[:, 2] = torch.arange(made.length) % 4
     out = config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"])
-    given = {
+    inputs = {
         "hidden_states": made.normal(made.length, config["in_channels"]),
         "encoder_hidden_states": made.normal(_TEXT, config["joint_attention_dim"]),
         "pooled_projections": made.normal(config["pooled_projection_dim"]),
@@ -136,38 +138,38 @@ def _flux(config: Values, made: _Numbers) -> Inputs:
         "target": made.normal(made.length, out),
     }
     if config.get("guidance_embeds"):
-        given["guidance"] = made.times()
-    return given
+        inputs["guidance"] = made.times()
+    return inputs
 
 
 _PLACES = ("img_ids", "txt_ids")
-"""Inputs that the model takes once for all rows."""
-_INPUTS: dict[str, Callable[[Values, _Numbers], Inputs]] = {
+"""Inputs without a row dim in the model's forward."""
+_INPUTS: dict[str, Callable[[Values, _RandomInputs], Inputs]] = {
     "WanTransformer3DModel": _wan,
     "FluxTransformer2DModel": _flux,
 }
-"""What the forward of each class takes; of other classes that is not known."""
+"""Makes the inputs of each class; other classes are not supported."""
 
 
-class Denoiser:
-    """Builds a small model of diffusers again and again, and gives it the face of a model with a
-    loss: the mean square of what it gives less `target`.
+class DiffusersBuilder:
+    """Builds the same small diffusers model several times, with the interface of a model with a
+    loss: the mean squared error between its output and `target`.
 
     Args:
         values: the fields of the configuration.
 
     Raises:
-        PlanError: diffusers has no such class, or is not there.
-        ValueError: what its forward takes is not known.
+        PlanError: diffusers is not installed or has no such class.
+        ValueError: the inputs of its forward are not known.
     """
 
     configuration = None
-    choice = Choice()
-    """It is run on all that its forward takes."""
+    choice = InputChoice()
+    """All inputs of the forward are made by `sample`."""
 
     def __init__(self, values: Values) -> None:
         sink = Sink()
-        found = class_of(in_hand(dict(values), "the small model"), sink)
+        found = class_of(config_of(dict(values), "the small model"), sink)
         if found is None:
             raise PlanError(sink)
         if values[CLASS] not in _INPUTS:
@@ -178,7 +180,7 @@ class Denoiser:
         """The model on the CPU in float32, in training mode, without dropout.
 
         Args:
-            seed: of the weights; the same seed gives the same ones in every process.
+            seed: the seed of the weights; the same seed gives the same weights in every process.
         """
         import torch
         from torch import nn
@@ -194,33 +196,33 @@ class Denoiser:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         target: list[Any] = []
-        made.register_forward_pre_hook(_take(target), with_kwargs=True)
-        made.register_forward_hook(_give(target))
+        made.register_forward_pre_hook(_take_target(target), with_kwargs=True)
+        made.register_forward_hook(_compute_loss(target))
         return made.float().train()
 
-    def sample(self, shape: Shape | None = None) -> Inputs:
-        """What the forward takes, of random numbers, and a `target`; rows are the first dim.
+    def sample(self, shape: BatchShape | None = None) -> Inputs:
+        """Random inputs of the forward and a `target`; rows are the first dim.
 
         Args:
-            shape: how many rows, and the tokens of each picture, a multiple of 8.
+            shape: the rows, and the image tokens per row, a multiple of 8.
         """
-        return _INPUTS[self._values[CLASS]](self._values, _Numbers(shape or Shape()))
+        return _INPUTS[self._values[CLASS]](self._values, _RandomInputs(shape or BatchShape()))
 
 
-def _take(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+def _take_target(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
     def take(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         target[:] = [kwargs["target"]]
-        own = {n: v for n, v in kwargs.items() if n not in ("target", "use_cache")}
-        return args, own | {n: own[n][0] for n in _PLACES if n in own}
+        inputs = {n: v for n, v in kwargs.items() if n not in ("target", "use_cache")}
+        return args, inputs | {n: inputs[n][0] for n in _PLACES if n in inputs}
 
     return take
 
 
-def _give(target: list[Any]) -> Callable[..., Any]:
+def _compute_loss(target: list[Any]) -> Callable[..., Any]:
     from transformers.modeling_outputs import CausalLMOutput
 
     def give(_module: Any, _args: Any, output: Any) -> CausalLMOutput:
-        # a tree to torch: FSDP's hooks, which come after this one, have to find its tensors
+        # a pytree: FSDP's later hooks look for tensors in it
         loss = (output.sample - target[0]).square().mean()
         return CausalLMOutput(loss=loss, logits=output.sample)
 

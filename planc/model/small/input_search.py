@@ -1,9 +1,9 @@
-"""What a small model is run on: tokens and labels, and images or sound where it takes them.
+"""Finds inputs for a small model: tokens and labels, and images or audio if it takes them.
 
-There is no processor here and none of a folder's code: what goes into a tower is read off its
-configuration and the arguments of the model's forward. A few kinds of input are known
-(`sample_inputs.py`); they are tried on the small model as it is, and the first with which more of
-its parameters get a gradient is the one. How many tokens stand for an image the tower itself tells.
+No processor and no code from a model's folder is used: tower inputs are derived from the tower's
+configuration and the arguments of the model's forward. The known kinds of input
+(`sample_inputs.py`) are tried on the small model, and the first one with which more parameters get
+a gradient is chosen. The number of placeholder tokens is read off the tower's output.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from planc.model.small.sample_inputs import KINDS, Inputs, Kind
+from planc.model.small.sample_inputs import INPUT_KINDS, InputKind, Inputs
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Of the text that a model is run on.
+class BatchShape:
+    """The size of the text batch that a model is run on.
 
     Args:
-        rows: of the batch.
-        length: of a row, in tokens; rows are as many times longer as images ask for.
-        seed: of the tokens.
-        ends: how many tokens at either end of the vocabulary stay out; 0 always does, for it
-            often stands for padding.
+        rows: the batch size.
+        length: tokens per row; multiplied if images need more placeholder tokens.
+        seed: the seed of the token ids.
+        ends: how many ids at either end of the vocabulary are not used; id 0 never is, because it
+            often means padding.
     """
 
     rows: int = 4
@@ -41,8 +41,8 @@ class Shape:
         """Random `input_ids` and `labels`, [rows, length].
 
         Args:
-            vocabulary: the number of tokens there are.
-            least: that a row must hold.
+            vocabulary: the vocabulary size.
+            least: the least tokens per row.
         """
         import torch
 
@@ -57,35 +57,35 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """A kind that reaches a tower.
+class ChosenInput:
+    """An input that reaches a tower.
 
     Args:
-        kind: the recipe.
-        tokens: that stand for it, in each row.
-        token: their number in the vocabulary, None where none stands for it.
+        kind: the kind of input.
+        tokens: the number of placeholder tokens per row.
+        token: the id of the placeholder token, None if the model has none.
     """
 
-    kind: Kind
+    kind: InputKind
     tokens: int
     token: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What was found out for one model.
+class InputChoice:
+    """The inputs found for one model.
 
     Args:
-        chosen: kinds, in the order in which their tokens stand in a row.
-        missing: what no kind was found for, with the reason; empty where nothing is missing.
+        chosen: the kinds, in the order of their placeholder tokens in a row.
+        missing: the inputs that were not found, with the reason; empty if none is missing.
     """
 
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[ChosenInput, ...] = ()
     missing: str = ""
 
     @property
     def tokens(self) -> int:
-        """Of a row, that stand for something else."""
+        """The number of placeholder tokens per row."""
         return sum(c.tokens for c in self.chosen)
 
 
@@ -103,49 +103,55 @@ _FEATURES = {"images": "get_image_features", "sound": "get_audio_features"}
 _SPECIAL = ("image_token", "video_token", "audio_token", "vision_", "image_start", "image_end")
 
 
-def arguments(model_class: Any) -> tuple[str, ...]:
-    """The names of what a model's forward takes."""
+def forward_arguments(model_class: Any) -> tuple[str, ...]:
+    """The argument names of a model's forward."""
     return tuple(inspect.signature(model_class.forward).parameters)
 
 
-def takes_more(model_class: Any) -> bool:
-    """Whether a model takes more than text."""
-    names = arguments(model_class)
-    return any(set(kind.needs) <= set(names) for kind in KINDS)
+def takes_more_than_text(model_class: Any) -> bool:
+    """Whether a model takes images or audio."""
+    names = forward_arguments(model_class)
+    return any(set(kind.needs) <= set(names) for kind in INPUT_KINDS)
 
 
-def choose(model: nn.Module, config: Any, text: Callable[[Choice], Inputs]) -> Choice:
-    """The kinds of input with which more of a model gets a gradient.
+def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs]) -> InputChoice:
+    """The kinds of input with which the most parameters of a model get a gradient.
 
     Args:
-        model: the small model as it is; it is run, and its gradients are gone afterwards.
+        model: the plain small model; it is run, and its gradients are cleared afterwards.
         config: its configuration object.
-        text: gives inputs for a choice, to run the model on.
+        text: makes a batch for a choice.
     """
-    names = arguments(type(model))
-    choice, missing = Choice(), []
+    names = forward_arguments(type(model))
+    choice, missing = InputChoice(), []
     best, _ = _reached(model, text, choice)
-    for what in dict.fromkeys(kind.what for kind in KINDS):
-        some = [k for k in KINDS if k.what == what and set(k.needs) <= set(names)]
+    for what in dict.fromkeys(kind.what for kind in INPUT_KINDS):
+        some = [k for k in INPUT_KINDS if k.what == what and set(k.needs) <= set(names)]
         tried: list[str] = []
         for kind in some:
-            own = _with_tokens(model, config, kind)
-            count, why = _reached(model, text, Choice(chosen=(*choice.chosen, own)))
-            if count < 0 and (tokens := _asked(why, model)) and own.token is not None:
-                own = replace(own, tokens=tokens)
-                count, why = _reached(model, text, Choice(chosen=(*choice.chosen, own)))
+            candidate = _with_tokens(model, config, kind)
+            count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, candidate)))
+            if (
+                count < 0
+                and (tokens := _tokens_asked_for(why, model))
+                and candidate.token is not None
+            ):
+                candidate = replace(candidate, tokens=tokens)
+                count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, candidate)))
             if count > best:
-                best, choice = count, Choice(chosen=(*choice.chosen, own))
+                best, choice = count, InputChoice(chosen=(*choice.chosen, candidate))
                 break
             tried.append(f"{kind.name} ({why or 'nothing more gets a gradient'})")
         else:
             if some:
                 missing.append(f"no input was found for its {what}: tried {', '.join(tried)}")
-    return Choice(chosen=choice.chosen, missing="; ".join(missing))
+    return InputChoice(chosen=choice.chosen, missing="; ".join(missing))
 
 
-def _reached(model: nn.Module, text: Callable[[Choice], Inputs], choice: Choice) -> tuple[int, str]:
-    """How many parameters get a gradient; -1, and why, where the model does not run."""
+def _reached(
+    model: nn.Module, text: Callable[[InputChoice], Inputs], choice: InputChoice
+) -> tuple[int, str]:
+    """How many parameters get a gradient; -1 and the reason if the model raises."""
     try:
         loss = getattr(model(**text(choice)), "loss", None)
         if loss is None:
@@ -158,25 +164,25 @@ def _reached(model: nn.Module, text: Callable[[Choice], Inputs], choice: Choice)
         model.zero_grad(set_to_none=True)
 
 
-def _with_tokens(model: Any, config: Any, kind: Kind) -> Chosen:
-    """A kind with the number of tokens that the tower makes of it; 0 where it does not tell."""
+def _with_tokens(model: Any, config: Any, kind: InputKind) -> ChosenInput:
+    """A kind with the placeholder tokens that its tower needs; 0 if that is not known."""
     tower = tower_of(config, kind.what)
     token = next((t for n in _TOKENS[kind.what] if (t := getattr(config, n, None))), None)
     if token is None:
-        return Chosen(kind=kind, tokens=0, token=None)
+        return ChosenInput(kind=kind, tokens=0, token=None)
     name = _FEATURES[kind.what]
     features = getattr(model, name, None)
     tokens = kind.tokens(tower) if kind.tokens else 0
     if features is not None:
         inner = getattr(getattr(model, "model", None), name, features)
         wanted = {*inspect.signature(features).parameters, *inspect.signature(inner).parameters}
-        made = made_by(kind, tower, config, 2, 0)
-        tokens = _told(features, {n: v for n, v in made.items() if n in wanted}, model)
-    return Chosen(kind=kind, tokens=tokens, token=int(token))
+        made = make_inputs(kind, tower, config, 2, 0)
+        tokens = _tokens_of_tower(features, {n: v for n, v in made.items() if n in wanted}, model)
+    return ChosenInput(kind=kind, tokens=tokens, token=int(token))
 
 
-def _told(features: Any, made: Inputs, model: Any) -> int:
-    """The tokens that a tower makes of each of two rows; 0 where it does not run by itself."""
+def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
+    """The tokens per row that a tower outputs for a batch of two rows; 0 if it cannot run alone."""
     import torch
 
     try:
@@ -187,27 +193,27 @@ def _told(features: Any, made: Inputs, model: Any) -> int:
     return _elements(found) // int(model.get_input_embeddings().weight.shape[-1]) // 2
 
 
-def _asked(why: str, model: Any) -> int:
-    """The tokens of a row that a model asks for when there are too few; 0 where it asks for none.
+def _tokens_asked_for(why: str, model: Any) -> int:
+    """The placeholder tokens per row that an error message asks for; 0 if it states none.
 
-    A number is read from an error's text here, for transformers states it nowhere else: the
-    features are counted inside the forward, after masks and merges that no configuration has.
+    The number is parsed from the message because transformers states it nowhere else: features are
+    counted inside the forward, after masks and merges that are not in the configuration.
 
     Args:
         why: transformers' error, such as `Image features and image tokens do not match, tokens: 8,
-            features 16`; some models count features, and others the numbers in them.
+            features 16`; some models count feature vectors, others their elements.
         model: the small model.
     """
-    told = re.search(r"tokens: \d+, features:? (\d+)", why)
-    if told is None:
+    match = re.search(r"tokens: \d+, features:? (\d+)", why)
+    if match is None:
         return 0
-    count, width = int(told[1]), int(model.get_input_embeddings().weight.shape[-1])
-    rows = Shape().rows
+    count, width = int(match[1]), int(model.get_input_embeddings().weight.shape[-1])
+    rows = BatchShape().rows
     return (count // width if count % (width * rows) == 0 else count) // rows
 
 
 def _elements(found: Any) -> int:
-    """The numbers in what a tower gives for the language model."""
+    """The number of elements that a tower outputs for the language model."""
     import torch
 
     found = getattr(found, "pooler_output", found)
@@ -221,21 +227,21 @@ def _elements(found: Any) -> int:
 
 
 def tower_of(config: Any, what: str) -> Any:
-    """The configuration of the tower, the model's own where it has none apart."""
+    """The configuration of the tower, or that of the model if the tower has none."""
     return next((t for n in _TOWERS[what] if (t := getattr(config, n, None))), config)
 
 
-def made_by(kind: Kind, tower: Any, config: Any, rows: int, seed: int) -> Inputs:
-    """What a recipe gives, with what it needs of the configuration around the tower."""
+def make_inputs(kind: InputKind, tower: Any, config: Any, rows: int, seed: int) -> Inputs:
+    """The inputs of one kind, given the configurations of the tower and of the model."""
     import torch
 
     if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
-        tower = _Beside(tower, pinpoints)
+        tower = _TowerWithPinpoints(tower, pinpoints)
     return kind.make(tower, rows, torch.Generator().manual_seed(seed))
 
 
-class _Beside:
-    """A tower's configuration with the sizes that images are cut to, which stand outside it."""
+class _TowerWithPinpoints:
+    """A tower's configuration plus the image sizes that the composite configuration states."""
 
     def __init__(self, tower: Any, pinpoints: Any) -> None:
         self._tower = tower
@@ -248,30 +254,32 @@ class _Beside:
 # Inputs ------------------------------------------------------------------------------------------
 
 
-def in_books(shape: Shape, vocabulary: int, books: int) -> Inputs:
-    """Codes of sound instead of text: several books of them at every place.
+def codebook_inputs(shape: BatchShape, vocabulary: int, codebooks: int) -> Inputs:
+    """Audio codes instead of text: one id per codebook at every position.
 
     Args:
-        shape: of the text.
-        vocabulary: the number of codes in a book.
-        books: how many.
+        shape: the batch.
+        vocabulary: the size of a codebook.
+        codebooks: how many there are.
 
     Returns:
-        `input_ids` [rows * books, length] and `labels` [rows, length, books].
+        `input_ids` [rows * codebooks, length] and `labels` [rows, length, codebooks].
     """
-    made = replace(shape, rows=shape.rows * books).text(vocabulary)
-    made["labels"] = made["labels"].view(shape.rows, books, -1).transpose(1, 2).contiguous()
+    made = replace(shape, rows=shape.rows * codebooks).text(vocabulary)
+    made["labels"] = made["labels"].view(shape.rows, codebooks, -1).transpose(1, 2).contiguous()
     return made
 
 
-def with_towers(inputs: Inputs, choice: Choice, config: Any, names: tuple[str, ...]) -> Inputs:
-    """Text with what goes into the towers, and the tokens that stand for it.
+def add_tower_inputs(
+    inputs: Inputs, choice: InputChoice, config: Any, names: tuple[str, ...]
+) -> Inputs:
+    """The batch of text with the inputs of the towers and their placeholder tokens.
 
     Args:
         inputs: `input_ids` and `labels`, [rows, length].
-        choice: what there is beside text.
-        config: of the model.
-        names: what its forward takes.
+        choice: the inputs besides text.
+        config: the model's configuration object.
+        names: the argument names of its forward.
     """
     import torch
 
@@ -282,7 +290,7 @@ def with_towers(inputs: Inputs, choice: Choice, config: Any, names: tuple[str, .
     place, types = 2, torch.zeros_like(tokens)
     for number, one in enumerate(choice.chosen, 1):
         tower = tower_of(config, one.kind.what)
-        more = made_by(one.kind, tower, config, len(tokens), 4 + number)
+        more = make_inputs(one.kind, tower, config, len(tokens), 4 + number)
         made |= {n: v for n, v in more.items() if n in names}
         if one.token is not None:
             tokens[:, place : place + one.tokens] = one.token
@@ -298,23 +306,23 @@ def with_towers(inputs: Inputs, choice: Choice, config: Any, names: tuple[str, .
 
 
 def _special(config: Any) -> list[int]:
-    """The tokens that stand for something other than text."""
+    """The ids of tokens that stand for something other than text."""
     values = vars(config).items()
     return [v for n, v in values if n.startswith(_SPECIAL) and isinstance(v, int) and "token" in n]
 
 
-def part_of(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
-    """What one rank of a data axis reads.
+def rank_slice(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
+    """The slice of a batch that one rank of a data axis reads.
 
     Args:
-        inputs: of all ranks.
-        rank: its number.
-        ranks: how many there are; every input's outermost dim divides by it.
+        inputs: the batch of all ranks.
+        rank: the rank on the data axis.
+        ranks: the size of the data axis; every input's outermost dim is divisible by it.
     """
     found: Inputs = {}
     for name, value in inputs.items():
-        own = len(value) // ranks
-        found[name] = value[rank * own : (rank + 1) * own]
+        rows = len(value) // ranks
+        found[name] = value[rank * rows : (rank + 1) * rows]
     return found
 
 

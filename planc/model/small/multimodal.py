@@ -1,7 +1,7 @@
-"""What is between the parts of a small composite model: a tower's output is as wide as the text.
+"""Makes the sizes of a small composite model agree, such as a tower's output width and the text's.
 
-Each part of a configuration (`text_config`, `vision_config`) is shrunk by itself; here the sizes
-that must agree between them, and those of images, are made small together.
+Each part of a configuration (`text_config`, `vision_config`) is shrunk separately; this module
+shrinks the sizes that must agree between parts, and those of images.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from planc.model.small.config_fields import HIDDEN, LAYERS
 
 GRID = 4
-"""Patches of a side of a small image."""
+"""Patches per side of a small image."""
 _OUTPUTS = (
     "out_hidden_size",
     "hidden_size",
@@ -29,40 +29,40 @@ _OUTPUTS = (
     "vision_hidden_size",
     "encoder_hidden_size",
 )
-"""Widths of what one part hands to another."""
+"""Fields with the width of one part's output for another part."""
 _TOWERS = ("vision_config", "audio_config", "high_res_vision_config")
 
 
-def towers(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Makes the parts of a small configuration agree.
+def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Makes the parts of a small configuration agree, in place.
 
     Args:
-        config: the large one.
-        small: shrunk part by part; it is changed.
+        config: the original configuration.
+        small: the configuration whose parts were shrunk separately; it is changed.
     """
     text = _width(config.get("text_config"))
     new = _width(small.get("text_config"))
     tower = config.get("vision_config")
-    for own, less in _levels(config, small):
-        _images(own, less)
+    for original, reduced in _levels(config, small):
+        _images(original, reduced)
         for field in _OUTPUTS:
-            value = own.get(field)
-            if text and new and value == text and _outward(field, own):
-                less[field] = new
-            elif field != "hidden_size" and _times(value, own):
-                less[field] = _times(value, own) * less[_named(own)]
-            elif tower and own is not tower and value and value == tower.get("hidden_size"):
-                less[field] = small["vision_config"]["hidden_size"]
+            value = original.get(field)
+            if text and new and value == text and _is_output(field, original):
+                reduced[field] = new
+            elif field != "hidden_size" and _times(value, original):
+                reduced[field] = _times(value, original) * reduced[_width_field(original)]
+            elif tower and original is not tower and value and value == tower.get("hidden_size"):
+                reduced[field] = small["vision_config"]["hidden_size"]
     for name in _TOWERS:
         if isinstance(config.get(name), Mapping):
             _tower(config[name], small[name])
-    _around(config, small)
+    _composite(config, small)
 
 
 def _levels(
     config: Mapping[str, Any], small: dict[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
-    """The composite level and its towers."""
+    """Yields the composite level and its towers, original and small."""
     if not any(isinstance(config.get(name), Mapping) for name in _TOWERS):
         return
     yield config, small
@@ -77,27 +77,29 @@ def _width(config: Any) -> int:
     return next((config[n] for n in HIDDEN if isinstance(config.get(n), int)), 0)
 
 
-def _named(config: Mapping[str, Any]) -> str:
+def _width_field(config: Mapping[str, Any]) -> str:
     return "embed_dim" if "embed_dim" in config else "hidden_size"
 
 
-def _outward(field: str, config: Mapping[str, Any]) -> bool:
-    """Whether a field is of what goes out: a tower's hidden size is its own, unless it says
-    that of its inside apart (`embed_dim`)."""
+def _is_output(field: str, config: Mapping[str, Any]) -> bool:
+    """Whether a field is the output width of a tower.
+
+    `hidden_size` is the inner width of a tower, except in towers that state that as `embed_dim`.
+    """
     inside = any(n.endswith(("num_hidden_layers", "depth", "num_heads")) for n in config)
     return field != "hidden_size" or "embed_dim" in config or not inside
 
 
 def _times(value: Any, config: Mapping[str, Any]) -> int:
-    """How many of a tower's own widths a width is; 0 where it is none."""
-    own = config.get(_named(config))
-    if not isinstance(value, int) or not isinstance(own, int) or isinstance(value, bool):
+    """How many times the tower's own width a width is; 0 if it is not a multiple."""
+    width = config.get(_width_field(config))
+    if not isinstance(value, int) or not isinstance(width, int) or isinstance(value, bool):
         return 0
-    return value // own if own and value % own == 0 and value // own <= 16 else 0
+    return value // width if width and value % width == 0 and value // width <= 16 else 0
 
 
 def _images(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Images of a few patches."""
+    """Shrinks images to a few patches."""
     size, patch = _one(config.get("image_size")), _one(config.get("patch_size"))
     if not size or not patch:
         return
@@ -122,26 +124,27 @@ def _tower(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     if _one(config.get("num_position_embeddings")) > 64:
         small["num_position_embeddings"] = 64
     if times := _times(config.get("intermediate_size"), config):
-        small["intermediate_size"] = times * small[_named(config)]  # what pixels or frames fold to
+        # the width of a merged group of patches or frames
+        small["intermediate_size"] = times * small[_width_field(config)]
     inner = small.get("intermediate_layers_indices")
     if isinstance(inner, list) and config.get("vision_output_dim"):
         small["vision_output_dim"] = small["hidden_size"] * (len(inner) + 1)
 
 
-def _around(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """What the composite level says of images."""
+def _composite(config: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Shrinks the fields on images at the composite level."""
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping):
         return
     depth = next((small["vision_config"][n] for n in LAYERS if n in small["vision_config"]), 1)
     layers = config.get("vision_feature_layer")
-    if isinstance(layers, list):  # counted from either end, they stay inside
+    if isinstance(layers, list):  # indices from either end, clamped to the new depth
         small["vision_feature_layer"] = [max(-depth, min(depth, n)) for n in layers]
     size, patch = _one(tower.get("image_size")), _one(tower.get("patch_size"))
     if not size or not patch or size <= GRID * patch:
         return
     tokens = config.get("mm_tokens_per_image")
-    if isinstance(tokens, int):  # pooled: as many times fewer as there are fewer patches
+    if isinstance(tokens, int):  # pooled: proportional to the number of patches
         small["mm_tokens_per_image"] = max(1, round(tokens * (GRID * patch / size) ** 2))
     points = config.get("image_grid_pinpoints")
     if isinstance(points, list):

@@ -1,7 +1,7 @@
-"""Recipes for what goes into the towers of a model: images and sound.
+"""Sample inputs for the towers of a model: images and audio.
 
-Each is read off a tower's configuration alone. Rows of the batch are the outermost dim of every
-input, each row with as much as any other, so that a rank of a data axis takes its part of each.
+Each is derived from the tower's configuration alone. Rows of the batch are the outermost dim of
+every input and have equal sizes, so that a rank of a data axis takes its slice of each.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     import torch
 
 Inputs = dict[str, Any]
-"""The arguments of forward by name."""
-Recipe = Callable[[Any, int, Any], Inputs]
-"""A tower's configuration, the number of rows, a generator -> what goes into the tower."""
+"""Arguments of a forward by name."""
+MakeInputs = Callable[[Any, int, Any], Inputs]
+"""Maps a tower's configuration, the number of rows and a generator to inputs."""
 
 
 GRID = 4
-"""Patches of a side of an image, where the configuration does not say its size."""
+"""Patches per side of an image, if the configuration does not state its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A way in which models take something that is no text.
+class InputKind:
+    """One format in which models take images or audio.
 
     Args:
-        name: of the recipe, such as `patches`.
+        name: such as `grids`.
         what: `images` or `sound`.
-        needs: the arguments of forward that it is known by.
-        make: the recipe.
-        tokens: of a row, by the tower's configuration, for a model that has no function which gives
-            what its tower makes.
+        needs: the arguments of forward that identify the format.
+        make: makes the inputs.
+        tokens: the placeholder tokens per row, from the tower's configuration, for a model without
+            a function that returns its tower's output.
     """
 
     name: str
     what: str
     needs: tuple[str, ...]
-    make: Recipe
+    make: MakeInputs
     tokens: Callable[[Any], int] | None = None
 
 
@@ -73,7 +73,7 @@ def _random(generator: Any, *shape: int) -> torch.Tensor:
 
 
 def _grid(config: Any, rows: int, generator: Any) -> Inputs:
-    """Patches of all images one after the other, and the grid of each."""
+    """Flattened patches of all images, concatenated, and the grid of each image."""
     import torch
 
     merge = _number(config, "spatial_merge_size", "merge_size", "downsample_factor", default=2)
@@ -97,7 +97,7 @@ def _grid_of_images(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _grid_merged(config: Any, rows: int, generator: Any) -> Inputs:
-    """Patches and grids, with how many patches of a side become one token."""
+    """Patches and grids, and how many patches per side are merged into one token."""
     import torch
 
     return {
@@ -107,7 +107,7 @@ def _grid_merged(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _tiles(config: Any, rows: int, generator: Any) -> Inputs:
-    """One image a row in one tile of several, with its aspect ratio."""
+    """One image per row in one of several tiles, with its aspect ratio."""
     import torch
 
     tiles = _number(config, "max_num_tiles", default=1)
@@ -122,7 +122,7 @@ def _tiles(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _shapes(config: Any, rows: int, generator: Any) -> Inputs:
-    """Patches by image, and the shape of each image in patches."""
+    """Patches per image, and the shape of each image in patches."""
     import torch
 
     side = GRID
@@ -135,7 +135,7 @@ def _shapes(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _places(config: Any, rows: int, generator: Any) -> Inputs:
-    """Patches by image, and the place of each patch."""
+    """Patches per image, and the position of each patch."""
     import torch
 
     side = 2 * _number(config, "pooling_kernel_size", default=2)
@@ -148,7 +148,7 @@ def _places(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _crops(config: Any, rows: int, generator: Any) -> Inputs:
-    """The image as a whole and its parts, with its size before it was cut."""
+    """The whole image and its crops, and its size before cropping."""
     import torch
 
     side, pinpoints = _side(config), getattr(config, "planc_pinpoints", None)
@@ -161,7 +161,7 @@ def _crops(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _sized(config: Any, rows: int, generator: Any) -> Inputs:
-    """An image a row, with its size."""
+    """One image per row, with its size."""
     import torch
 
     found = _images(config, rows, generator)
@@ -169,18 +169,18 @@ def _sized(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _images(config: Any, rows: int, generator: Any) -> Inputs:
-    """An image a row."""
+    """One image per row."""
     side = _side(config)
     return {"pixel_values": _random(generator, rows, _channels(config), side, side)}
 
 
 def _lists(config: Any, rows: int, generator: Any) -> Inputs:
-    """A list of one image a row."""
+    """A list of one image per row."""
     return {"pixel_values": _images(config, rows, generator)["pixel_values"][:, None]}
 
 
 def _spectrum(config: Any, rows: int, generator: Any) -> Inputs:
-    """Bands over time, as whisper's encoder takes them: twice the positions that it has."""
+    """Mel bands over time, as whisper's encoder takes them: twice its number of positions."""
     import torch
 
     bands = _number(config, "num_mel_bins", "input_size", "feature_size", default=80)
@@ -196,7 +196,7 @@ def _spectrum(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _frames(config: Any, rows: int, generator: Any) -> Inputs:
-    """Time over bands, with a mask of the frames that are there."""
+    """Time steps over mel bands, with a mask of the valid frames."""
     import torch
 
     bands = _number(
@@ -215,39 +215,43 @@ def _frames(config: Any, rows: int, generator: Any) -> Inputs:
 
 
 def _waves(config: Any, rows: int, generator: Any) -> Inputs:
-    """Samples of sound over time."""
+    """Audio samples over time."""
     return {"input_values": _random(generator, rows, 2048)}
 
 
-KINDS = (
-    Kind(name="tiles", what="images", needs=("pixel_values", "aspect_ratio_ids"), make=_tiles),
-    Kind(name="shapes", what="images", needs=("pixel_values", "spatial_shapes"), make=_shapes),
-    Kind(name="places", what="images", needs=("pixel_values", "image_position_ids"), make=_places),
-    Kind(
+INPUT_KINDS = (
+    InputKind(name="tiles", what="images", needs=("pixel_values", "aspect_ratio_ids"), make=_tiles),
+    InputKind(name="shapes", what="images", needs=("pixel_values", "spatial_shapes"), make=_shapes),
+    InputKind(
+        name="places", what="images", needs=("pixel_values", "image_position_ids"), make=_places
+    ),
+    InputKind(
         name="merged grids",
         what="images",
         needs=("pixel_values", "image_merge_sizes"),
         make=_grid_merged,
     ),
-    Kind(name="grids", what="images", needs=("pixel_values", "image_grid_thw"), make=_grid),
-    Kind(
+    InputKind(name="grids", what="images", needs=("pixel_values", "image_grid_thw"), make=_grid),
+    InputKind(
         name="grids of images",
         what="images",
         needs=("pixel_values", "image_grid_thw"),
         make=_grid_of_images,
     ),
-    Kind(name="crops", what="images", needs=("pixel_values", "image_sizes"), make=_crops),
-    Kind(name="sized images", what="images", needs=("pixel_values", "image_sizes"), make=_sized),
-    Kind(name="images", what="images", needs=("pixel_values",), make=_images),
-    Kind(name="lists of images", what="images", needs=("pixel_values",), make=_lists),
-    Kind(
+    InputKind(name="crops", what="images", needs=("pixel_values", "image_sizes"), make=_crops),
+    InputKind(
+        name="sized images", what="images", needs=("pixel_values", "image_sizes"), make=_sized
+    ),
+    InputKind(name="images", what="images", needs=("pixel_values",), make=_images),
+    InputKind(name="lists of images", what="images", needs=("pixel_values",), make=_lists),
+    InputKind(
         name="spectrum",
         what="sound",
         needs=("input_features",),
         make=_spectrum,
         tokens=lambda config: _number(config, "max_source_positions", default=32) // 2,
     ),
-    Kind(name="frames", what="sound", needs=("input_features",), make=_frames),
-    Kind(name="waves", what="sound", needs=("input_values",), make=_waves),
+    InputKind(name="frames", what="sound", needs=("input_features",), make=_frames),
+    InputKind(name="waves", what="sound", needs=("input_values",), make=_waves),
 )
-"""The narrowest first: what is known by more arguments, then what is known by fewer."""
+"""Ordered by the number of identifying arguments, most first."""

@@ -1,9 +1,9 @@
-"""A configuration -> a small one of the same family, in which a plan means the same.
+"""Makes a small configuration of the same family, for which a plan means the same.
 
-What decides whether a parallel plan is right stays: one layer of each kind, how query heads share
-kv heads, ties, biases, norms, experts. What only costs time goes: widths, depth, vocabulary.
-Fields are known by what they mean, under all the names that the families of transformers give
-them, so a family that is new tomorrow shrinks too.
+What decides whether a parallel plan is right is kept: one layer of each kind, how query heads share
+kv heads, ties, biases, norms, experts. What only costs time is reduced: widths, depth, vocabulary.
+Fields are recognized by meaning, under the names that all families of transformers use, so a new
+family is likely to shrink too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil, lcm
 from typing import Any, TypeGuard
 
-from planc.model.config import diffused
+from planc.model.config import is_diffusers
 from planc.model.small.config_fields import (
     COUNTS,
     DROPOUT,
@@ -31,15 +31,15 @@ from planc.model.small.config_fields import (
     VOCABULARY,
     WIDE,
 )
-from planc.model.small.multimodal import towers
+from planc.model.small.multimodal import shrink_multimodal
 
-Config = Mapping[str, Any]
-HEAD = 16  # of a head: even halves for rotary embeddings, also where only a quarter is rotated
-MOST = 16  # query heads, as long as two share a kv head; more of them go wrong in no new way
+Fields = Mapping[str, Any]
+HEAD = 16  # head width, even also if only a quarter of it is rotated
+MOST = 16  # query heads, if at least two share a kv head; more show no further errors
 
 
 def shrink(
-    config: Config,
+    config: Fields,
     *,
     ranks: Mapping[str, int] | int,
     layers: int = 2,
@@ -48,56 +48,57 @@ def shrink(
     """A small configuration of the same family.
 
     Args:
-        config: the fields, `model_type` among them: best the resolved ones (`Facts.config`), for
-            what a file leaves to the family's defaults can't be shrunk.
-        ranks: how many ranks there are by the role of a mesh axis (`AxisRole`); a number alone is
+        config: the fields, including `model_type`: preferably the resolved ones (`Facts.config`),
+            because a field that is left to the family's defaults cannot be shrunk.
+        ranks: the number of ranks by the role of a mesh axis (`AxisRole`); a single number means
             `tensor`. Heads, widths and vocabulary divide by `tensor`, experts by `expert`.
-        layers: the least number of layers; there are more where the model has more kinds.
-        blocks: what each block is made of, by the length of its list (`layer_kinds.sorts`):
-            kinds that the configuration does not tell apart, such as the first, dense layers.
+        layers: the least number of layers; a model with more kinds of layer keeps more.
+        blocks: the structure of each block, by the length of its list (`layer_kinds.block_kinds`),
+            for kinds that the configuration does not state, such as dense first layers.
 
     Returns:
-        Fields for `AutoConfig.for_model`: those of `config`, smaller. Dropout is off. Of a model
-        of diffusers, those of its class.
+        Fields for `AutoConfig.for_model`: those of `config`, smaller, with dropout off. For a
+        diffusers model, the fields of its class.
     """
     roles = {"tensor": ranks} if isinstance(ranks, int) else dict(ranks)
-    if diffused(config):
+    if is_diffusers(config):
         from planc.model.small import diffusers_model
 
         return diffusers_model.shrink(config, tp=roles.get("tensor", 1))
     made = _Shrinker(roles.get("tensor", 1), roles.get("expert", 1), layers, blocks or {})
     small = made.config(config)
-    towers(config, small)
+    shrink_multimodal(config, small)
     return small
 
 
-def _joined(config: Config) -> list[int]:
-    """The widths of heads that are two halves, one rotated and one not, in any layer."""
+def _joined(config: Fields) -> list[int]:
+    """The widths of heads that are a rotated and an unrotated part, in any layer."""
     layers = (config, *({**config, **v} for v in (config.get("per_layer_config") or {}).values()))
-    halves = ([layer.get(name) for name in QK] for layer in layers)
-    return [sum(b for b in both if _number(b)) for both in halves if all(map(_number, both))]
+    parts = ([layer.get(name) for name in QK] for layer in layers)
+    return [sum(b for b in both if _number(b)) for both in parts if all(map(_number, both))]
 
 
 class _Shrinker:
-    """Args:
-    tp, ep: what heads and experts must divide by.
-    layers: the least number of layers.
-    blocks: what each block is made of, by the length of its list.
+    """Shrinks one configuration.
+
+    Args:
+        tp, ep: what heads and experts must be divisible by.
+        layers: the least number of layers.
+        blocks: the structure of each block, by the length of its list.
     """
 
     def __init__(self, tp: int, ep: int, layers: int, blocks: Mapping[int, list[str]]) -> None:
-        self.tp = tp
-        self.ep = ep
+        self.tp, self.ep = tp, ep
         self.layers = layers
         self.blocks = blocks
 
-    def config(self, config: Config) -> dict[str, Any]:
-        """One level; those below (`text_config`) by themselves."""
+    def config(self, config: Fields) -> dict[str, Any]:
+        """Shrinks one level; nested configurations (`text_config`) are shrunk separately."""
         small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
         for name, value in config.items():
             if isinstance(value, Mapping) and (name.endswith("_config") or name in NESTED):
                 small[name] = self.config(value)
-        _beside(config, small)
+        _sizes_of_sibling(config, small)
         self._depth(config, small)
         self._width(config, small)
         self._experts(small)
@@ -108,22 +109,22 @@ class _Shrinker:
 
     # Depth ---------------------------------------------------------------------------------------
 
-    def _depth(self, config: Config, small: dict[str, Any]) -> None:
-        """Keeps one layer of each kind, and as many as asked for."""
+    def _depth(self, config: Fields, small: dict[str, Any]) -> None:
+        """Keeps one layer of each kind, and at least as many as requested."""
         named = [n for n in LAYERS if _number(config.get(n))]
         kinds = config.get("layers_block_type")
-        if not named and isinstance(kinds, list):  # nemotron_h: the list alone is the depth
+        if not named and isinstance(kinds, list):  # nemotron_h: only the list states the depth
             kept = list(_window(kinds, self.layers))
             small["layers_block_type"] = [kinds[i] for i in kept]
         for name in named:
             depth = config[name]
             lists = [n for n, v in config.items() if isinstance(v, list) and len(v) == depth > 1]
-            every = list(range(depth))  # a list that names all layers tells none apart
+            every = list(range(depth))  # a list of all layer numbers does not distinguish layers
             columns = [[str(v) for v in config[n]] for n in lists if config[n] != every]
             single = {int(i): v for i, v in (config.get("per_layer_config") or {}).items()}
             if single:
                 columns.append([str(single.get(i)) for i in range(depth)])
-            last = config.get("num_kv_shared_layers")  # which have no keys and values of their own
+            last = config.get("num_kv_shared_layers")  # layers that have no kv projections
             last = last if _number(last) and last < depth else 0
             columns += [[str(i >= depth - last) for i in range(depth)]] if last else []
             repeats = _period(config, depth)
@@ -142,8 +143,8 @@ class _Shrinker:
                 values = [config[field][i] for i in kept]
                 small[field] = list(range(len(kept))) if config[field] == every else values
             if single:
-                own = {str(kept.index(i)): v for i, v in single.items() if i in kept}
-                small["per_layer_config"] = {i: self.config(v) for i, v in own.items()}
+                kept_layers = {str(kept.index(i)): v for i, v in single.items() if i in kept}
+                small["per_layer_config"] = {i: self.config(v) for i, v in kept_layers.items()}
             small[name] = len(kept)
             _numbered_layers(small, kept, depth, done=lists)
             if last:
@@ -156,7 +157,7 @@ class _Shrinker:
         first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
         kept = set(first.values())
         shared = [i for i, kind in enumerate(kinds) if "hybrid" in kind]
-        kept.update(shared[:2])  # blocks of one set of weights: one alone is tied to nothing
+        kept.update(shared[:2])  # blocks that share weights: keep two, so that they stay tied
         for i in range(len(kinds)):
             if len(kept) >= self.layers:
                 break
@@ -165,7 +166,7 @@ class _Shrinker:
 
     # Width ---------------------------------------------------------------------------------------
 
-    def _width(self, config: Config, small: dict[str, Any]) -> None:
+    def _width(self, config: Fields, small: dict[str, Any]) -> None:
         heads = 0
         for name in HEADS:
             if _number(config.get(name)):
@@ -200,8 +201,8 @@ class _Shrinker:
             if _number(config[name]):
                 small[name] = min(self._even(128), self._even(config[name]))
 
-    def _heads(self, config: Config, small: dict[str, Any], name: str) -> int:
-        """Shrinks query heads and the kv heads that belong to them; gives the query heads."""
+    def _heads(self, config: Fields, small: dict[str, Any], name: str) -> int:
+        """Shrinks query heads and their kv heads; returns the number of query heads."""
         queries = config[name]
         # `num_attention_heads` goes with `num_key_value_heads`, `swa_num_...` with `swa_num_...`
         before = name.removesuffix("num_attention_heads") if name.endswith("_heads") else ""
@@ -212,7 +213,7 @@ class _Shrinker:
             small_kv, small_queries = 1, self._even(4, self.tp)
         else:
             small_kv = self._even(2 if ratio > 1 else 4, self.tp)
-            if grouped % self.tp and ratio > 1:  # what could not be split can't be split now
+            if grouped % self.tp and ratio > 1:  # indivisible heads stay indivisible
                 small_kv = next(k for k in range(2, self.tp + 2) if k % self.tp)
             small_queries = small_kv * min(ratio, max(2, MOST // small_kv))
             if small_queries % self.tp:
@@ -223,7 +224,7 @@ class _Shrinker:
         return int(small_queries)
 
     def _even(self, size: int, step: int = 0) -> int:
-        """The size, made to divide by the ranks (and by 8, where it is a width)."""
+        """The size rounded up to a multiple of the ranks (and of 8, for a width)."""
         unit = step or lcm(8, self.tp)
         return ceil(size / unit) * unit
 
@@ -265,7 +266,7 @@ def _number(value: object) -> TypeGuard[int]:
 
 
 def _token(value: Any, vocabulary: int, used: set[int]) -> Any:
-    """A token's number inside the vocabulary; what lies beyond moves to its end, each apart."""
+    """A token id inside the vocabulary; ids beyond it become distinct ids at its end."""
     if isinstance(value, list):
         return [_token(v, vocabulary, used) for v in value]
     if not _number(value) or value < vocabulary:
@@ -278,22 +279,22 @@ def _token(value: Any, vocabulary: int, used: set[int]) -> Any:
 def _numbered_layers(
     small: dict[str, Any], kept: list[int], depth: int, *, done: list[str]
 ) -> None:
-    """Lists that name some layers by their number."""
+    """Remaps lists of layer indices to the kept layers, in place."""
     for name, value in small.items():
         if name in done or not re.search(r"layer_ids$|layers$|_idxs$|_indices$|_indexes$", name):
             continue
         if isinstance(value, list) and all(isinstance(v, int) and 0 <= v < depth for v in value):
             small[name] = [kept.index(v) for v in value if v in kept]
             if value and not small[name] and re.search(r"_indexes$|_layers_indices$", name):
-                small[name] = [len(kept) - 1]  # a tower hands on what some layer gives
+                small[name] = [len(kept) - 1]  # a tower returns the output of some layer
 
 
 def _window(kinds: list[str], least: int) -> range:
-    """The first of the shortest runs of neighboring layers in which every kind occurs.
+    """The first of the shortest runs of consecutive layers that contain every kind.
 
     Args:
-        kinds: of each layer.
-        least: how many layers the run has at the least.
+        kinds: the kind of each layer.
+        least: the least number of layers.
     """
     depth, every = len(kinds), set(kinds)
     for size in range(min(depth, max(least, len(every))), depth):
@@ -306,45 +307,44 @@ def _window(kinds: list[str], least: int) -> range:
 _PERIOD = re.compile(r"(period|interval|pattern|sparse_step|layer_step|every_n_layers)$")
 
 
-def _offsets(config: Config, depth: int) -> dict[str, int]:
-    """The fields that say where in its period a kind of layer comes, with the period (jamba).
-
-    Empty where another period has none: then the layers are those from the first one on.
-    """
+def _offsets(config: Fields, depth: int) -> dict[str, int]:
+    """Periods of kinds of layer, by the field with their offset (jamba); empty if one has none."""
     periods = [n for n, v in config.items() if _PERIOD.search(n) and _number(v) and v < depth]
     offsets = {name.removesuffix("period") + "offset": config[name] for name in periods}
     return offsets if all(isinstance(config.get(name), int) for name in offsets) else {}
 
 
-def _period(config: Config, depth: int) -> int:
-    """After how many layers a model without lists of kinds repeats itself."""
+def _period(config: Fields, depth: int) -> int:
+    """After how many layers a model without a list of layer kinds repeats."""
     period = 1
     for name, value in config.items():
         if not _number(value) or value >= depth:
             continue
         if _PERIOD.search(name):
             period = lcm(period, value)
-    pattern = config.get("block_types")  # a list that is gone through again and again
+    pattern = config.get("block_types")  # a list that is repeated
     if isinstance(pattern, list) and len(pattern) < depth:
         period = lcm(period, len(pattern))
     return min(period, depth)
 
 
-def _dense_first(config: Config, depth: int) -> list[str]:
-    """The fields that say how many of the first layers are dense."""
+def _dense_first(config: Fields, depth: int) -> list[str]:
+    """The fields that state how many of the first layers are dense."""
     names = [n for n in config if re.search(r"(_dense_replace|_dense_layers|_start_index)$", n)]
     return [n for n in names if _number(config[n]) and 0 < config[n] < depth]
 
 
-def _beside(config: Config, small: dict[str, Any]) -> None:
-    """A part that says the size of one beside it: `hidden_size_global` is `global_config`'s."""
+def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
+    """Fields for a size of another part: `hidden_size_global` is `global_config`'s
+    `hidden_size`.
+    """
     nested = (n for n, v in config.items() if n.endswith("_config") and isinstance(v, Mapping))
     parts = {name.removesuffix("_config"): name for name in nested}
-    for own in parts.values():
-        for field, value in config[own].items():
+    for part in parts.values():
+        for field, value in config[part].items():
             size, _, other = field.rpartition("_")
             if other in parts and _number(value) and value == config[parts[other]].get(size):
-                small[own][field] = small[parts[other]][size]
+                small[part][field] = small[parts[other]][size]
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -356,7 +356,7 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def _rope(small: dict[str, Any]) -> None:
-    """Lists of factors, one for each pair of a head's dimensions, fit the small head."""
+    """Cuts lists of frequency factors to the small head; each pair of dims has one."""
     head = small.get("qk_rope_head_dim") or small.get("head_dim") or HEAD
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), Mapping):
@@ -365,8 +365,8 @@ def _rope(small: dict[str, Any]) -> None:
 
 def _scaled(values: Mapping[str, Any], head: int, partial: float) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    own = values.get("partial_rotary_factor") or partial
-    pairs = int(head * own) // 2
+    factor = values.get("partial_rotary_factor") or partial
+    pairs = int(head * factor) // 2
     for name, value in values.items():
         if isinstance(value, Mapping):
             out[name] = _scaled(value, head, partial)
@@ -380,7 +380,7 @@ def _scaled(values: Mapping[str, Any], head: int, partial: float) -> dict[str, A
 
 
 def _mamba(small: dict[str, Any]) -> None:
-    """A state-space layer's heads times their width is the expanded hidden size."""
+    """Heads times head width of a state-space layer equal its expanded hidden size."""
     hidden = next((small[n] for n in HIDDEN if _number(small.get(n))), 64)
     for expand in ("mamba_expand", "expand"):
         inner = small.get("mamba_d_ssm") or int((small.get(expand) or 2) * hidden)

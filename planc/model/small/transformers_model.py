@@ -1,4 +1,4 @@
-"""A small configuration -> a model with weights, for what is proved by running it."""
+"""Builds a small transformers model with weights, to be run in a proof."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import PlanError, Sink
-from planc.model.config import in_hand
+from planc.model.config import config_of
 from planc.model.small.input_search import (
-    Choice,
-    Shape,
-    arguments,
+    BatchShape,
+    InputChoice,
+    add_tower_inputs,
     choose,
-    in_books,
-    takes_more,
-    with_towers,
+    codebook_inputs,
+    forward_arguments,
+    takes_more_than_text,
 )
 from planc.model.sources.huggingface import prepare, quiet
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from torch import nn
 
 SPREAD = 0.05
-"""The standard deviation of what is added to every weight, so that none is just 0 or 1: a norm's
-weight of 1, or a bias of 0, hides a wrong split."""
+"""The standard deviation of the noise added to every weight. Without it, a norm's weight of 1 or a
+bias of 0 would hide a wrong split."""
 
 
-class Maker:
-    """Builds one small model again and again; the family's code is imported once.
+class TransformersBuilder:
+    """Builds the same small model several times; the family's code is imported once.
 
     Args:
         values: the fields of the configuration.
 
     Raises:
-        PlanError: transformers refuses the configuration (PL60x).
+        PlanError: transformers cannot build the configuration (PL60x).
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
         sink = Sink()
-        prepared = prepare(in_hand(values, "the small model"), sink)
+        prepared = prepare(config_of(values, "the small model"), sink)
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared
-        self._choice: Choice | None = None
-        self._books: int | None = None
+        self._choice: InputChoice | None = None
+        self._codebooks: int | None = None
 
     @property
     def configuration(self) -> Any:
@@ -52,16 +52,16 @@ class Maker:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens, where the configuration says it."""
+        """The vocabulary size in the configuration, else 64."""
         text = self._part.get_text_config(decoder=True)
-        own = getattr(self._part, "vocab_size", 0) or getattr(text, "vocab_size", 0)
-        return int(own or 64)
+        size = getattr(self._part, "vocab_size", 0) or getattr(text, "vocab_size", 0)
+        return int(size or 64)
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, with eager attention.
 
         Args:
-            seed: of the weights; the same seed gives the same ones in every process.
+            seed: the seed of the weights; the same seed gives the same weights in every process.
         """
         import torch
 
@@ -73,64 +73,64 @@ class Maker:
             for parameter in made.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
         model: nn.Module = made.float().train()
-        taught(model)
+        add_denoising_loss(model)
         for part in {
             id(m.config): m.config for m in model.modules() if hasattr(m, "config")
         }.values():
-            if getattr(part, "use_cache", None) is True:  # training keeps none
+            if getattr(part, "use_cache", None) is True:  # training does not use the cache
                 part.use_cache = False
         return model
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the model's forward takes."""
-        return arguments(self._cls)
+        """The argument names of the model's forward."""
+        return forward_arguments(self._cls)
 
     @property
-    def choice(self) -> Choice:
-        """What it is run on beside text; found out once, by running the model."""
+    def choice(self) -> InputChoice:
+        """The inputs besides text, found once by running the model."""
         if self._choice is None:
-            self._choice = Choice()
-            if takes_more(self._cls):
+            self._choice = InputChoice()
+            if takes_more_than_text(self._cls):
                 model = self.build(0)
-                self._choice = choose(model, self._part, lambda c: self._inputs(c, Shape()))
+                self._choice = choose(model, self._part, lambda c: self._inputs(c, BatchShape()))
         return self._choice
 
     @property
-    def books(self) -> int:
-        """How many books of codes the model reads and writes at once; 0 for one that reads text."""
-        if self._books is None:
+    def codebooks(self) -> int:
+        """The number of audio codebooks that the model reads at once; 0 for a model of text."""
+        if self._codebooks is None:
             many = getattr(self._part, "num_codebooks", None) or 0
             heads = getattr(self.build(0), "lm_heads", ()) if many > 1 else ()
-            self._books = many if len(heads) == many else 0
-        return self._books
+            self._codebooks = many if len(heads) == many else 0
+        return self._codebooks
 
-    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
-        """What the model can take: token ids and labels, [rows, length] each (labels of a
-        classifier: [rows]), and what goes into its towers.
+    def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
+        """A batch for the model: token ids and labels, [rows, length] each (labels of a
+        classifier: [rows]), and the inputs of its towers.
 
         Args:
-            shape: of the text; rows are as long as what stands for images needs, at least.
+            shape: the batch; a row is at least as long as the placeholder tokens of images require.
         """
-        return self._inputs(self.choice, shape or Shape())
+        return self._inputs(self.choice, shape or BatchShape())
 
-    def _inputs(self, choice: Choice, shape: Shape) -> dict[str, Any]:
+    def _inputs(self, choice: InputChoice, shape: BatchShape) -> dict[str, Any]:
         least = choice.tokens + shape.length // 2 if choice.tokens else 0
-        if self.books:
-            return in_books(shape, self.vocabulary, self.books)
+        if self.codebooks:
+            return codebook_inputs(shape, self.vocabulary, self.codebooks)
         sample = shape.text(self.vocabulary, least)
         if self._cls.__name__.endswith("ForSequenceClassification"):
             sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
-        if takes_more(self._cls):
-            sample = with_towers(sample, choice, self._part, self.names)
+        if takes_more_than_text(self._cls):
+            sample = add_tower_inputs(sample, choice, self._part, self.names)
         return sample
 
 
-def taught(model: nn.Module) -> None:
-    """Gives a block diffusion model, whose forward has no labels, a loss of its own, in place.
+def add_denoising_loss(model: nn.Module) -> None:
+    """Adds a loss, in place, to a block diffusion model, whose forward takes no labels.
 
-    Its prompt is what others take as tokens, and its canvas the labels in another order, so all of
-    it is run; the loss is the mean cross entropy of the canvas.
+    Token ids become the prompt and the shifted labels the canvas, so the whole model runs; the
+    loss is the mean cross entropy of the canvas.
     """
     from torch.nn.functional import cross_entropy
 

@@ -1,4 +1,4 @@
-"""A model of the user's own, from a factory, as what is proved by running it."""
+"""Builds a user's own model from its factory, to be run in a proof."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planc.model.config import diffused
-from planc.model.small.diffusers_model import Denoiser
-from planc.model.small.input_search import Choice, Shape
-from planc.model.small.transformers_model import SPREAD, Maker
+from planc.model.config import is_diffusers
+from planc.model.small.diffusers_model import DiffusersBuilder
+from planc.model.small.input_search import BatchShape, InputChoice
+from planc.model.small.transformers_model import SPREAD, TransformersBuilder
 
 if TYPE_CHECKING:
     from torch import nn
 
 LARGEST = 200_000_000
-"""Parameters of a model that is run as it is: there is no configuration to make it small by."""
+"""The most parameters of a user's model, which cannot be shrunk without a configuration."""
 _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 
 
-def maker_of(values: dict[str, Any], code: str) -> Makes:
-    """What builds a model to be run.
+def builder_of(values: dict[str, Any], code: str) -> ModelBuilder:
+    """The object that builds a model to be run.
 
     Args:
-        values: the configuration of a model of transformers or of diffusers.
-        code: the factory of a model of the user's own, empty for none.
+        values: the configuration of a transformers or diffusers model.
+        code: the factory of a user's own model, else empty.
 
     Raises:
-        PlanError: transformers or diffusers refuses the configuration.
-        ValueError: what the forward of a class of diffusers takes is not known.
+        PlanError: transformers or diffusers cannot build the configuration.
+        ValueError: the inputs of a diffusers class are not known.
         Exception: whatever the user's code raises.
     """
     if code:
-        return Own(code)
-    return Denoiser(values) if diffused(values) else Maker(values)
+        return UserModelBuilder(code)
+    return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values)
 
 
-class Own:
-    """Builds the user's model again and again, and gives it the face of one of transformers'.
+class UserModelBuilder:
+    """Builds the user's model with the interface of a transformers model.
 
-    Its forward takes token ids first and, under one of a few names (`labels`, `targets`, ...), what
-    is to come out; it gives a loss and logits: in a tuple, a dict or an object.
+    The first argument of its forward is token ids; another is the target, under one of a few
+    names (`labels`, `targets`, ...). The forward returns a loss and logits: in a tuple, a dict
+    or an object.
 
     Args:
-        code: `package.module:factory`, which the user allows to be run.
+        code: `package.module:factory`, which the user allows planc to run.
 
     Raises:
         ValueError: the model is too large, or its forward has no such arguments.
@@ -84,7 +85,7 @@ class Own:
         """The model on the CPU in float32, in training mode, without dropout.
 
         Args:
-            seed: of the weights; the same seed gives the same ones in every process.
+            seed: the seed of the weights; the same seed gives the same weights in every process.
         """
         import torch
         from torch import nn
@@ -100,45 +101,49 @@ class Own:
                 module.p = 0.0
             elif isinstance(getattr(module, "dropout", None), float):
                 module.dropout = 0.0
-        made.register_forward_pre_hook(self._given, with_kwargs=True)
-        made.register_forward_hook(self._gives)
+        made.register_forward_pre_hook(self._rename_inputs, with_kwargs=True)
+        made.register_forward_hook(self._wrap_output)
         return made.float().train()
 
-    choice = Choice()
-    """A model of the user's own is run on tokens alone."""
+    choice = InputChoice()
+    """A user's own model is run on tokens only."""
 
-    def sample(self, shape: Shape | None = None) -> dict[str, Any]:
+    def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
         """Token ids and labels, [rows, length] each.
 
         Args:
-            shape: of the text.
+            shape: the batch.
         """
-        return (shape or Shape()).text(self.vocabulary)
+        return (shape or BatchShape()).text(self.vocabulary)
 
-    def _given(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _rename_inputs(
+        self, _module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         renamed = {"input_ids": self._ids, "labels": self._target}
         named = {renamed.get(k, k): v for k, v in kwargs.items() if k != "use_cache"}
         return args, named
 
-    def _gives(self, _module: Any, _args: Any, output: Any) -> Any:
+    def _wrap_output(self, _module: Any, _args: Any, output: Any) -> Any:
         import torch
 
         if hasattr(output, "loss"):
             return output
         if isinstance(output, dict):
-            return _told(output.get("loss"), output.get("logits"))
+            return _causal_output(output.get("loss"), output.get("logits"))
         values = [v for v in output if isinstance(v, torch.Tensor) and v.is_floating_point()]
         loss = next((v for v in values if v.dim() == 0), None)
         logits = next((v for v in values if v.dim() >= 2), None)
-        return _told(loss, logits)
+        return _causal_output(loss, logits)
 
 
-def _told(loss: Any, logits: Any) -> Any:
-    """What a model gave, as a tree to torch: FSDP's hooks have to find its tensors."""
+def _causal_output(loss: Any, logits: Any) -> Any:
+    """The outputs as a type that torch registers as a pytree: FSDP's hooks look for tensors in
+    it.
+    """
     from transformers.modeling_outputs import CausalLMOutput
 
     return CausalLMOutput(loss=loss, logits=logits)
 
 
-Makes = Maker | Own | Denoiser
-"""What builds a small model and gives it inputs: `build(seed)` and `sample(shape)`."""
+ModelBuilder = TransformersBuilder | UserModelBuilder | DiffusersBuilder
+"""Builds a small model and its inputs: `build(seed)` and `sample(shape)`."""

@@ -1,1 +1,1 @@
-"""Where models come from: each source builds one on the meta device."""
+"""Model sources: each builds a model on the meta device."""

@@ -1,7 +1,7 @@
-"""A configuration of diffusers -> model facts, with diffusers' own code, on the meta device.
+"""Builds a diffusers model on the meta device and returns its facts.
 
-The class is the one of the installed diffusers that `_class_name` names; what a model's folder
-brings is never run. diffusers is optional: `pip install 'planc[diffusers]'`.
+The class is looked up by `_class_name` in the installed diffusers; code in a model's folder is
+never run. diffusers is optional: `pip install 'planc[diffusers]'`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planc.model.facts import Facts
 from planc.model.module_table import facts_of
 
 _ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
-"""What no one means to leave to a class's defaults; a verdict would be about another model."""
+"""Fields that a file must state: the class defaults would mean another model."""
 
 
 def from_config(config: Config, sink: Sink) -> Facts | None:
@@ -25,8 +25,8 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
 
     Args:
         config: the configuration, not validated yet.
-        sink: receives PL603 (fields), PL606 (diffusers refuses), PL675 (no diffusers), PL676
-            (class).
+        sink: receives PL603 (fields), PL606 (diffusers raises), PL675 (no diffusers), PL676
+            (no such class).
     """
     if not config.valid(sink):
         return None
@@ -46,13 +46,13 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
                 help="the fields of the configuration contradict each other, or one is wrong",
             )
             return None
-    given = frozenset(config.values)
-    facts = facts_of(made, config=made.config, config_name=config.name, given=given)
+    stated_fields = frozenset(config.values)
+    facts = facts_of(made, config=made.config, config_name=config.name, stated_fields=stated_fields)
     return replace(facts, config=normal(facts.config, facts.name))
 
 
 def class_of(config: Config, sink: Sink) -> Any | None:
-    """The class of the installed diffusers that a configuration names, or None after a finding."""
+    """The diffusers class that a configuration names, or None after a finding."""
     name = config.values[CLASS]
     try:
         import diffusers
@@ -69,31 +69,31 @@ def class_of(config: Config, sink: Sink) -> Any | None:
     with (
         quiet(),
         contextlib.suppress(ImportError, RuntimeError),
-    ):  # it may need more
+    ):  # the class may need packages that are missing
         kind = getattr(diffusers, name, None)
     if isinstance(kind, type) and issubclass(kind, ModelMixin):
         return kind
     known = [n for n in dir(diffusers) if n.endswith("Model") and not n.startswith("_")]
     close = nearest(name, known)
-    told = f"did you mean {one_of(close)}?" if close else "a newer diffusers may have it"
+    advice = f"did you mean {one_of(close)}?" if close else "a newer diffusers may have it"
     if isinstance(kind, type):
-        told = "give the folder of one of its models, such as its `transformer` folder"
+        advice = "give the folder of one of its models, such as its `transformer` folder"
     sink.error(
         "PL676",
         f"diffusers has no model class {name!r}",
         facts=[f"{_version()}  ({config.name})"],
-        help=told,
+        help=advice,
     )
     return None
 
 
 def normal(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The fields that make a model, without those that say where it came from."""
+    """The fields that determine the model, without those on its origin."""
     return {CLASS: name, **{k: v for k, v in config.items() if not k.startswith("_")}}
 
 
 def build(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A model of a class of diffusers from the fields of a configuration."""
+    """Builds a model of a diffusers class from the fields of a configuration."""
     return kind.from_config({k: v for k, v in values.items() if not k.startswith("_")})
 
 
@@ -106,7 +106,7 @@ def _on_meta(kind: Any, values: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """diffusers logs what it thinks of a configuration; the findings are planc's to make."""
+    """Suppresses what diffusers logs about a configuration; planc reports its own findings."""
     from diffusers.utils import logging
 
     before = logging.get_verbosity()
@@ -124,7 +124,7 @@ def _version() -> str:
 
 
 def _complete(kind: Any, config: Config, sink: Sink) -> bool:
-    """Whether the file itself states what no one means to leave to the defaults of the class."""
+    """Whether the file states the fields whose class defaults would mean another model."""
     import inspect
 
     complete = True

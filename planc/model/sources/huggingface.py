@@ -1,7 +1,6 @@
-"""A configuration -> model facts, with transformers' own code, on the meta device.
+"""Builds a transformers model on the meta device and returns its facts.
 
-Code that a model's folder brings (`auto_map`) runs only where the user allows it, and then only
-from that folder.
+Code in a model's folder (`auto_map`) runs only if the user allows it, and only from that folder.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink, meant, one_of
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""What no one means to leave to a family's defaults; a verdict would be about another model."""
+"""Fields that a file must state: the family defaults would mean another model."""
 
 
 def from_config(config: Config, sink: Sink) -> Facts | None:
@@ -30,11 +29,11 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
 
     Args:
         config: the configuration, not validated yet.
-        sink: receives PL603 (fields), PL604 (family), PL605 (class), PL606 (transformers refuses).
+        sink: receives PL603 (fields), PL604 (family), PL605 (class), PL606 (transformers raises).
     """
     if not config.valid(sink):
         return None
-    with _importing():  # the family's modelling file pulls in the larger half of torch
+    with _importing():  # the modeling file imports most of torch
         prepared = prepare(config, sink) if _known(config, sink) else None
     if prepared is None:
         return None
@@ -58,7 +57,7 @@ def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
 
 @contextlib.contextmanager
 def _refusals(config: Config, sink: Sink) -> Iterator[None]:
-    """What transformers raises over a configuration is a finding."""
+    """Reports an exception that transformers raises for a configuration (PL606)."""
     try:
         yield
     except Exception as error:
@@ -71,11 +70,11 @@ def _refusals(config: Config, sink: Sink) -> Iterator[None]:
 
 
 def from_folder(config: Config, sink: Sink) -> Facts | None:
-    """The facts of a model whose folder brings its own code, which is run.
+    """The facts of a model whose folder contains its own code; the code is run.
 
     Args:
         config: a configuration with an `auto_map`.
-        sink: receives PL603 (fields), PL608 (the code failed), PL609 (the code is elsewhere).
+        sink: receives PL603 (fields), PL608 (the code raises), PL609 (the code is elsewhere).
     """
     if not config.valid(sink):
         return None
@@ -103,12 +102,12 @@ def from_folder(config: Config, sink: Sink) -> Facts | None:
 
 
 def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
-    """The facts of the model that a user's own function builds on the meta device.
+    """The facts of the model that a user's factory builds on the meta device.
 
     Args:
-        module: the Python module, looked for in the current folder first.
-        factory: its function or class, called without arguments.
-        sink: receives PL608 where that fails.
+        module: the Python module; the current folder is searched first.
+        factory: a function or class of the module, called without arguments.
+        sink: receives PL608 if importing or calling it fails.
     """
     with _importing():
         import torch
@@ -123,13 +122,13 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
         found = facts_of(made, config=getattr(made, "config", None), config_name=name)
         return replace(found, code=name)
     except (Exception, SystemExit) as error:
-        told = "it is called without arguments, on the meta device, and returns an nn.Module"
-        sink.error("PL608", f"{name} failed: {reason(error)}", help=told)
+        advice = "it is called without arguments, on the meta device, and returns an nn.Module"
+        sink.error("PL608", f"{name} failed: {reason(error)}", help=advice)
         return None
 
 
 def reason(error: BaseException) -> str:
-    """An exception on one line; libraries put what matters on the first line or on the last."""
+    """An exception on one line; a long message keeps its beginning and its end."""
     text = re.sub(r"\s+", " ", str(error)).strip()
     text = text if len(text) <= 300 else f"{text[:200]} ... {text[-90:]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -137,10 +136,11 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Importing torch makes millions of objects that all live on, and collecting garbage among
-    them takes a third of the time; so does collecting at exit, unless they are frozen.
+    """Disables garbage collection while torch is imported.
 
-    Where torch was there before, its objects are the user's to freeze.
+    The import creates millions of objects that are never freed; collecting among them takes a
+    third of the time, and so does the collection at exit unless they are frozen. A no-op if
+    torch was imported before: its objects are then the user's to freeze.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -155,7 +155,7 @@ def _importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """transformers logs what it thinks of a configuration; the findings are planc's to make."""
+    """Suppresses what transformers logs about a configuration; planc reports its own findings."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -173,17 +173,17 @@ def _version() -> str:
 
 
 def _known(config: Config, sink: Sink) -> bool:
-    """Whether this transformers has the family."""
+    """Whether the installed transformers has the family."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     family = config.values["model_type"]
     if family in CONFIG_MAPPING_NAMES:
         return True
-    told = meant(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
+    advice = did_you_mean(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
     if config.own_code:
-        told = "the model brings its own code, which planc runs only with --allow-code"
+        advice = "the model brings its own code, which planc runs only with --allow-code"
     message = f"transformers knows no model_type {family!r}"
-    sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=told)
+    sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=advice)
     return False
 
 
@@ -198,19 +198,19 @@ def _resolve(config: Config) -> Any:
 def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
     """The class to build and the (part of the) configuration that it takes.
 
-    It is the one that `architectures` names where transformers has it, else the family's causal
-    language model. None where there is neither, or it is of another family.
+    The class is the first of `architectures` that transformers has, else the family's causal
+    language model. None if there is neither, or the class belongs to another family.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     names = list(config.values.get("architectures") or ())
     causal = CAUSAL.get(config.values["model_type"]) or ()
-    own = [causal] if isinstance(causal, str) else list(causal)
-    for name in [*names, *own]:
+    causal_names = [causal] if isinstance(causal, str) else list(causal)
+    for name in [*names, *causal_names]:
         try:
             cls = getattr(transformers, name, None)
-        except (ImportError, RuntimeError):  # a class whose own imports fail
+        except (ImportError, RuntimeError):  # the imports of the class fail
             continue
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             continue
@@ -218,7 +218,7 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
         for part in (resolved, resolved.get_text_config(decoder=True)):
             if takes is not None and isinstance(part, takes):
                 return cls, part
-        if name in own:  # another family's class, which reads this family's configuration too
+        if name in causal_names:  # a class of another family that accepts this configuration
             return cls, resolved
     return None
 
@@ -229,37 +229,34 @@ def _no_class(config: Config, sink: Sink) -> None:
     message = f"transformers has no causal language model for model_type {family!r}"
     if named:
         message += f", and {one_of(named)} is none of its classes for that family"
-    told = f"name a class of {family} in `architectures`"
-    sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=told)
+    advice = f"name a class of {family} in `architectures`"
+    sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=advice)
 
 
 def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
-    """Whether the file itself states what no one means to leave to the family's defaults.
+    """Whether the file states the fields whose family defaults would mean another model.
 
-    A composite configuration (`text_config`) is let be: those on the hub do rely on defaults.
+    A composite configuration (`text_config`) is not checked: those on the hub rely on defaults.
     """
     names = getattr(type(resolved), "attribute_map", {})
     defaults = resolved.to_dict()
     complete = True
     for field in _ESSENTIAL:
-        own = names.get(field, field)  # gpt2 says `n_embd` for hidden_size
-        default = defaults.get(own)
-        if isinstance(default, int) and not {field, own} & config.values.keys():
+        name = names.get(field, field)  # gpt2's `n_embd` is hidden_size
+        default = defaults.get(name)
+        if isinstance(default, int) and not {field, name} & config.values.keys():
             complete = False
             sink.error(
                 "PL603",
-                f"{config.name} lacks `{own}`",
-                facts=[f"{own} = {default}  (default of {config.values['model_type']})"],
+                f"{config.name} lacks `{name}`",
+                facts=[f"{name} = {default}  (default of {config.values['model_type']})"],
                 help="add it: transformers would take its default, which is another model's",
             )
     return complete
 
 
 def _on_meta(make: Any) -> Any:
-    """Calls it under the meta device, without initialising weights: that takes a while, for none.
-
-    Ties that are made when weights are loaded are made here.
-    """
+    """Builds a model on the meta device, without initializing weights, and ties its weights."""
     import torch
 
     with torch.device("meta"), _no_init():
@@ -282,5 +279,5 @@ def _no_init() -> contextlib.AbstractContextManager[Any]:
 
 
 def _facts(module: Any, resolved: Any, config: Config) -> Facts:
-    given = frozenset(config.values)
-    return facts_of(module, config=resolved, config_name=config.name, given=given)
+    stated_fields = frozenset(config.values)
+    return facts_of(module, config=resolved, config_name=config.name, stated_fields=stated_fields)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from planc.diagnostic import meant, one_of
+from planc.diagnostic import did_you_mean, one_of
 from planc.ops.aten_operators import GROUPS, Save, like, listed, seen
 from planc.plan.call_arguments import Arguments, unknown, word
 from planc.plan.evaluate import evaluate
@@ -209,6 +209,6 @@ def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save 
         "PL470",
         f"there are no operators `{name}`",
         item.origin,
-        help=meant(name, known, f"it is {groups}, or a name of torch's"),
+        help=did_you_mean(name, known, f"it is {groups}, or a name of torch's"),
     )
     return None

@@ -13,7 +13,7 @@ from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, flatten
 from planc.plan.scope import Scope
 from planc.plan.sections import fsdp_policies, megatron_fsdp
-from planc.plan.sections.fsdp_units import FOUND, Lying, Terms, found_units, rule, spread, units
+from planc.plan.sections.fsdp_units import FOUND, Placement, Terms, found_units, rule, spread, units
 from planc.plan.selectors import select
 from planc.syntax import ast
 
@@ -28,7 +28,7 @@ class _Section:
     program: Program
     claims: Claims[Terms]
     ignored: Claims[bool]
-    spreads: Claims[Lying]
+    spreads: Claims[Placement]
     found: list[Placed] = field(default_factory=list)
     precision: Precision | None = None
     prefetch: Prefetch | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import meant, one_of
+from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
@@ -26,7 +26,7 @@ FOUND = ("auto", "dtype")
 _KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
 
 
-Lying = tuple[tuple[str, ...] | None, int]
+Placement = tuple[tuple[str, ...] | None, int]
 """(axes, dim) of what `spread(...)` says."""
 
 
@@ -109,7 +109,7 @@ def _dim(arguments: Arguments) -> int:
     return arguments.word("shard_dim", {"auto": AUTO}, 0, least=0)  # type: ignore[no-any-return]
 
 
-def spread(item: ast.Rule, placed: Placed, claims: Claims[Lying], scope: Scope) -> None:
+def spread(item: ast.Rule, placed: Placed, claims: Claims[Placement], scope: Scope) -> None:
     """Adds `SELECTOR : spread(on = ..., shard_dim = ...)`, which places parameters inside units."""
     arguments = Arguments(item.action, scope, ("on", "shard_dim"))
     shard, dim = _axes(arguments), _dim(arguments)
@@ -270,7 +270,7 @@ def _dtype(arguments: Arguments) -> str | None:
         return DTYPES[value.path]
     told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
     if isinstance(value, ast.Name):
-        told = meant(value.path, DTYPES, told) or told
+        told = did_you_mean(value.path, DTYPES, told) or told
     arguments.wrong(value or arguments.call, "`dtype` names a type of parameters", told)
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, meant, one_of
+from planc.diagnostic import Label, did_you_mean, one_of
 from planc.model.facts import Facts, Modules
 from planc.plan.call_arguments import word
 from planc.plan.evaluate import describe
@@ -79,7 +79,7 @@ def _islands(load: Load, facts: Facts) -> Iterator[Modules]:
 def _setting(item: ast.Setting, said: dict[str, _Said], program: Program) -> None:
     sink = program.sink
     if item.name not in WORDS:
-        told = meant(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
+        told = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
         sink.error("PL105", f"there is no setting `{item.name}`", item.name_origin, help=told)
         return
     earlier = said.get(item.name)
@@ -110,6 +110,6 @@ def _value(item: ast.Setting, program: Program) -> str | None:
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
         wanted = one_of(f"`{w}`" for w in words)
         message = f"`{item.name}` is {wanted}, not {shown}"
-        told = meant(value, words) if isinstance(value, str) else None
+        told = did_you_mean(value, words) if isinstance(value, str) else None
         program.sink.error("PL012", message, item.value.origin, help=told)
     return None

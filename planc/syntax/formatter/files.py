@@ -10,11 +10,11 @@ from planc import atomic_write
 from planc.diagnostic import Sink
 from planc.source import Source
 from planc.syntax.formatter.layout import formatted
-from planc.syntax.plan_files import Place, text
+from planc.syntax.plan_files import PlanFile, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class FormattedFile:
     """A plan as it is and in its canonical layout.
 
     Args:
@@ -60,7 +60,7 @@ class Layout:
         return True
 
 
-def layouts(names: Iterable[str], sink: Sink) -> Iterator[Layout]:
+def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]:
     """The layout of each plan, in order.
 
     Args:
@@ -77,13 +77,13 @@ def layouts(names: Iterable[str], sink: Sink) -> Iterator[Layout]:
         else:
             files = [name]
         for file in files:
-            place = Place(name="<stdin>" if file == "-" else file, path=None)
+            place = PlanFile(name="<stdin>" if file == "-" else file, path=None)
             if file != "-":
-                place = Place(name=file, path=Path(file))
+                place = PlanFile(name=file, path=Path(file))
             content = text(place, None, sink)
             if content is not None:
                 after = formatted(Source(place.name, content), sink)
-                yield Layout(name=place.name, path=place.path, before=content, after=after)
+                yield FormattedFile(name=place.name, path=place.path, before=content, after=after)
 
 
 def _inside(folder: Path) -> list[str]:

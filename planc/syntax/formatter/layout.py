@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 
 from planc.diagnostic import Sink
 from planc.source import Source
-from planc.syntax.formatter.tokens import Group, Line, Part, Piece, Reader, commented, pieces
+from planc.syntax.formatter.tokens import (
+    Brackets,
+    OutputLine,
+    PlanToken,
+    TokenOrBrackets,
+    TokenReader,
+    commented,
+    tokens_of,
+)
 from planc.syntax.parse import parse
 
 WIDTH = 100
@@ -54,7 +62,7 @@ def formatted(source: Source, sink: Sink) -> str | None:
 
 def _comments(text: str) -> list[str]:
     """The comments of a text, unordered: a comment inside an expression moves above it."""
-    return sorted(p.text for p in pieces(text + "\n") if p.kind == "#")
+    return sorted(p.text for p in tokens_of(text + "\n") if p.kind == "#")
 
 
 def laid_out(text: str) -> str:
@@ -64,7 +72,7 @@ def laid_out(text: str) -> str:
         UnexpectedInput: the text is not in the grammar.
     """
     rows: list[_Row] = []
-    lines = Reader(pieces(text + "\n")).read()
+    lines = TokenReader(tokens_of(text + "\n")).read()
     pads = _pads(lines)
     for at, line in enumerate(lines):
         blank = line.blank and at > 0 and not lines[at - 1].opens and not line.closes
@@ -79,7 +87,7 @@ def laid_out(text: str) -> str:
 # Columns ---------------------------------------------------------------------------------------
 
 
-def _pads(lines: Sequence[Line]) -> dict[int, tuple[int, int]]:
+def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
     """Which part of each line is followed by padding for alignment, and by how many spaces."""
     runs: list[list[tuple[int, int, int]]] = []
     last: tuple[object, ...] | None = None
@@ -105,11 +113,11 @@ def _pads(lines: Sequence[Line]) -> dict[int, tuple[int, int]]:
     }
 
 
-def _separator(line: Line) -> tuple[tuple[object, ...], int] | None:
+def _separator(line: OutputLine) -> tuple[tuple[object, ...], int] | None:
     """The kind of a line that has a head, and the index of the part between the head and the
     rest.
     """
-    kinds = [p.kind if isinstance(p, Piece) else "" for p in line.parts]
+    kinds = [p.kind if isinstance(p, PlanToken) else "" for p in line.parts]
     if "COLON" in kinds:
         return ("COLON",), kinds.index("COLON")
     if "EQUAL" not in kinds:
@@ -133,12 +141,16 @@ class _Row:
 
 
 def _rendered(
-    parts: Sequence[Part], indent: int, *, pad: tuple[int, int] | None = None, end: str = ""
+    parts: Sequence[TokenOrBrackets],
+    indent: int,
+    *,
+    pad: tuple[int, int] | None = None,
+    end: str = "",
 ) -> list[_Row]:
     """The rows of a statement or an item: one where it fits, else with brackets broken."""
     if not parts:
         return []
-    groups = [p for p in parts if isinstance(p, Group)]
+    groups = [p for p in parts if isinstance(p, Brackets)]
     broken = [g for g in groups if g.commented]
     while True:
         rows = _rows(parts, indent, pad, broken)
@@ -151,10 +163,10 @@ def _rendered(
 
 
 def _rows(
-    parts: Sequence[Part],
+    parts: Sequence[TokenOrBrackets],
     indent: int,
     pad: tuple[int, int] | None,
-    broken: Sequence[Group],
+    broken: Sequence[Brackets],
 ) -> list[_Row]:
     rows: list[_Row] = []
     text = ""
@@ -163,7 +175,7 @@ def _rows(
             text += _space(parts[at - 1], part)
         if pad is not None and pad[0] == at:
             text += " " * pad[1]
-        if isinstance(part, Piece):
+        if isinstance(part, PlanToken):
             text += part.text
         elif not _among(part, broken):
             text += _flat([part])
@@ -174,11 +186,11 @@ def _rows(
     return [*rows, _Row(indent=indent, text=text)]
 
 
-def _among(group: Group, groups: Sequence[Group]) -> bool:
+def _among(group: Brackets, groups: Sequence[Brackets]) -> bool:
     return any(group is g for g in groups)
 
 
-def _inside(group: Group, indent: int) -> list[_Row]:
+def _inside(group: Brackets, indent: int) -> list[_Row]:
     rows: list[_Row] = []
     for item in group.items:
         rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
@@ -191,12 +203,12 @@ def _inside(group: Group, indent: int) -> list[_Row]:
 # Text ------------------------------------------------------------------------------------------
 
 
-def _flat(parts: Sequence[Part]) -> str:
+def _flat(parts: Sequence[TokenOrBrackets]) -> str:
     """The parts in one line, brackets and all."""
     text = ""
     for before, part in zip([None, *parts], parts, strict=False):
         text += _space(before, part) if before is not None else ""
-        if isinstance(part, Piece):
+        if isinstance(part, PlanToken):
             text += part.text
         else:
             comma = ", " if part.listed else " "
@@ -205,13 +217,13 @@ def _flat(parts: Sequence[Part]) -> str:
     return text
 
 
-def _space(before: Part, part: Part) -> str:
+def _space(before: TokenOrBrackets, part: TokenOrBrackets) -> str:
     """The space between two parts of one line."""
-    if isinstance(part, Group):
+    if isinstance(part, Brackets):
         tight = part.call
     else:
         tight = part.kind in ("COMMA", "CLASS") or part.kind == "RBRACE"
-    return "" if tight or (isinstance(before, Piece) and before.unary) else " "
+    return "" if tight or (isinstance(before, PlanToken) and before.unary) else " "
 
 
 def _printed(rows: Sequence[_Row]) -> Iterable[str]:

@@ -23,7 +23,7 @@ _OPERANDS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PlanToken:
     """A token or a comment.
 
     Args:
@@ -36,29 +36,29 @@ class Piece:
 
     kind: str
     text: str
-    fresh: bool
+    starts_line: bool
     blank: bool
     unary: bool = False
 
 
 @dataclass(slots=True)
-class Item:
+class BracketItem:
     """The tokens between two commas, with the comments above them and the one after them."""
 
     lead: list[str] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TokenOrBrackets] = field(default_factory=list)
     trailing: str | None = None
     pending: list[str] = field(default_factory=list)
 
-    def comment(self, piece: Piece) -> None:
-        if piece.fresh:
-            self.pending.append(piece.text)
+    def comment(self, token: PlanToken) -> None:
+        if token.starts_line:
+            self.pending.append(token.text)
             return
         if self.trailing is not None:
             self.lead.append(self.trailing)
-        self.trailing = piece.text
+        self.trailing = token.text
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TokenOrBrackets) -> None:
         """Appends a part; earlier comments of the item then belong above it, not after it."""
         if self.trailing is not None:
             self.lead.append(self.trailing)
@@ -68,7 +68,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Group:
+class Brackets:
     """Brackets and their content.
 
     Args:
@@ -79,11 +79,11 @@ class Group:
         close: the closing bracket.
     """
 
-    open: Piece
+    open: PlanToken
     call: bool
-    items: list[Item]
+    items: list[BracketItem]
     tail: list[str]
-    close: Piece
+    close: PlanToken
 
     @property
     def listed(self) -> bool:
@@ -97,16 +97,16 @@ class Group:
         )
 
 
-Part = Piece | Group
+TokenOrBrackets = PlanToken | Brackets
 
 
-def commented(parts: list[Part]) -> bool:
+def commented(parts: list[TokenOrBrackets]) -> bool:
     """Whether there is a comment inside brackets."""
-    return any(isinstance(p, Group) and p.commented for p in parts)
+    return any(isinstance(p, Brackets) and p.commented for p in parts)
 
 
 @dataclass(slots=True)
-class Line:
+class OutputLine:
     """A line of the result: a statement, the head or the end of a block, or a comment.
 
     Args:
@@ -118,7 +118,7 @@ class Line:
 
     indent: int
     blank: bool
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TokenOrBrackets] = field(default_factory=list)
     comment: str | None = None
 
     @property
@@ -130,11 +130,11 @@ class Line:
         return bool(self.parts) and _is(self.parts[0], "RBRACE")
 
 
-def _is(part: Part, kind: str) -> bool:
-    return isinstance(part, Piece) and part.kind == kind
+def _is(part: TokenOrBrackets, kind: str) -> bool:
+    return isinstance(part, PlanToken) and part.kind == kind
 
 
-def pieces(text: str) -> Iterator[Piece]:
+def tokens_of(text: str) -> Iterator[PlanToken]:
     """The tokens and comments of a text, in order.
 
     Raises:
@@ -147,91 +147,93 @@ def pieces(text: str) -> Iterator[Piece]:
     for token in [*tokens, Token("$END", "", start_pos=len(text), end_pos=len(text))]:
         assert token.start_pos is not None and token.end_pos is not None
         for match in _COMMENT.finditer(text, end, token.start_pos):
-            yield _piece("#", match[0].rstrip(), text[end : match.start()], end)
+            yield _token("#", match[0].rstrip(), text[end : match.start()], end)
             end = match.end()
         if token.type != "$END":
             unary = token.type == "MINUS" and not operand
-            yield _piece(token.type, str(token), text[end : token.start_pos], end, unary=unary)
+            yield _token(token.type, str(token), text[end : token.start_pos], end, unary=unary)
             operand = token.type in _OPERANDS
         end = token.end_pos
 
 
-def _piece(kind: str, text: str, gap: str, end: int, *, unary: bool = False) -> Piece:
+def _token(kind: str, text: str, gap: str, end: int, *, unary: bool = False) -> PlanToken:
     lines = gap.count("\n")
-    return Piece(kind=kind, text=text, fresh=lines > 0 or end == 0, blank=lines > 1, unary=unary)
+    return PlanToken(
+        kind=kind, text=text, starts_line=lines > 0 or end == 0, blank=lines > 1, unary=unary
+    )
 
 
-class Reader:
+class TokenReader:
     """Pieces -> lines."""
 
-    def __init__(self, found: Iterator[Piece]) -> None:
-        self.pieces = list(found)
+    def __init__(self, found: Iterator[PlanToken]) -> None:
+        self.tokens_of = list(found)
         self.at = 0
-        self.lines: list[Line] = []
+        self.lines: list[OutputLine] = []
 
-    def next(self) -> Piece | None:
-        return self.pieces[self.at] if self.at < len(self.pieces) else None
+    def next(self) -> PlanToken | None:
+        return self.tokens_of[self.at] if self.at < len(self.tokens_of) else None
 
-    def take(self) -> Piece:
+    def take(self) -> PlanToken:
         self.at += 1
-        return self.pieces[self.at - 1]
+        return self.tokens_of[self.at - 1]
 
-    def read(self) -> list[Line]:
+    def read(self) -> list[OutputLine]:
         """The lines of a text that matches the grammar, each statement and each brace on its
         own.
         """
         indent = 0
-        begin = True
-        while (piece := self.next()) is not None:
-            if piece.kind == "#":
+        starts_statement = True
+        while (token := self.next()) is not None:
+            if token.kind == "#":
                 self.take()
-                self._comment(piece, indent)
+                self._comment(token, indent)
                 continue
-            indent -= piece.kind == "RBRACE"
-            if begin or piece.fresh or piece.kind == "RBRACE":
-                self.lines.append(Line(indent=indent, blank=piece.blank))
+            indent -= token.kind == "RBRACE"
+            if starts_statement or token.starts_line or token.kind == "RBRACE":
+                self.lines.append(OutputLine(indent=indent, blank=token.blank))
             parts = self.lines[-1].parts
             parts.append(self._part(parts[-1] if parts else None))
             after = self.next()
-            begin = piece.kind == "LBRACE"
-            if piece.kind == "LBRACE" and after is not None and after.kind == "RBRACE":
+            starts_statement = token.kind == "LBRACE"
+            if token.kind == "LBRACE" and after is not None and after.kind == "RBRACE":
                 parts.append(self.take())
-                begin = False
+                starts_statement = False
             else:
-                indent += begin
+                indent += starts_statement
         return self.lines
 
-    def _comment(self, piece: Piece, indent: int) -> None:
-        if piece.fresh:
-            self.lines.append(Line(indent=indent, blank=piece.blank, comment=piece.text))
+    def _comment(self, token: PlanToken, indent: int) -> None:
+        if token.starts_line:
+            self.lines.append(OutputLine(indent=indent, blank=token.blank, comment=token.text))
         else:
-            self.lines[-1].comment = piece.text
+            self.lines[-1].comment = token.text
 
-    def _part(self, before: Part | None) -> Part:
-        piece = self.take()
-        return self._group(piece, before) if piece.kind in _OPENERS else piece
+    def _part(self, before: TokenOrBrackets | None) -> TokenOrBrackets:
+        token = self.take()
+        return self._group(token, before) if token.kind in _OPENERS else token
 
-    def _group(self, opening: Piece, before: Part | None) -> Group:
+    def _group(self, opening: PlanToken, before: TokenOrBrackets | None) -> Brackets:
         call = opening.kind == "LPAR" and before is not None and _is(before, "NAME")
-        group = Group(open=opening, call=call, items=[], tail=[], close=opening)
-        item = Item()
+        group = Brackets(open=opening, call=call, items=[], tail=[], close=opening)
+        item = BracketItem()
         while True:
-            piece = self.pieces[self.at]
-            if piece.kind in _CLOSERS:
+            token = self.tokens_of[self.at]
+            if token.kind in _CLOSERS:
                 group.close = self.take()
                 break
-            if piece.kind == "#":
+            if token.kind == "#":
                 self.take()
-                self._inside(piece, item, group)
-            elif piece.kind == "COMMA":
+                self._inside(token, item, group)
+            elif token.kind == "COMMA":
                 self.take()
                 item.lead += item.pending
                 item.pending = []
                 group.items.append(item)
-                item = Item()
-            elif piece.kind in ("AND", "OR") and not group.listed:
+                item = BracketItem()
+            elif token.kind in ("AND", "OR") and not group.listed:
                 group.items.append(item)
-                item = Item(lead=item.pending)
+                item = BracketItem(lead=item.pending)
                 item.parts.append(self.take())
             else:
                 item.add(self._part(item.parts[-1] if item.parts else None))
@@ -242,10 +244,10 @@ class Reader:
             group.tail += item.lead
         return group
 
-    def _inside(self, piece: Piece, item: Item, group: Group) -> None:
+    def _inside(self, token: PlanToken, item: BracketItem, group: Brackets) -> None:
         if item.parts:
-            item.comment(piece)
-        elif group.items and not piece.fresh:
-            group.items[-1].comment(piece)
+            item.comment(token)
+        elif group.items and not token.starts_line:
+            group.items[-1].comment(token)
         else:
-            item.lead.append(piece.text)
+            item.lead.append(token.text)
