@@ -39,10 +39,10 @@ _LIMITS = {
 }
 """Sizes that need not be divisible by anything, and their largest value in a small model."""
 
-Values = Mapping[str, Any]
+DiffusersFields = Mapping[str, Any]
 
 
-def shrink(config: Values, *, tp: int) -> dict[str, Any]:
+def shrink(config: DiffusersFields, *, tp: int) -> dict[str, Any]:
     """A small configuration of the same class, for which a plan means the same.
 
     Args:
@@ -95,7 +95,7 @@ class _RandomInputs:
         return torch.rand(self.rows, generator=self._generator)
 
 
-def _wan(config: Values, made: _RandomInputs) -> Inputs:
+def _wan(config: DiffusersFields, made: _RandomInputs) -> Inputs:
     """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image if the model takes
     one.
     """
@@ -116,7 +116,7 @@ def _wan(config: Values, made: _RandomInputs) -> Inputs:
     return inputs
 
 
-def _flux(config: Values, made: _RandomInputs) -> Inputs:
+def _flux(config: DiffusersFields, made: _RandomInputs) -> Inputs:
     """Latents [B, L, C], text [B, T, D], pooled text [B, P], timesteps [B], positions [B, .., 3].
 
     Positions are the same for all rows, so the model takes those of one row.
@@ -144,7 +144,7 @@ def _flux(config: Values, made: _RandomInputs) -> Inputs:
 
 _PLACES = ("img_ids", "txt_ids")
 """Inputs without a row dim in the model's forward."""
-_INPUTS: dict[str, Callable[[Values, _RandomInputs], Inputs]] = {
+_INPUTS: dict[str, Callable[[DiffusersFields, _RandomInputs], Inputs]] = {
     "WanTransformer3DModel": _wan,
     "FluxTransformer2DModel": _flux,
 }
@@ -167,7 +167,7 @@ class DiffusersBuilder:
     choice = InputChoice()
     """All inputs of the forward are made by `sample`."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: DiffusersFields) -> None:
         sink = Sink()
         found = class_of(config_of(dict(values), "the small model"), sink)
         if found is None:

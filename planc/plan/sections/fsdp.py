@@ -13,7 +13,15 @@ from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, flatten
 from planc.plan.scope import Scope
 from planc.plan.sections import fsdp_policies, megatron_fsdp
-from planc.plan.sections.fsdp_units import FOUND, Placement, Terms, found_units, rule, spread, units
+from planc.plan.sections.fsdp_units import (
+    FOUND,
+    SpreadTerms,
+    Terms,
+    found_units,
+    rule,
+    spread,
+    units,
+)
 from planc.plan.selectors import select
 from planc.syntax import ast
 
@@ -28,13 +36,13 @@ class _Section:
     program: Program
     claims: Claims[Terms]
     ignored: Claims[bool]
-    spreads: Claims[Placement]
+    spreads: Claims[SpreadTerms]
     found: list[Placed] = field(default_factory=list)
     precision: Precision | None = None
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     divide: Divide | None = None
-    backend: megatron_fsdp.Lines = field(default_factory=dict)
+    backend: megatron_fsdp.SectionLines = field(default_factory=dict)
 
 
 def fsdp(program: Program) -> Fsdp | None:
@@ -157,14 +165,14 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
             scope.sink.error("PL011", message, item.origin)
 
 
-Line = TypeVar("Line", ast.Directive, ast.Setting)
+DirectiveOrSetting = TypeVar("DirectiveOrSetting", ast.Directive, ast.Setting)
 
 
 def _once(
-    item: Line,
+    item: DirectiveOrSetting,
     name: str,
     earlier: P | None,
-    read: Callable[[Line, Scope], P | None],
+    read: Callable[[DirectiveOrSetting, Scope], P | None],
     state: _Section,
 ) -> P | None:
     """A setting of the whole section, which only one item may give unless it overrides."""

@@ -26,7 +26,7 @@ FOUND = ("auto", "dtype")
 _KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
 
 
-Placement = tuple[tuple[str, ...] | None, int]
+SpreadTerms = tuple[tuple[str, ...] | None, int]
 """(axes, dim) of what `spread(...)` says."""
 
 
@@ -109,7 +109,7 @@ def _dim(arguments: Arguments) -> int:
     return arguments.word("shard_dim", {"auto": AUTO}, 0, least=0)  # type: ignore[no-any-return]
 
 
-def spread(item: ast.Rule, placed: Placed, claims: Claims[Placement], scope: Scope) -> None:
+def spread(item: ast.Rule, placed: Placed, claims: Claims[SpreadTerms], scope: Scope) -> None:
     """Adds `SELECTOR : spread(on = ..., shard_dim = ...)`, which places parameters inside units."""
     arguments = Arguments(item.action, scope, ("on", "shard_dim"))
     shard, dim = _axes(arguments), _dim(arguments)

@@ -17,11 +17,11 @@ NAME = "megatron"
 SETTINGS = ("backend", "strategy", "outer_strategy")
 DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
 
-Line = ast.Setting | ast.Directive
-Lines = dict[str, Line]
+SectionLine = ast.Setting | ast.Directive
+SectionLines = dict[str, SectionLine]
 
 
-def collect(item: Line, name: str, lines: Lines, sink: Sink) -> None:
+def collect(item: SectionLine, name: str, lines: SectionLines, sink: Sink) -> None:
     """Records a setting of the section; repeating one needs `override`."""
     earlier = lines.get(name)
     if earlier is not None and not item.override:
@@ -43,7 +43,7 @@ def collect(item: Line, name: str, lines: Lines, sink: Sink) -> None:
     lines[name] = item
 
 
-def read(lines: Lines, section: str, scope: Scope) -> Megatron | None:
+def read(lines: SectionLines, section: str, scope: Scope) -> Megatron | None:
     """The settings of a section, or None for torch's FSDP or after a finding."""
     said = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
     if said != NAME:
@@ -78,7 +78,7 @@ def read(lines: Lines, section: str, scope: Scope) -> Megatron | None:
     )
 
 
-def _word(item: Line | None, words: tuple[str, ...], default: str, scope: Scope) -> str:
+def _word(item: SectionLine | None, words: tuple[str, ...], default: str, scope: Scope) -> str:
     """A setting's word; the empty text after a finding."""
     if not isinstance(item, ast.Setting):
         return default
@@ -92,7 +92,7 @@ def _word(item: Line | None, words: tuple[str, ...], default: str, scope: Scope)
 
 
 def _directive(
-    item: Line | None, scope: Scope
+    item: SectionLine | None, scope: Scope
 ) -> tuple[dict[str, str | None], tuple[tuple[str, bool], ...]]:
     """`megatron(main_params = bf16, nccl_ub = true)`: dtypes, and options that differ from the
     default.

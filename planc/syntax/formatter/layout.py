@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from planc.diagnostic import Sink
 from planc.source import Source
 from planc.syntax.formatter.tokens import (
-    Brackets,
+    BracketGroup,
     OutputLine,
     PlanToken,
-    TokenOrBrackets,
+    TokenOrGroup,
     TokenReader,
     commented,
     tokens_of,
@@ -141,7 +141,7 @@ class _Row:
 
 
 def _rendered(
-    parts: Sequence[TokenOrBrackets],
+    parts: Sequence[TokenOrGroup],
     indent: int,
     *,
     pad: tuple[int, int] | None = None,
@@ -150,7 +150,7 @@ def _rendered(
     """The rows of a statement or an item: one where it fits, else with brackets broken."""
     if not parts:
         return []
-    groups = [p for p in parts if isinstance(p, Brackets)]
+    groups = [p for p in parts if isinstance(p, BracketGroup)]
     broken = [g for g in groups if g.commented]
     while True:
         rows = _rows(parts, indent, pad, broken)
@@ -163,10 +163,10 @@ def _rendered(
 
 
 def _rows(
-    parts: Sequence[TokenOrBrackets],
+    parts: Sequence[TokenOrGroup],
     indent: int,
     pad: tuple[int, int] | None,
-    broken: Sequence[Brackets],
+    broken: Sequence[BracketGroup],
 ) -> list[_Row]:
     rows: list[_Row] = []
     text = ""
@@ -186,11 +186,11 @@ def _rows(
     return [*rows, _Row(indent=indent, text=text)]
 
 
-def _among(group: Brackets, groups: Sequence[Brackets]) -> bool:
+def _among(group: BracketGroup, groups: Sequence[BracketGroup]) -> bool:
     return any(group is g for g in groups)
 
 
-def _inside(group: Brackets, indent: int) -> list[_Row]:
+def _inside(group: BracketGroup, indent: int) -> list[_Row]:
     rows: list[_Row] = []
     for item in group.items:
         rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
@@ -203,7 +203,7 @@ def _inside(group: Brackets, indent: int) -> list[_Row]:
 # Text ------------------------------------------------------------------------------------------
 
 
-def _flat(parts: Sequence[TokenOrBrackets]) -> str:
+def _flat(parts: Sequence[TokenOrGroup]) -> str:
     """The parts in one line, brackets and all."""
     text = ""
     for before, part in zip([None, *parts], parts, strict=False):
@@ -217,9 +217,9 @@ def _flat(parts: Sequence[TokenOrBrackets]) -> str:
     return text
 
 
-def _space(before: TokenOrBrackets, part: TokenOrBrackets) -> str:
+def _space(before: TokenOrGroup, part: TokenOrGroup) -> str:
     """The space between two parts of one line."""
-    if isinstance(part, Brackets):
+    if isinstance(part, BracketGroup):
         tight = part.call
     else:
         tight = part.kind in ("COMMA", "CLASS") or part.kind == "RBRACE"

@@ -46,7 +46,7 @@ class BracketItem:
     """The tokens between two commas, with the comments above them and the one after them."""
 
     lead: list[str] = field(default_factory=list)
-    parts: list[TokenOrBrackets] = field(default_factory=list)
+    parts: list[TokenOrGroup] = field(default_factory=list)
     trailing: str | None = None
     pending: list[str] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ class BracketItem:
             self.lead.append(self.trailing)
         self.trailing = token.text
 
-    def add(self, part: TokenOrBrackets) -> None:
+    def add(self, part: TokenOrGroup) -> None:
         """Appends a part; earlier comments of the item then belong above it, not after it."""
         if self.trailing is not None:
             self.lead.append(self.trailing)
@@ -68,7 +68,7 @@ class BracketItem:
 
 
 @dataclass(slots=True)
-class Brackets:
+class BracketGroup:
     """Brackets and their content.
 
     Args:
@@ -97,12 +97,12 @@ class Brackets:
         )
 
 
-TokenOrBrackets = PlanToken | Brackets
+TokenOrGroup = PlanToken | BracketGroup
 
 
-def commented(parts: list[TokenOrBrackets]) -> bool:
+def commented(parts: list[TokenOrGroup]) -> bool:
     """Whether there is a comment inside brackets."""
-    return any(isinstance(p, Brackets) and p.commented for p in parts)
+    return any(isinstance(p, BracketGroup) and p.commented for p in parts)
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class OutputLine:
 
     indent: int
     blank: bool
-    parts: list[TokenOrBrackets] = field(default_factory=list)
+    parts: list[TokenOrGroup] = field(default_factory=list)
     comment: str | None = None
 
     @property
@@ -130,7 +130,7 @@ class OutputLine:
         return bool(self.parts) and _is(self.parts[0], "RBRACE")
 
 
-def _is(part: TokenOrBrackets, kind: str) -> bool:
+def _is(part: TokenOrGroup, kind: str) -> bool:
     return isinstance(part, PlanToken) and part.kind == kind
 
 
@@ -209,13 +209,13 @@ class TokenReader:
         else:
             self.lines[-1].comment = token.text
 
-    def _part(self, before: TokenOrBrackets | None) -> TokenOrBrackets:
+    def _part(self, before: TokenOrGroup | None) -> TokenOrGroup:
         token = self.take()
         return self._group(token, before) if token.kind in _OPENERS else token
 
-    def _group(self, opening: PlanToken, before: TokenOrBrackets | None) -> Brackets:
+    def _group(self, opening: PlanToken, before: TokenOrGroup | None) -> BracketGroup:
         call = opening.kind == "LPAR" and before is not None and _is(before, "NAME")
-        group = Brackets(open=opening, call=call, items=[], tail=[], close=opening)
+        group = BracketGroup(open=opening, call=call, items=[], tail=[], close=opening)
         item = BracketItem()
         while True:
             token = self.tokens_of[self.at]
@@ -244,7 +244,7 @@ class TokenReader:
             group.tail += item.lead
         return group
 
-    def _inside(self, token: PlanToken, item: BracketItem, group: Brackets) -> None:
+    def _inside(self, token: PlanToken, item: BracketItem, group: BracketGroup) -> None:
         if item.parts:
             item.comment(token)
         elif group.items and not token.starts_line:
