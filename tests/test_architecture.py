@@ -1,6 +1,7 @@
 """The house rules that a machine can hold: floors, imports, sizes."""
 
 import ast
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -187,3 +188,19 @@ def test_what_is_slow_is_the_numerics_on_processes_but_for_a_sample():
     ]
     assert sample and all((tests / "processes" / name).is_file() for name in sample)
     assert "pytest tests/processes\n" in (tests.parent / "Makefile").read_text()
+
+
+@pytest.mark.parametrize(
+    ("addition", "words"),
+    [
+        ("A style", r'\bFeatures\b|\bFeaturesParallel\b|"features"'),
+        ("An operation", r"\bDraw\b|\bdraw_alike\b|\blowering\.rng\b"),
+    ],
+)
+def test_the_tour_names_every_file_that_an_addition_takes(addition, words):
+    tour = (PACKAGE.parent / "docs" / "tour.md").read_text()
+    listed = tour.partition(f"- **{addition}**")[2].partition("It also takes")[0]
+    named = set(re.findall(r"`([\w/]+\.py)`", listed))
+    assert len(named) > 3
+    found = {str(f.relative_to(PACKAGE)) for f in FILES if re.search(words, f.read_text())}
+    assert named == found
