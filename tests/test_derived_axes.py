@@ -118,7 +118,7 @@ def test_a_spread_in_a_diff():
     assert "over dp_shard * tp -> dp_shard" in diff_text(delta)
     gone = compare(old, mixtral(MESH + section(), world=16))
     said = diff_text(gone)
-    assert "- spread" in said and "over dp_shard * tp, replicated over dp_replicate" in said
+    assert "- spread" in said and "on dp_shard * tp, replicated over dp_replicate" in said
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,9 @@ def test_every_second_layer():
 def test_how_weights_arrive():
     old = Load(weights="rank0", dtype="bfloat16", place="a.plan:3")
     new = Load(weights="slices", dtype="bfloat16", meta=True, place="a.plan:4")
-    assert difference([], [old]) == ["  + load  weights rank0, dtype bf16  a.plan:3"]
+    assert difference([], [old]) == ["  + load  rank 0 reads and sends, kept in bf16  a.plan:3"]
     assert difference([old], [new]) == [
-        "  ~ load  weights rank0 -> slices, meta none -> true  a.plan:3 -> :4"
+        "  ~ load  meta false -> true, weights rank0 -> slices  a.plan:3 -> :4"
     ]
 
 
@@ -127,10 +127,10 @@ def test_how_modules_are_checkpointed():
     saves = (Save(name="attention", ops=("a.b.c",)), Save(name="matmul", every=2, ops=("d.e.f",)))
     ops = dataclasses.replace(checkpoint("b[0:32]", 3), save=saves)
     away = dataclasses.replace(checkpoint("b[0:32]", 3), offload=True, pin=False)
-    said = "save [attention, matmul(every = 2)]"
-    assert difference([], [ops]) == [f"  + checkpoint b[0:32]  ops, {said}  a.plan:3"]
+    said = "ops(save = [attention, matmul(every = 2)])"
+    assert difference([], [ops]) == [f"  + checkpoint b[0:32]  {said}  a.plan:3"]
     assert difference([], [away]) == [
-        "  + checkpoint b[0:32]  full, offload cpu, pinned false  a.plan:3"
+        "  + checkpoint b[0:32]  full(offload = cpu, pin = false)  a.plan:3"
     ]
     assert difference([checkpoint("b[0:32]", 2)], [ops]) == [
         "  ~ checkpoint b[0:32]  save none -> [attention, matmul(every = 2)]  a.plan:2 -> :3"

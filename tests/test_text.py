@@ -4,16 +4,18 @@ import dataclasses
 
 import pytest
 from hypothesis import given
-from lowered import llama, modules, plans, rule, unit, with_fields, with_ops
+from lowered import any_op, llama, modules, plans, rule, unit, with_fields, with_ops
 
-from planc.emit import phrases
+from planc.diffing.entries import KINDS as DIFFED
 from planc.emit.text import render
+from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import Save
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered, MeshAxis, Stage
+from planc.ops.registry import KINDS
 from planc.ops.styles import (
     Change,
     Colwise,
@@ -79,6 +81,20 @@ def test_head():
         "nothing     to do: the model stays as it is",
         "per rank    239.3 MiB of parameters at rest; the largest unit is 125.2 MiB while gathered",
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_says_what_it_does(kind):
+    """What `lower` and `diff` say of an operation is with the operation."""
+    assert {"WORD", "headline"} <= vars(kind).keys()
+    assert set(kind.ABOUT) <= {field.name for field in dataclasses.fields(kind)}
+
+
+@given(any_op)
+def test_any_operation_is_in_the_text_and_in_a_diff(op):
+    assert list(type(op).section([op], llama()))
+    entries = list(op.entries(set()))
+    assert entries and all(entry.kind.split()[0] in DIFFED for entry in entries)
 
 
 def test_names_that_say_the_same_share_a_line():
@@ -169,7 +185,7 @@ def test_what_is_not_tensor_parallelism():
         "checkpoint  model.layers[0:32].{mlp,self_attn}",
         "            visual",
         "compile     model.layers[0:32]",
-        "compile     lm_head  as one graph, or fail",
+        "            lm_head  as one graph, or fail",
     ]
 
 

@@ -15,7 +15,7 @@ from test_library import CASES
 from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.emit import phrases as words
+from planc.ops import phrases as words
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.fsdp import FullyShard
 from planc.ops.tensor_parallel import Parallelize

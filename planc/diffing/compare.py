@@ -7,26 +7,20 @@ what it meets on the other side, so `layers[0:32]` against `layers[0:16]` is a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from planc.diffing.entries import KINDS, Entry, Value, differences, entries, groups
+from planc.diffing.entries import KINDS, differences, entries, groups
 from planc.diffing.matching import Pairs, grown
-from planc.emit import phrases
+from planc.diffing.wording import Part, summary, worded
 from planc.model.facts import Modules
+from planc.ops import phrases
+from planc.ops.entry import Entry, Value, Words
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import style_text
 from planc.ops.tensor_parallel import Parallelize
 from planc.source import Span
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What is different, named as in the lowered JSON; None where one side has no such thing."""
-
-    name: str
-    old: Value
-    new: Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +34,7 @@ class Change:
         modules: the sets that change alike; they differ in their last name alone.
         subject: the same for a person: `self_attn.{q,k,v}_proj`.
         parts: what is different, or all that an added or removed operation says.
+        summary: the same for a person, without what follows from the rest.
         reason: the axes whose sizes alone brought it about, as `tp 4 -> 8`; else empty.
         old, new: the `.plan` lines; empty where there is none.
     """
@@ -50,6 +45,7 @@ class Change:
     modules: tuple[Modules, ...] = ()
     subject: str = field(default="", compare=False)
     parts: tuple[Part, ...] = ()
+    summary: str = field(default="", compare=False)
     reason: str = ""
     old: str = ""
     new: str = ""
@@ -89,70 +85,68 @@ def compare(old: Lowered, new: Lowered) -> Delta:
     removed = _together(_one(e, why.absent(e), gone=True) for e in gone)
     added = _together(_one(e, why.absent(e), gone=False) for e in come)
     changed = _together(_both(a, b, why) for a, b in pairs.changed)
-    changed = (*_models(old, new), *_mesh(old, new), *_data(old, new), *changed)
-    totals = (old.parameters, new.parameters), (old.gathered, new.gathered)
-    if not (added or removed or changed) and any(a != b for a, b in totals):
-        names = zip(("parameters", "gathered"), totals, strict=True)
-        parts = tuple(Part(name=n, old=a, new=b) for n, (a, b) in names if a != b)
-        changed = (Change(kind="model", parts=parts),)
-    return Delta(
-        added=added,
-        removed=removed,
-        changed=changed,
-        parameters=totals[0],
-        gathered=totals[1],
-    )
+    totals = {"parameters": (old.parameters, new.parameters)}
+    totals["gathered"] = (old.gathered, new.gathered)
+    changed = (*_whole(old, new), *changed)
+    if not (added or removed or changed):
+        changed = tuple(_differing("model", totals))
+    return Delta(added=added, removed=removed, changed=changed, **totals)
 
 
 # The plan as a whole -----------------------------------------------------------------------------
 
+_WORDS: dict[str, Words] = {
+    "model": {"class": ("", phrases.value)},
+    "data": {"axes": ("over", lambda axes: phrases.axes(axes) or "no axis")},
+    "mesh": {"order": ("order", " | ".join)},
+}
 
-def _differing(*sides: tuple[str, Value, Value]) -> tuple[Part, ...]:
-    return tuple(Part(name=n, old=a, new=b) for n, a, b in sides if a != b)
 
-
-def _models(old: Lowered, new: Lowered) -> Iterator[Change]:
-    parts = _differing(
-        ("class", old.model, new.model),
-        ("family", old.family, new.family),
-        ("layers", old.layers, new.layers),
-    )
+def _differing(
+    kind: str, sides: Mapping[str, tuple[Value, Value]], **more: Any
+) -> Iterator[Change]:
+    """What is not the same on both sides, as one change."""
+    said = ((name, old, new) for name, (old, new) in sides.items() if old != new)
+    parts = tuple(worded(*each, _WORDS[kind]) for each in said)
     if parts:
-        yield Change(kind="model", parts=parts)
+        yield Change(kind=kind, parts=parts, summary=summary(parts), **more)
+
+
+def _whole(old: Lowered, new: Lowered) -> Iterator[Change]:
+    yield from _model(old, new)
+    yield from _mesh(old, new)
+    yield from _differing("data", {"axes": (old.data, new.data)})
+
+
+def _model(old: Lowered, new: Lowered) -> Iterator[Change]:
+    sides: dict[str, tuple[Value, Value]] = {"class": (old.model, new.model)}
+    sides["family"] = (old.family, new.family)
+    return _differing("model", {**sides, "layers": (old.layers, new.layers)})
 
 
 def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
     """The mesh as one change: an axis seldom changes alone."""
     before, after = ({a.name: a for a in side.axes} for side in (old, new))
-    parts = _differing(
-        *((n, _size(before.get(n)), _size(after.get(n))) for n in dict.fromkeys([*before, *after]))
+    sizes = [{n: a.size for n, a in side.items()} for side in (before, after)]
+    sides: dict[str, tuple[Value, Value]]
+    sides = {n: (sizes[0].get(n), sizes[1].get(n)) for n in dict.fromkeys([*before, *after])}
+    names = [n for n, (a, b) in sides.items() if a != b]
+    if set(before) == set(after):
+        sides["order"] = tuple(before), tuple(after)
+    ranks = old.world_size, new.world_size
+    yield from _differing(
+        "mesh",
+        sides,
+        reason=f"{ranks[0]:,} -> {ranks[1]:,} ranks" if ranks[0] != ranks[1] else "",
+        old=_stated(before, names),
+        new=_stated(after, names),
     )
-    if list(before) != list(after) and set(before) == set(after):
-        parts += (Part(name="order", old=tuple(before), new=tuple(after)),)
-    if parts:
-        ranks = old.world_size, new.world_size
-        yield Change(
-            kind="mesh",
-            parts=parts,
-            reason=f"{ranks[0]:,} -> {ranks[1]:,} ranks" if ranks[0] != ranks[1] else "",
-            old=_stated(before, parts),
-            new=_stated(after, parts),
-        )
 
 
-def _size(axis: MeshAxis | None) -> int | None:
-    return axis.size if axis else None
-
-
-def _stated(axes: dict[str, MeshAxis], parts: Iterable[Part]) -> str:
-    """The places of the changed axes that someone gave a size; `auto` follows from the rest."""
-    own = (axes[p.name] for p in parts if p.name in axes)
+def _stated(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
+    """The places of some axes that someone gave a size; `auto` follows from the rest."""
+    own = (axes[name] for name in names if name in axes)
     return ", ".join(dict.fromkeys(a.place for a in own if a.place and not a.inferred))
-
-
-def _data(old: Lowered, new: Lowered) -> Iterator[Change]:
-    if old.data != new.data:
-        yield Change(kind="data", parts=(Part(name="axes", old=old.data, new=new.data),))
 
 
 # Reasons -----------------------------------------------------------------------------------------
@@ -167,7 +161,7 @@ class _Reasons:
         ops = [op for op in (*old.ops, *new.ops) if isinstance(op, Parallelize)]
         self.tensor = tuple(dict.fromkeys(axis for op in ops for axis in op.axes))
         shapes = (n for a, b in pairs.changed for n, _, _ in differences(a, b))
-        self.resized = any(_models(old, new)) or any(n.endswith(".shape") for n in shapes)
+        self.resized = any(_model(old, new)) or any(n.endswith(".shape") for n in shapes)
 
     def moved(self, names: Iterable[str]) -> str:
         """`tp 4 -> 8` for the axes among these whose size changed."""
@@ -203,7 +197,7 @@ class _Reasons:
         if "gathered" in names and not self.moved(self.tensor):
             return ""
         if "nbytes" in names:
-            axes += sorted(_names(dict(old.facts)["shard"]))
+            axes += sorted(old.source.shard)
         return self.moved([*axes, *self.tensor])
 
 
@@ -220,22 +214,24 @@ def _names(value: Value) -> set[str]:
 def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
     """An operation that only one side has, and where it stands."""
     said: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
-    said += [(name, value) for name, value in entry.facts if value is not None]
-    if gone:
-        parts = tuple(Part(name=n, old=v, new=None) for n, v in said)
-        return _change(entry, parts, reason, old=entry.place), entry.at
-    parts = tuple(Part(name=n, old=None, new=v) for n, v in said)
-    return _change(entry, parts, reason, new=entry.place), entry.at
+    said += [(f.name, f.value) for f in entry.facts if f.value is not None and not f.usual]
+    over = f" on {phrases.axes(entry.over)}" if entry.over and not reason else ""
+    style = style_text(entry.style) + over if entry.style else ""
+    parts = tuple(Part(name=n, old=v if gone else None, new=None if gone else v) for n, v in said)
+    summary = ", ".join(filter(None, (style, entry.brief)))
+    place = {"old" if gone else "new": entry.place}
+    return _change(entry, parts, summary=summary, reason=reason, **place), entry.at
 
 
 def _both(old: Entry, new: Entry, why: _Reasons) -> tuple[Change, int]:
-    parts = tuple(Part(name=n, old=a, new=b) for n, a, b in differences(old, new))
-    return _change(old, parts, why.between(old, parts), old=old.place, new=new.place), new.at
+    words = old.source.WORDS if old.source else {}
+    parts = tuple(worded(*each, words) for each in differences(old, new))
+    said, reason = summary(parts), why.between(old, parts)
+    change = _change(old, parts, summary=said, reason=reason, old=old.place, new=new.place)
+    return change, new.at
 
 
-def _change(
-    entry: Entry, parts: tuple[Part, ...], reason: str, *, old: str = "", new: str = ""
-) -> Change:
+def _change(entry: Entry, parts: tuple[Part, ...], **more: Any) -> Change:
     return Change(
         kind=entry.kind,
         over=entry.over,
@@ -243,9 +239,7 @@ def _change(
         modules=(entry.modules,) if entry.modules is not None else (),
         subject=entry.label,
         parts=parts,
-        reason=reason,
-        old=old,
-        new=new,
+        **more,
     )
 
 

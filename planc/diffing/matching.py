@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from planc.diffing.entries import KINDS, Entry
+from planc.diffing.entries import KINDS
 from planc.model.facts import Modules
 from planc.model.indices import Indices
+from planc.ops.entry import Entry, Fact
 
 
 class Pairs:
@@ -107,7 +108,8 @@ def grown(
             kinds.setdefault(str(stack), set()).add(part.kind.split()[0])
     for name, stack_entry in stacks.items():
         names = tuple(k for k in KINDS if k in kinds[name])
-        yield replace(stack_entry, facts=(("operations", names),))
+        brief = f"as those before: {', '.join(names)}"
+        yield replace(stack_entry, facts=(Fact("operations", names),), brief=brief)
 
 
 def _list(modules: Modules) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from planc.model.facts import Modules
+from planc.ops import phrases
 from planc.ops.aten_operators import Save
-from planc.ops.base import OMIT, Op
+from planc.ops.base import OMIT, Mesh, Op
 from planc.ops.call import Call, Context, Each, Name, ScriptFunction, Step, given
 
 _FUNCTIONS = "standalone.activation_checkpoint:"
@@ -52,6 +53,29 @@ class Checkpoint(Op):
         keywords = (("checkpoint_impl", how), *options)
         call = Call(f"{_WRAPPER}:checkpoint_wrapper", (), keywords)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
+
+    WORD: ClassVar = "checkpoint"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+    WORDS: ClassVar = {
+        "offload": ("offload", lambda away: "cpu" if away else "none"),
+        "pin": ("pinned", phrases.value),
+    }
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        """`full`, or `ops(save = [...], offload = cpu)`."""
+        words = [f"save = [{', '.join(map(str, self.save))}]"] if self.save else []
+        words += ["offload = cpu"] if self.offload else []
+        terms = ("pin", "preserve_rng", "early_stop")
+        words += [f"{name} = false" for name in terms if not getattr(self, name)]
+        kind = "ops" if self.save else "full"
+        return f"{kind}({', '.join(words)})" if words else kind
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+        notes = ((op, op.headline()) for op in ops)
+        return phrases.listing(
+            (cls.WORD, str(op.modules), "" if how == "full" else how) for op, how in notes
+        )
 
     def _saving(self) -> Call:
         groups = tuple((save.every, save.ops) for save in self.save)

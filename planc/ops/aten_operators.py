@@ -58,6 +58,9 @@ class Save:
     every: Size = 1
     ops: Some[Operator]
 
+    def __str__(self) -> str:
+        return self.name if self.every == 1 else f"{self.name}(every = {self.every})"
+
 
 @cache
 def _table() -> dict[str, bool]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
+from planc.ops.entry import Entry, Group, Words
+from planc.ops.phrases import Mesh as Mesh  # noqa: PLC0414 - for every operation
 
 
 class AxisRole(StrEnum):
@@ -135,6 +138,12 @@ class Op:
 
     SCRIPT: ClassVar[ScriptFunction]
     KIND: ClassVar[str] = ""
+    WORD: ClassVar[str]
+    """What `lower` and `diff` call the kind."""
+    ABOUT: ClassVar[tuple[str, ...]] = ()
+    """The fields that say what it is about, the first one first; all others are facts of a diff."""
+    WORDS: ClassVar[Words] = {}
+    """How a diff words its facts, where not by their names and values alone."""
 
     place: str = field(default="", compare=False)
 
@@ -150,6 +159,37 @@ class Op:
     def calls(self, context: Context) -> Iterator[Step]:
         """The torch calls that the operation stands for, in order."""
         raise NotImplementedError
+
+    def headline(self, mesh: Mesh | None = None) -> str:
+        """What it does, for a person; with the sizes of its axes where a mesh is given."""
+        raise NotImplementedError
+
+    @property
+    def about(self) -> Any:
+        """The value of the field that says what it is about."""
+        return getattr(self, self.ABOUT[0]) if self.ABOUT else None
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+        """The lines that `lower` has for all operations of the kind."""
+        for op in ops:
+            units = op.about if isinstance(op.about, tuple) else ()
+            some = f", of {', '.join(map(str, units))}" if units else ""
+            yield phrases.head(cls.WORD, op.headline(mesh) + some)
+
+    def entries(self, common: Set[Group]) -> Iterator[Entry]:
+        """What a diff compares.
+
+        Args:
+            common: the groups that both sides have; any other is compared member by member.
+        """
+        about = self.about
+        entry = Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
+        if isinstance(about, str):
+            yield replace(entry, label=about)
+            return
+        for modules in (about or (None,)) if isinstance(about, tuple) else (about,):
+            yield replace(entry, modules=phrases.layer(modules) if modules else None)
 
 
 def short(value: Any) -> str:

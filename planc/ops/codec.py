@@ -10,8 +10,9 @@ to write it, to read it and to generate the schema. (The idea is sqlglot's serde
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Union, assert_never, get_args, get_origin, ge
 
 from planc.model.facts import Module, Modules, parse_path
 from planc.ops.base import Form, Where, kind_of, short, text
+from planc.ops.entry import Fact
 
 _UNKNOWN = Module(cls="", kind="other")
 _INDEX = r"\[[0-9]{1,5}(:[0-9]{1,5}){0,2}(,[0-9]{1,5}(:[0-9]{1,5}){0,2})*\]"
@@ -240,6 +242,51 @@ def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
             }
             return list(written.values()) if shape.row else written
     assert_never(shape)
+
+
+def facts(record: Any, *, without: tuple[str, ...] = ()) -> Iterator[Fact]:
+    """The fields of a dataclass, flat: what equality compares, but for some.
+
+    What has a name is called by it: an option, the shapes of a parameter (`weight.shape`), the
+    layouts of an argument (`hidden_states.source`).
+    """
+    kind: Any = type(record)
+    for f in _record(kind).fields:
+        value = getattr(record, f.name)
+        if f.compared and f.name not in without:
+            usual = f.omit and value == f.default
+            yield from (Fact(name, said, usual) for name, said in _flat(f.key, value, f.shape))
+
+
+def _flat(name: str, value: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
+    if isinstance(shape, Either) and shape.listed and not isinstance(value, int | None):
+        shape = shape.listed
+    match shape:
+        case Named():
+            for key, item in value:
+                yield from _flat(key, item, shape.item)
+        case Record() if not _one_text(shape):
+            for f in shape.fields:
+                if f.name != "name":
+                    yield from _flat(f"{name}.{f.key}", getattr(value, f.name), f.shape)
+        case Record():
+            yield name, str(value)
+        case Many() if _one_text(shape.item):
+            yield name, tuple(map(str, value))
+        case Many() if not isinstance(shape.item, Leaf):
+            for i, item in enumerate(value):
+                if item is not None:
+                    yield from _flat(getattr(item, "name", str(i)), item, shape.item)
+        case _:
+            written = dump(value, shape)
+            nested = isinstance(shape, Leaf) and isinstance(written, list)
+            plain = tuple(written) if isinstance(written, list) else written
+            yield name, json.dumps(written) if nested else plain
+
+
+def _one_text(shape: Shape) -> bool:
+    """Whether the dataclass has a text that says all of it."""
+    return isinstance(shape, Record) and not shape.row and "__str__" in vars(shape.cls)
 
 
 @dataclass(slots=True)

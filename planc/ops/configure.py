@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from planc.ops.base import Op, text
+from planc.ops import phrases
+from planc.ops.base import Mesh, Op, text
 from planc.ops.call import MODEL, Assign, Attribute, Context, ScriptFunction, Step
 
 Field = Annotated[
@@ -28,3 +29,16 @@ class Configure(Op):
     def calls(self, _context: Context) -> Iterator[Step]:
         target = Attribute(MODEL, f"config.{self.name}")
         yield Assign(target=target, value=self.value, note=self.reason)
+
+    WORD: ClassVar = "configure"
+    ABOUT: ClassVar[tuple[str, ...]] = ("name",)
+    WORDS: ClassVar = {"value": ("", phrases.value)}
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        return f"= {str(self.value).lower()}"
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+        for op in ops:
+            reason = f": {' '.join(op.reason.split())}".removesuffix(": ")
+            yield phrases.head(cls.WORD, f"{op.name} {op.headline()}{reason}")

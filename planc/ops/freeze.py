@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops.base import Op
+from planc.ops import phrases
+from planc.ops.base import Mesh, Op
 from planc.ops.call import Call, Context, Each, ScriptFunction, Step
 
 
@@ -23,3 +24,14 @@ class Freeze(Op):
     def calls(self, _context: Context) -> Iterator[Step]:
         call = Call(".requires_grad_", (self.trainable,))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    WORD: ClassVar = "training"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+    WORDS: ClassVar = {"trainable": ("", lambda state: "trainable" if state else "frozen")}
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        return "trainable" if self.trainable else "frozen"
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+        return phrases.listing((op.headline(), str(op.modules), "") for op in ops)

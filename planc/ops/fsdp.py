@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
+from planc.ops import phrases
 from planc.ops.base import (
     OMIT,
     Axes,
@@ -14,6 +16,7 @@ from planc.ops.base import (
     Count,
     Dtype,
     Form,
+    Mesh,
     Op,
     Positive,
     ShardDim,
@@ -40,6 +43,8 @@ from planc.ops.call import (
     dtype,
     given,
 )
+from planc.ops.entry import Entry, Fact, Group
+from planc.ops.fsdp_text import WORDS, along, offloading, resharded, rows, where
 
 _FUNCTIONS = "standalone.fsdp:"
 
@@ -48,10 +53,16 @@ _FUNCTIONS = "standalone.fsdp:"
 class Spread:
     """Parameters in and below modules that lie otherwise than the rest of their unit."""
 
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+    WORDS: ClassVar = WORDS
+
     modules: Modules
     shard: Some[Axis]
     replicate: Axes = field(default=(), metadata=OMIT)
     shard_dim: ShardDim = field(default=0, metadata=OMIT)
+
+    def headline(self, mesh: Mesh | None = None) -> str:
+        return ", ".join(filter(None, (where(self, mesh), along(self))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +125,72 @@ class FullyShard(Op):
             return
         for modules in self.members:
             yield Each(modules=modules, calls=(Call(function, (), keywords),), note=self.place)
+
+    WORD: ClassVar = "fsdp"
+    ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")
+    WORDS: ClassVar = WORDS
+
+    @property
+    def name(self) -> str:
+        """What a plan calls the unit."""
+        paths = [str(m) for m in self.members]
+        inner = phrases.together(p for p in paths if phrases.parent(p))
+        names = ", ".join([*inner, *(p for p in paths if not phrases.parent(p))])
+        return f"group({names})" if self.group else names
+
+    def headline(self, mesh: Mesh | None = None) -> str:
+        """What it has in common with other units: axes, precision and where shards live."""
+        return f"{where(self, mesh)}, {self.precision}{offloading(self)}"
+
+    @property
+    def precision(self) -> str:
+        """What it computes in and what its gradients are summed in."""
+        kinds = (("parameters", self.param), ("gradients", self.reduce), ("output", self.output))
+        words = [f"{name} {phrases.dtype(kind)}" for name, kind in kinds if kind]
+        text = ", ".join(words) or "no mixed precision"
+        return text if self.cast_inputs else f"{text}, inputs not cast"
+
+    @property
+    def resharding(self) -> str:
+        return resharded(self.reshard)
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+        """The units in the order of their calls, with a new head where the axes change."""
+        for _, same in groupby(ops, key=lambda op: (op.shard, op.replicate)):
+            units = list(same)
+            word = cls.WORD if units[0].shard else "replicate"
+            yield phrases.head(word, units[0].headline(mesh))
+            yield from phrases.table(rows(units))
+        for spread in dict.fromkeys(s for op in ops for s in op.spreads):
+            row = ("spread", str(spread.modules), spread.headline(mesh))
+            yield from phrases.listing([row])
+        ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
+        note = "whole on every rank, in no unit"
+        yield from phrases.listing(("ignored", path, note) for path in ignored)
+
+    def entries(self, common: Set[Group]) -> Iterator[Entry]:
+        """Its spreads, and the unit: a group that both sides have by its name."""
+        for spread in self.spreads:
+            said = Entry(kind="spread", place=self.place, brief=spread.headline(), source=spread)
+            for modules in filter(None, map(spread.modules.inside, self.members)):
+                yield replace(said, modules=modules)
+        name, away = self.name if self.group else "", "offloaded" if self.offload else ""
+        size = f"{phrases.size(self.nbytes)} a rank"
+        brief = ", ".join(filter(None, (self.resharding, size, along(self), away)))
+        entry = Entry(kind=self.WORD, place=self.place, brief=brief, source=self)
+        if self.paths in common:
+            yield replace(entry, label=name)
+            return
+        brief = f"in {name}, {brief}" if name else brief
+        group = (Fact("group", name or None),)
+        for members in self.members:
+            yield replace(entry, modules=members, facts=group, brief=brief)
+
+    @property
+    def paths(self) -> Group:
+        """The members of a group, in any order; of a unit that is no group nothing."""
+        return frozenset(str(m) for m in self.members) if self.group else frozenset()
 
     def _common(self) -> Table:
         """What units have in common."""
@@ -199,6 +276,13 @@ class Divide(Op):
             call = Call(".set_gradient_divide_factor", (self.factor,))
             yield Each(modules=modules, calls=(call,), note=self.place)
 
+    WORD: ClassVar = "divide"
+    ABOUT: ClassVar[tuple[str, ...]] = ("units",)
+    WORDS: ClassVar = {"factor": ("gradients by", phrases.value)}
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        return f"gradients are summed, then divided by {self.factor:,}"
+
 
 Depth = Annotated[int, Form({"minimum": 0, "maximum": 1_000_000})]
 
@@ -228,6 +312,14 @@ class Prefetch(Op):
                 order = tuple(Numbered(modules) for modules in units)
                 call = Call(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
                 yield Once(call=call, note=self.place)
+
+    WORD: ClassVar = "prefetch"
+    ABOUT: ClassVar[tuple[str, ...]] = ("units",)
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        """How far it gathers ahead."""
+        ways = (("forward", self.forward), ("backward", self.backward))
+        return ", ".join(f"{depth} ahead in {way}" for way, depth in ways if depth)
 
     @property
     def returning(self) -> tuple[Modules, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
-from planc.ops.base import OMIT, Dtype, Op, choice
+from planc.ops import phrases
+from planc.ops.base import OMIT, Dtype, Mesh, Op, choice
 from planc.ops.call import MODEL, Call, Context, Once, ScriptFunction, Step, dtype, given
 from planc.ops.peft_pattern import pattern_of
 
@@ -46,3 +47,19 @@ class Load(Op):
             fp32 = given(fp32=self.pattern if self.fp32 else None)
             call = Call("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
             yield Once(call=call, note=self.place)
+
+    WORD: ClassVar = "load"
+    WORDS: ClassVar = {"fp32": ("fp32", lambda names: ", ".join(phrases.together(names)) or "none")}
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        """`each rank reads its own slices, kept in bf16, built on meta`."""
+        ways = {
+            "slices": "each rank reads its own slices",
+            "rank0": "rank 0 reads and sends",
+            "checkpoint": "from a distributed checkpoint",
+        }
+        parts = [ways[self.weights]] if self.weights else []
+        but = f" but for {', '.join(phrases.together(map(str, self.fp32)))} in fp32"
+        parts += [f"kept in {phrases.value(self.dtype)}{but * bool(self.fp32)}"] * bool(self.dtype)
+        parts += ["built on meta"] if self.meta else []
+        return ", ".join(parts) or "as the call says"

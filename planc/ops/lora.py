@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops.base import Count, Dtype, Form, Op, Positive, Size, Some, choice
+from planc.ops import phrases
+from planc.ops.base import Count, Dtype, Form, Mesh, Op, Positive, Size, Some, choice
 from planc.ops.call import MODEL, Call, Context, Each, Once, ScriptFunction, Step, dtype, given
 from planc.ops.peft_pattern import pattern_of
 
@@ -68,3 +69,23 @@ class Adapt(Op):
     def initial(self) -> bool | str:
         """peft's `init_lora_weights`."""
         return {"default": True, "random": False}.get(self.init, self.init)
+
+    WORD: ClassVar = "adapters"
+    ABOUT: ClassVar[tuple[str, ...]] = ("members",)
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        """As a plan writes it in brackets; defaults of planc are left out."""
+        parts = ["lora", f"rank {self.rank:,}", f"alpha {self.alpha:g}"]
+        parts += [f"dropout {self.dropout:g}"] if self.dropout else []
+        parts += [phrases.dtype(self.dtype)] if self.dtype else []
+        parts += [f"init {self.init}"] if self.init != "default" else []
+        return ", ".join(parts)
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+        yield phrases.head(cls.WORD, "all else is frozen")
+        yield from phrases.table(
+            (path, *op.headline().split(", ", 1))
+            for op in ops
+            for path in phrases.together(map(str, op.members))
+        )

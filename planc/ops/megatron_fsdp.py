@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops.base import Axes, Axis, Count, Dtype, Form, Name, Op, Pairs, Some, choice
+from planc.ops import phrases
+from planc.ops.base import Axes, Axis, Count, Dtype, Form, Mesh, Name, Op, Pairs, Some, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MESH,
@@ -24,7 +25,9 @@ from planc.ops.call import (
     Step,
     dtype,
 )
+from planc.ops.entry import Entry, Group, Words
 from planc.ops.fsdp import FullyShard
+from planc.ops.fsdp_text import WORDS
 
 OPTIONS = {
     "overlap_grad_reduce": True,
@@ -132,6 +135,40 @@ class MegatronShard(Op):
         made = Call("megatron_fsdp:fully_shard_model", (), keywords)
         wrapped = Shared("wrapped", made, note=self.place)
         yield Once(call=Call("standalone.megatron_fsdp:in_place", (MODEL, wrapped)))
+
+    WORD: ClassVar = "megatron"
+    ABOUT: ClassVar[tuple[str, ...]] = ("members",)
+    WORDS: ClassVar[Words] = {name: WORDS[name] for name in ("shard", "replicate", "nbytes")}
+
+    def headline(self, mesh: Mesh | None = None) -> str:
+        """The axes, the strategy and the types."""
+        parts = [f"on {phrases.axes(self.shard, mesh)}"]
+        if self.replicate:
+            outer = f", {self.outer}" if self.outer != "no_shard" else ""
+            parts.append(f"replicated over {phrases.axes(self.replicate, mesh)}{outer}")
+        kinds = {"optimizer": self.main_params, "gradients": self.main_grads}
+        kinds["sent"] = self.grad_comm
+        parts += [self.strategy, *(f"{n} {phrases.dtype(v)}" for n, v in kinds.items() if v)]
+        parts += ["gradients summed"] if self.summed else []
+        return ", ".join((*parts, *(f"{n} = {str(v).lower()}" for n, v in self.options)))
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+        """The one call: its units, and what becomes of the rest."""
+        for op in ops:
+            yield phrases.head(cls.WORD, op.headline(mesh))
+            count = sum(map(len, op.members))
+            kept = ": gathered once, and kept" if op.strategy == "optim_grads_params" else ""
+            numbers = f"{count} units of {' and '.join(op.classes)}"
+            said = f"{numbers}, at most {phrases.size(op.gathered)} gathered"
+            paths = ", ".join(phrases.together(map(str, op.members)))
+            yield from phrases.table([(paths, said), ("the rest", f"in no unit{kept}")])
+
+    def entries(self, _common: Set[Group]) -> Iterator[Entry]:
+        """The call by itself, and its units."""
+        yield Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
+        for members in self.members:
+            yield Entry(kind=f"{self.WORD} unit", modules=members, place=self.place)
 
     def _groups(self, names: tuple[str, ...], data: Shared) -> Keywords:
         """The keywords of replicas, and of experts, which get the same mesh again."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops.base import Op, Some, choice
+from planc.ops import phrases
+from planc.ops.base import Mesh, Op, Some, choice
 from planc.ops.call import DEVICE_TYPE, Call, Context, Each, ScriptFunction, Step, dtype, given
 
 Float = Annotated[str, choice("float32", "bfloat16", "float16")]
@@ -47,3 +48,21 @@ class Quantize(Op):
         for modules in self.members:
             call = Call(f"standalone.quantization:{name}", arguments, options)
             yield Each(modules=modules, calls=(call,), note=self.place)
+
+    WORD: ClassVar = "quantize"
+    ABOUT: ClassVar[tuple[str, ...]] = ("members",)
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        parts = [f"{self.kind} in {phrases.dtype(self.storage)}", f"blocks of {self.block:,}"]
+        parts += ["scales quantised too"] if self.double else []
+        parts += [f"computes in {phrases.dtype(self.compute)}"] if self.compute else []
+        return ", ".join(parts)
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+        yield phrases.head(cls.WORD, "frozen weights in 4 bits, by bitsandbytes")
+        yield from phrases.table(
+            (path, op.headline())
+            for op in ops
+            for path in phrases.together(str(phrases.layer(m)) for m in op.members)
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Form, Op
@@ -34,6 +34,9 @@ AnyOp = Annotated[
     | Draw,
     Form(tag="op"),
 ]
+
+KINDS: tuple[type[Op], ...] = get_args(get_args(AnyOp)[0])
+"""In the order in which `apply` runs them."""
 
 
 def units_of(op: Op) -> tuple[FullyShard, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from planc.ops.base import Axis, Op
+from planc.ops.base import Axis, Mesh, Op
 from planc.ops.call import MESH, Call, Context, Once, ScriptFunction, Step
 
 
@@ -29,3 +29,10 @@ class Draw(Op):
     def calls(self, _context: Context) -> Iterator[Step]:
         call = Call("standalone.rng:draw_alike", (MESH, self.axis))
         yield Once(call=call, note=", ".join(self.fields))
+
+    WORD: ClassVar = "random"
+    ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        said = f"drawn alike on all ranks of {self.axis}, from the first one's state"
+        return f"{said}: {', '.join(self.fields)}" if self.fields else said

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, ClassVar, assert_never
 
 from planc.ops.base import OMIT, Form, Name, Pairs, Plain, Size, Some, key, kind_of, text
 from planc.ops.base import Literal as Literal  # noqa: PLC0414 - for users of this module
+from planc.ops.phrases import literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,48 +282,48 @@ def _parts(style: Colwise | Rowwise | Held) -> list[str]:
     return said + ["interleaved = true"] * style.interleaved
 
 
-def style_arguments(style: Style) -> str:
-    """What stands in the style's brackets, defaults left out; empty for a bare style."""
-    parts: list[str] = []
+def _arrow(style: Colwise | Rowwise | Experts) -> list[str]:
+    usual = {f.name: f.default for f in fields(style)}
+    source = f"{style.input} " * (style.input != usual["input"])
+    return [f"{source}-> {style.output}"] if source or style.output != usual["output"] else []
+
+
+def _layouts(style: Style) -> list[str]:
+    """What is in the style's brackets but for `local`; defaults are left out."""
     match style:
         case Colwise() | Rowwise():
-            default = type(style)()
-            if style.input != default.input:
-                parts = [str(Change(style.input, style.output))]
-            elif style.output != default.output:
-                parts = [f"-> {style.output}"]
-            parts += _parts(style)
+            return [*_arrow(style), *_parts(style)]
         case Sequence():
-            parts = [f"dim = {style.dim}"] if style.dim != 1 else []
-        case Input():
-            parts = [str(c) if c else "null" for c in style.positional]
-            parts += [f"{name} = {change}" for name, change in style.named]
-        case Output():
-            parts = [str(c) if c else "null" for c in style.positional]
+            return [f"dim = {style.dim}"] if style.dim != 1 else []
+        case Input() | Output():
+            named = [f"{n} = {c}" for n, c in getattr(style, "named", ())]
+            return [str(c) if c else "null" for c in style.positional] + named
         case Replicated():
-            parts = ["gradient = sum"] * style.summed
+            return ["gradient = sum"] * style.summed
         case MlaKv():
-            parts = [f"rope = {style.rope}"]
+            return [f"rope = {style.rope}"]
         case Attributes():
-            parts = [f"{name} = split" for name in style.names]
+            return [f"{name} = split" for name in style.names]
         case Custom():
-            parts = [f"{name} = {_literal(value)}" for name, value in style.arguments]
+            return [f"{name} = {literal(value)}" for name, value in style.arguments]
         case Parameters() | Experts():
-            parts = [f"{name} = {held}" for name, held in style.held]
-            if isinstance(style, Experts) and style.input != Replicate():
-                parts.append(str(Change(style.input, style.output)))
-            elif isinstance(style, Experts) and style.output != Replicate():
-                parts.append(f"-> {style.output}")
+            arrow = _arrow(style) if isinstance(style, Experts) else []
+            return [*(f"{name} = {held}" for name, held in style.held), *arrow]
+        case Features():
+            return []
+    assert_never(style)
+
+
+def style_arguments(style: Style, *words: str) -> str:
+    """What is in the style's brackets, defaults left out; empty for a bare style.
+
+    Args:
+        words: for a local tensor and for a DTensor, which the module hands on by no default.
+    """
     local = getattr(style, "local", None)
-    if local is not None and local != local_default(style):
-        parts.append(f"local = {str(local).lower()}")
-    return ", ".join(parts)
-
-
-def _literal(value: Literal) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_literal, value))}]"
-    return f'"{value}"' if isinstance(value, str) else str(value).lower().replace("none", "null")
+    yes, no = words or ("local = true", "local = false")
+    kept = [] if local in (None, local_default(style)) else [yes if local else no]
+    return ", ".join([*_layouts(style), *kept])
 
 
 def local_default(style: Style) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops.base import Axis, Dims, Name, Op, Some, Where
+from planc.ops import phrases
+from planc.ops.base import Axis, Dims, Mesh, Name, Op, Some, Where
 from planc.ops.call import (
     MESH,
     PARALLELIZE,
@@ -21,8 +23,9 @@ from planc.ops.call import (
     Shared,
     Step,
 )
+from planc.ops.entry import Entry, Group
 from planc.ops.style_calls import style_call
-from planc.ops.styles import Style, mesh_dims, style_name
+from planc.ops.styles import Input, Output, Style, mesh_dims, style_arguments, style_name
 
 _SCRIPT = ScriptFunction("tensor_parallel", "Splits weights and activations over the tensor axes.")
 
@@ -66,6 +69,65 @@ class Parallelize(Op):
         call = Call(PARALLELIZE, (mesh, style_call(self.style)))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
+    WORD: ClassVar = "tensor"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axes", "style")
+    WORDS: ClassVar = {
+        "style": ("", phrases.value),
+        "local": ("", lambda local: "local" if local else "dtensor"),
+        "summed": ("gradient", lambda summed: "sum" if summed else "same"),
+    }
+
+    def headline(self, mesh: Mesh | None = None) -> str:
+        layouts = f"{style_name(self.style)} {self.layouts}".strip()
+        return f"{layouts}, on {phrases.axes(self.axes, mesh)}"
+
+    @property
+    def layouts(self) -> str:
+        """What its style's brackets have, and whether it hands on a local tensor or a DTensor."""
+        return style_arguments(self.style, "local", "dtensor")
+
+    @property
+    def sizes(self) -> str:
+        """A weight's shape without its name, those of other parameters after it."""
+        texts = ((s.name, f"{list(s.shape)} -> {list(s.local)}") for s in self.shapes)
+        return ", ".join(text if name == "weight" else f"{name} {text}" for name, text in texts)
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+        """What is inside one list of blocks stands together."""
+        for axes in dict.fromkeys(op.axes for op in ops):
+            yield phrases.head(cls.WORD, f"on {phrases.axes(axes, mesh)}")
+            blocks: dict[str, list[Self]] = {}
+            for op in ops:
+                if op.axes == axes:
+                    named = replace(op, modules=phrases.layer(op.modules))
+                    blocks.setdefault(phrases.block(op.modules), []).append(named)
+            for block, inside in blocks.items():
+                if block:
+                    yield f"  {block}"
+                yield from phrases.table(_rules(inside), indent="    " if block else "  ")
+
+    def entries(self, common: Set[Group]) -> Iterator[Entry]:
+        local = (f"local {list(s.local)}" for s in self.shapes)
+        named = zip(self.shapes, local, strict=True)
+        brief = ", ".join(text if s.name == "weight" else f"{s.name} {text}" for s, text in named)
+        change = f" {style_name(self.style)}" if isinstance(self.style, Input | Output) else ""
+        kind = f"{self.WORD}{change}"
+        for entry in super(Parallelize, self).entries(common):
+            yield replace(entry, kind=kind, over=self.axes, style=self.style, brief=brief)
+
+
+def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
+    """(modules, style, layouts, shapes) of each rule; names that say the same as one."""
+    alike: dict[tuple[str, str, tuple[str, str, str], Style], list[str]] = {}
+    for op in ops:
+        path, half = phrases.adapter(phrases.inside(op.modules))
+        said = (style_name(op.style), op.layouts, op.sizes)
+        alike.setdefault((phrases.parent(path), half, said, op.style), []).append(path)
+    for (_, half, said, _), paths in alike.items():
+        for path in phrases.together(paths):
+            yield (f"{path}{half}", *said)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie(Op):
@@ -83,3 +145,26 @@ class Tie(Op):
         note = "a split weight is a new parameter: what was one is tied again"
         target, source = Parameter(self.parameter), Parameter(self.source)
         yield Assign(target=target, value=source, note=note)
+
+    WORD: ClassVar = "tie"
+    ABOUT: ClassVar[tuple[str, ...]] = ("parameter",)
+    WORDS: ClassVar = {"source": ("", phrases.value)}
+
+    def headline(self, _mesh: Mesh | None = None) -> str:
+        return f"= {self.source}"
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+        """One line for all parameters that modules share, for blocks may share tens of them."""
+        shared: dict[tuple[str, str], list[str]] = {}
+        for op in ops:
+            names = zip(op.parameter.split(".")[::-1], op.source.split(".")[::-1], strict=False)
+            same = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], names)][::-1]
+            tail = "".join(f".{name}" for name in same)
+            both = op.parameter.removesuffix(tail), op.source.removesuffix(tail)
+            shared.setdefault(both, []).append(tail)
+        for (one, source), tails in shared.items():
+            end, said = tails[0], "one parameter in the model"
+            if len(tails) > 1:
+                end, said = "", f"{len(tails)} parameters, one in the model each"
+            yield phrases.head(cls.WORD, f"{one}{end} = {source}{end}: {said}")

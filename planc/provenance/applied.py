@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planc.emit import phrases
 from planc.model.facts import Facts, Modules
+from planc.ops import phrases
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered

@@ -12,13 +12,14 @@ from math import prod
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.emit import phrases
 from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
+from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
+from planc.ops.fsdp_text import along, offloading, where
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -125,10 +126,8 @@ class _Question:
         )
 
     def _tensor(self, op: Parallelize) -> Reason:
-        layouts = phrases.flow(op.style)
-        style = f"{style_name(op.style)} {layouts}".strip()
         target = self._part(len(op.modules.path))
-        said = f"{style}, on {phrases.axes(op.axes, self.lowered)}"
+        said = op.headline(self.lowered)
         if isinstance(op.style, Custom):
             said += "; code of the plan's own, so shapes and bytes are those without it"
         return self._reason(said, target, op)
@@ -141,25 +140,25 @@ class _Question:
         for op in self.styles:
             both = op.modules.inside(self.at)
             if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
-                said = f"{style_name(op.style)} {phrases.flow(op.style)}".strip()
-                shapes = phrases.shapes(op.shapes)
+                said = f"{style_name(op.style)} {op.layouts}".strip()
+                shapes = op.sizes
                 yield self._reason(f"{said}  {shapes}".strip(), _after(both, self.at), op)
 
     def _loaded(self) -> Iterator[Reason]:
         for op in self.lowered.ops if self.at.module.parameters else ():
             if isinstance(op, Load):
-                yield self._reason(phrases.arrival(op), "root", op)
+                yield self._reason(op.headline(), "root", op)
 
     def _adapted(self) -> Iterator[Reason]:
         for op in (o for o in self.lowered.ops if isinstance(o, Adapt)):
             for members in op.members:
                 if self.at.inside(members) is not None:
                     target = self._part(len(members.path))
-                    yield self._reason(f"lora, {phrases.lora(op)}", target, op)
+                    yield self._reason(op.headline(), target, op)
         for four in (o for o in self.lowered.ops if isinstance(o, Quantize)):
             for members in map(phrases.layer, four.members):
                 if self.at.overlap(members) is not None:
-                    said = f"in 4 bits, {phrases.four_bit(four)}"
+                    said = f"in 4 bits, {four.headline()}"
                     yield self._reason(said, self._part(len(members.path)), four)
 
     def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
@@ -191,17 +190,17 @@ class _Question:
             if other is not op:
                 both = next(filter(None, (m.inside(self.at) for m in other.members)), None)
                 if both is not None:
-                    target = phrases.unit(other) if other.group else str(both)
-                    said = f"a unit inside it, {phrases.reshard(other.reshard)}"
+                    target = other.name if other.group else str(both)
+                    said = f"a unit inside it, {other.resharding}"
                     yield self._reason(said, target, other)
 
     def _sharded(self, op: FullyShard) -> Reason:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
-        target = phrases.unit(op) if op.group else self._part(len(member.path))
-        parts = [phrases.spread(op, self.lowered), phrases.along(op), phrases.reshard(op.reshard)]
+        target = op.name if op.group else self._part(len(member.path))
+        parts = [where(op, self.lowered), along(op), op.resharding]
         if isinstance(call := self.owner[id(op)], MegatronShard):
-            parts = [f"Megatron-FSDP, {phrases.megatron(call, self.lowered)}", *parts[2:]]
-        return self._reason(", ".join(filter(None, parts)) + phrases.offload(op), target, op)
+            parts = [f"Megatron-FSDP, {call.headline(self.lowered)}", *parts[2:]]
+        return self._reason(", ".join(filter(None, parts)) + offloading(op), target, op)
 
     def _spread(self, op: FullyShard) -> Spread | None:
         """What says that the module lies otherwise than the rest of its unit."""
@@ -215,21 +214,20 @@ class _Question:
         if spread is not None:
             own = self.plan.fsdp.spreads if self.plan and self.plan.fsdp else ()
             places = (s.origin.place for s in own if s.modules == spread.modules)
-            said = (phrases.spread(spread, self.lowered), phrases.along(spread))
             target = self._part(len(spread.modules.path))
-            said_of = f"lies {', '.join(filter(None, said))}"
-            yield self._reason(said_of, target, op, next(places, ""))
+            said = f"lies {spread.headline(self.lowered)}"
+            yield self._reason(said, target, op, next(places, ""))
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
         if isinstance(self.owner[id(op)], MegatronShard):
             return
         target = self._sharded(op).target
-        yield self._reason(phrases.precision(op), target, op, self._line_of_precision(op))
+        yield self._reason(op.precision, target, op, self._line_of_precision(op))
         for other in self.lowered.ops:
             if isinstance(other, Divide) and other is self._divide(op):
                 yield self._reason(f"gradients are divided by {other.factor}", target, other)
             elif isinstance(other, Prefetch) and any(self.at.inside(m) for m in other.units):
-                yield self._reason(f"gathers {phrases.ahead(other)}", target, other)
+                yield self._reason(f"gathers {other.headline()}", target, other)
 
     def _divide(self, op: FullyShard) -> Divide | None:
         """The last that speaks of a unit, which is the one that holds."""
@@ -357,7 +355,7 @@ def _texts(plan: Plan) -> dict[str, str]:
 
 def _wrapped(op: Checkpoint | Compile) -> str:
     if isinstance(op, Checkpoint):
-        how = phrases.recomputing(op)
+        how = op.headline()
         kept = "" if how == "full" else f"{how}: "
         return f"{kept}activations are computed again in backward"
     return "compiled as one graph, or fails" if op.fullgraph else "compiled"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from planc.emit import phrases
+from planc.ops import phrases
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
 from planc.provenance.answer import Answer, Held, Reason

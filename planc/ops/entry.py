@@ -1,0 +1,69 @@
+"""What a diff compares: what an operation says of a set of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from planc.model.facts import Modules
+
+Group = frozenset[str]
+"""The paths of the members of a group that is one FSDP unit."""
+
+Value = str | int | float | bool | tuple[int, ...] | tuple[str, ...] | None
+Words = Mapping[str, tuple[str, Callable[[Any], str]]]
+"""For fields by their names in the JSON: what a diff calls them, and how it writes a value."""
+
+
+class Fact(NamedTuple):
+    """What is said, named as in the lowered JSON; `usual` where the JSON leaves it out."""
+
+    name: str
+    value: Value
+    usual: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a plan says of a set of modules.
+
+    Args:
+        kind: one of `planc.diffing.entries.KINDS`.
+        over: the axes of a tensor-parallel style.
+        label: what it is about, where that is not a set of modules.
+        modules: the set.
+        style: of a tensor-parallel rule.
+        facts: the rest of what it says.
+        place: the `.plan` line.
+        brief: what a diff says where only one side has it.
+        source: the operation, or the part of one, whose fields are facts too but for those in its
+            `ABOUT`; None for nothing.
+        at: its position in the plan, which only orders names.
+    """
+
+    kind: str
+    over: tuple[str, ...] = ()
+    label: str = ""
+    modules: Modules | None = None
+    style: Any = None
+    facts: tuple[Fact, ...] = ()
+    place: str = ""
+    brief: str = field(default="", compare=False)
+    source: Any = field(default=None, compare=False)
+    at: int = field(default=0, compare=False)
+
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """Entries with the same subject are compared, as far as their indices meet."""
+        key = None if self.modules is None else self.modules.key
+        return (self.kind, self.over, self.label, key)
+
+    @property
+    def said(self) -> str:
+        """All that it says, strictly: to reshard to 1 rank is not to reshard to all."""
+        return repr((self.style, self.facts))
+
+    def order(self) -> tuple[str, str]:
+        """A fixed order of entries, so that the order of operations does not matter."""
+        return (str(self.modules), self.said)

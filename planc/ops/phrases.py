@@ -1,0 +1,212 @@
+"""Words that what is said of operations shares: sizes, and names put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from os.path import commonprefix
+from typing import Any, Protocol
+
+from planc.model.facts import Modules
+from planc.model.indices import Indices
+
+
+class Mesh(Protocol):
+    """What knows the sizes of axes: a lowered plan."""
+
+    def axis_size(self, *names: str) -> int: ...
+
+
+_BRACES = 40  # columns of a name with braces, before it is two
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def size(count: int) -> str:
+    """Bytes for a person: `27.3 MiB`."""
+    value = float(count)
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    for unit in units:
+        # what would be rounded up to 1024.0 is better said in the next unit
+        if unit == units[-1] or value < (1024 if unit == "B" else 1023.95):
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def alike(old: object, new: object) -> bool:
+    """Whether two numbers of bytes read the same, rounded."""
+    return isinstance(old, int) and isinstance(new, int) and size(old) == size(new)
+
+
+def sizes(old: int, new: int) -> tuple[str, str]:
+    """Two numbers of bytes, exact where rounding would make them the same."""
+    texts = size(old), size(new)
+    if old != new and texts[0] == texts[1]:
+        return f"{old:,} B", f"{new:,} B"
+    return texts
+
+
+def axes(names: Iterable[str], mesh: Mesh | None = None) -> str:
+    """`dp_shard * cp = 8`; without the size without a mesh."""
+    names = list(names)
+    size = f" = {mesh.axis_size(*names):,}" if mesh else ""
+    return " * ".join(names) + size
+
+
+def value(of: Any) -> str:
+    """The value of a field: `none`, `true`, `[8, 4]`, `bf16`."""
+    if of is None or of == ():
+        return "none"
+    if isinstance(of, bool):
+        return str(of).lower()
+    return f"[{', '.join(map(str, of))}]" if isinstance(of, tuple) else dtype(str(of))
+
+
+def literal(of: Any) -> str:
+    if isinstance(of, tuple):
+        return f"[{', '.join(map(literal, of))}]"
+    return f'"{of}"' if isinstance(of, str) else str(of).lower().replace("none", "null")
+
+
+def head(name: str, text: str) -> str:
+    """A line of the text, with what it is about in a column of its own."""
+    return f"{name:<12}{text}"
+
+
+def listing(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """(name, path, note) as lines: those with one name and note together, a name once."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, path, note in rows:
+        groups.setdefault((name, note), []).append(path)
+    before = None
+    for (name, note), paths in groups.items():
+        for path in together(paths):
+            yield head("" if name == before else name, f"{path}  {note}".rstrip())
+            before = name
+
+
+def dtype(name: str) -> str:
+    return SHORT.get(name, name)
+
+
+def reshard(value: bool | int) -> str:
+    """What a unit does with its gathered parameters after forward."""
+    if value is True:
+        return "reshard after forward"
+    return "keep" if value is False else f"reshard to {value} after forward"
+
+
+def layer(modules: Modules) -> Modules:
+    """A layer by its own name, where peft's layer is around it."""
+    inner = modules.path[-1:] == ("base_layer",)
+    return Modules(modules.path[:-1], modules.module) if inner else modules
+
+
+def adapter(path: str) -> tuple[str, str]:
+    """(the layer, `.lora_A` or `.lora_B`) of a path inside an adapter; else (the path, nothing)."""
+    for half in (".lora_A", ".lora_B"):
+        if path.endswith(f"{half}.default"):
+            return path.removesuffix(f"{half}.default"), half
+    return path, ""
+
+
+def number(value: float) -> str:
+    return f"{value:g}"
+
+
+def block(modules: Modules) -> str:
+    """The repeated block that the modules are in, or empty: `model.layers[0:32]`."""
+    at = [i for i, s in enumerate(modules.path) if isinstance(s, Indices)]
+    if not at or at[-1] == len(modules.path) - 1:
+        return ""
+    return str(Modules(modules.path[: at[-1] + 1], modules.module))
+
+
+def inside(modules: Modules) -> str:
+    """The path of modules inside their block."""
+    return str(modules).removeprefix(block(modules)).removeprefix(".")
+
+
+def parent(path: str) -> str:
+    """What `together` keys on: the path but for its last name; a path that ends in indices whole.
+
+    `model.layers[0:32].mlp` and `model.layers[0:32].self_attn` have one parent.
+    """
+    return path if path.endswith("]") else path.rpartition(".")[0]
+
+
+def together(paths: Iterable[str]) -> list[str]:
+    """Paths whose last names alone differ, as one with braces: `mlp.{gate,up}_proj`.
+
+    Each stands where the first of them stood.
+    """
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(parent(path), []).append(path)
+    return [braced(chunk) for group in groups.values() for chunk in chunks(group)]
+
+
+def chunks(paths: Sequence[str]) -> Iterator[list[str]]:
+    """Paths of one parent in parts that are short enough for a line with braces."""
+    chunk: list[str] = []
+    for path in paths:
+        if chunk and len(_braces([_last(p) for p in (*chunk, path)])) > _BRACES:
+            yield chunk
+            chunk = []
+        chunk.append(path)
+    yield chunk
+
+
+def braced(paths: Sequence[str]) -> str:
+    """Paths of one parent as one: `mlp.{gate,up}_proj`."""
+    if len(paths) == 1:
+        return paths[0]
+    head = parent(paths[0])
+    last = _braces([_last(p) for p in paths])
+    return f"{head}.{last}" if head else last
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _braces(names: list[str]) -> str:
+    """Names with what they share outside the braces, cut at an underscore: `{q,k,v}_proj`."""
+    head = commonprefix(names)  # noqa: RUF071 - of letters
+    head = head[: head.rfind("_") + 1]
+    tail = commonprefix([n[::-1] for n in names])[::-1]  # noqa: RUF071
+    tail = tail[tail.find("_") :] if "_" in tail else ""
+    if any(len(head) + len(tail) >= len(n) for n in names):
+        head = tail = ""
+    inner = ",".join(n[len(head) : len(n) - len(tail)] for n in names)
+    return f"{head}{{{inner}}}{tail}"
+
+
+def table(
+    rows: Iterable[Sequence[str]], indent: str = "  ", *, widest: Sequence[int] = ()
+) -> list[str]:
+    """Rows in aligned columns, without spaces at the end.
+
+    Args:
+        rows: cells, as many in each; after the last that is not empty a row ends, and that cell
+            may be as long as it likes. A column without any text takes no room.
+        indent: what each line begins with.
+        widest: for each column, the columns of text after which a cell moves its own row on,
+            and no other.
+    """
+    cut = [list(row) for row in rows]
+    used = [any(column) for column in zip(*cut, strict=True)]
+    cut = [[cell for cell, shown in zip(row, used, strict=True) if shown] for row in cut]
+    for row in cut:
+        while row and not row[-1]:
+            row.pop()
+    limits = dict(enumerate(widest))
+    widths: dict[int, int] = {}
+    for row in cut:
+        for i, cell in enumerate(row[:-1]):
+            if len(cell) <= limits.get(i, len(cell)):
+                widths[i] = max(widths.get(i, 0), len(cell))
+    return [
+        indent + "  ".join(cell.ljust(widths.get(i, 0)) for i, cell in enumerate(row)).rstrip()
+        for row in cut
+    ]
