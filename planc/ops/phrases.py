@@ -110,10 +110,6 @@ def adapter(path: str) -> tuple[str, str]:
     return path, ""
 
 
-def number(value: float) -> str:
-    return f"{value:g}"
-
-
 def block(modules: Modules) -> str:
     """The repeated block that the modules are in, or empty: `model.layers[0:32]`."""
     at = [i for i, s in enumerate(modules.path) if isinstance(s, Indices)]

@@ -158,7 +158,7 @@ class Tie(Op):
         """One line for all parameters that modules share, for blocks may share tens of them."""
         shared: dict[tuple[str, str], list[str]] = {}
         for op in ops:
-            names = zip(op.parameter.split(".")[::-1], op.source.split(".")[::-1], strict=False)
+            names = zip(op.parameter.split(".")[:0:-1], op.source.split(".")[:0:-1], strict=False)
             same = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], names)][::-1]
             tail = "".join(f".{name}" for name in same)
             both = op.parameter.removesuffix(tail), op.source.removesuffix(tail)
