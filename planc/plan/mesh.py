@@ -10,6 +10,7 @@ from planc.diagnostic import Label, did_you_mean, one_of
 from planc.plan.evaluate import describe, evaluate, truth
 from planc.plan.ir import Axis, Mesh
 from planc.plan.mesh_axes import SHARD
+from planc.plan.overrides import nothing_to_override
 from planc.plan.program import Program
 from planc.plan.scope import Failed
 from planc.source import Span
@@ -117,12 +118,8 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
         )
         return
     if item.override and not earlier:
-        program.sink.error(
-            "PL103",
-            f"there is no earlier axis `{item.name}` to override",
-            item.name_origin,
-            help=did_you_mean(item.name, found, "take `override` away"),
-        )
+        told = did_you_mean(item.name, found, "take `override` away")
+        nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, told)
     if program.scope.definitions.get(item.name):
         program.sink.error(
             "PL107",
