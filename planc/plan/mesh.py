@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from planc.diagnostic import Label, did_you_mean, one_of
+from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import describe, evaluate, truth
-from planc.plan.ir import Axis, Mesh
+from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import SHARD
 from planc.plan.overrides import nothing_to_override
 from planc.plan.program import Program
@@ -76,7 +77,7 @@ def _solve(program: Program) -> Mesh | None:
     if left is None:
         return None
     axes = tuple(
-        Axis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
+        MeshAxis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
         for s, size in sizes.pairs
     )
     return Mesh(axes=axes, origin=next(iter(program.named("mesh"))).origin)

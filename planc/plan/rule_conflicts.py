@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from planc.diagnostic import Sink
 from planc.model.facts import Modules
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.freeze import Freeze
 from planc.plan.evaluate import truth
 from planc.plan.overrides import conflict, nothing_to_override
 from planc.plan.scope import Scope
@@ -16,6 +19,7 @@ from planc.source import Span
 from planc.syntax import ast
 
 T = TypeVar("T")
+Ruled = TypeVar("Ruled", Checkpoint, Compile, Freeze)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,14 @@ class Claims(Generic[T]):
             ]
         if override and said and not met:
             nothing_to_override(self.sink, f"rule for `{said[0][0]}`", origin)
+
+    def ops(self: Claims[Ruled | None]) -> tuple[Ruled, ...]:
+        """The operations of all claims that decide one, each on its modules."""
+        return tuple(
+            replace(claim.value, modules=claim.modules, origin=claim.origin)
+            for claim in self.claims
+            if claim.value is not None
+        )
 
     def _twice(self, both: Modules, aspect: str, origin: Span) -> None:
         self.sink.error(

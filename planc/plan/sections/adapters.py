@@ -35,7 +35,12 @@ def adapters(program: Program) -> Adapters | None:
         for placed in flatten(section, program.scope):
             _item(placed, claims, settings, program)
     rules = tuple(
-        AdapterRule(modules=claim.modules, origin=claim.origin, **claim.value)
+        AdapterRule(
+            modules=claim.modules,
+            adapt=claim.value[0],
+            quantize=claim.value[1],
+            origin=claim.origin,
+        )
         for claim in claims.claims
         if claim.value is not None
     )
@@ -85,7 +90,7 @@ def _rule(rule: ast.Rule, placed: Placed, claims: Claims[Lora | None], program: 
     if rule.action.name == "none":
         right = Arguments(rule.action, scope).done()
     else:
-        value = lora(rule.action, scope)
+        value = lora(rule.action, rule.origin, scope)
         right = value is not None
     found = select(rule.target, placed.bases, scope, optional=rule.optional)  # both are said
     if right:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planc.diagnostic import Label
-from planc.plan.ir import Fsdp, Ignored, Spread
+from planc.plan.ir import Fsdp, Ignored, SpreadRule
 from planc.plan.mesh_axes import expanded
 from planc.plan.overrides import Settings
 from planc.plan.program import Program
@@ -81,7 +81,7 @@ def fsdp(program: Program) -> Fsdp | None:
         offload=values.get("offload"),
         divide=values.get("divide"),
         spreads=tuple(
-            Spread(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
+            SpreadRule(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
             for c in state.spreads.claims
         ),
         megatron=megatron_fsdp.read(state.settings, first.name, program.scope),

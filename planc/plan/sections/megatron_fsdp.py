@@ -6,9 +6,8 @@ Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolic
 from __future__ import annotations
 
 from planc.diagnostic import one_of
-from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES
+from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
 from planc.plan.call_arguments import Arguments, word
-from planc.plan.ir import Megatron
 from planc.plan.overrides import SectionLine, Settings
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.fsdp_policies import DTYPES
@@ -19,7 +18,7 @@ SETTINGS = ("backend", "strategy", "outer_strategy")
 DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
 
 
-def read(settings: Settings, section: str, scope: Scope) -> Megatron | None:
+def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None:
     """The settings of a section, or None for torch's FSDP or after a finding."""
     lines = {n: item for n, item in settings.lines.items() if n in (*SETTINGS, NAME)}
     said = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
@@ -43,15 +42,19 @@ def read(settings: Settings, section: str, scope: Scope) -> Megatron | None:
         )
         return None
     dtypes, options = _directive(lines.get(NAME), scope)
-    return Megatron(
+    places = {"strategy": "strategy", "outer_strategy": "outer", NAME: "options"}
+    return MegatronShard(
+        members=(),
+        classes=(),
+        shard=(),
         strategy=_word(lines.get("strategy"), STRATEGIES, STRATEGIES[-1], scope),
         outer=_word(lines.get("outer_strategy"), OUTER, OUTER[0], scope),
         main_params=dtypes.get("main_params", "float32"),
         main_grads=dtypes.get("main_grads"),
         grad_comm=dtypes.get("grad_comm"),
         options=options,
-        lines={name: item.origin for name, item in lines.items()},
         origin=backend.origin,
+        origins=tuple((field, lines[n].origin) for n, field in places.items() if n in lines),
     )
 
 
