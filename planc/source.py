@@ -80,6 +80,11 @@ class Span:
         return f"{self.source.name}:{self.line}"
 
     @staticmethod
+    def at(place: str) -> Span:
+        """A span that knows its place alone, as one that was read back from JSON does."""
+        return Source(place, "", argument=True).span(0, 0)
+
+    @staticmethod
     def parse_place(place: str) -> tuple[str, int]:
         """The name and the line of a `place`, which is all that a lowered document keeps of a span.
 
@@ -95,3 +100,7 @@ class Span:
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of the other."""
         return Span(source=self.source, start=self.start, end=other.end)
+
+
+NOWHERE = Span.at("")
+"""The origin of what no line asked for."""

@@ -39,6 +39,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
+from planc.source import Span
 
 NOTHING = Module(cls="", kind="other")
 TO_SEQUENCE = Rowwise(output=Shard(1), local=False)
@@ -52,8 +53,9 @@ def rule(path, style, *shape, split=None, tp=8, line=0, axis="tp"):
     """A style; the weight of `shape` is split along the dim `split`."""
     local = tuple(n // tp if i == split else n for i, n in enumerate(shape))
     shapes = (Shape(name="weight", shape=shape, local=local),) if shape else ()
-    place = f"plans/llama.plan:{line}" if line else ""
-    return Parallelize(modules=modules(path), axes=(axis,), style=style, shapes=shapes, place=place)
+    origin = Span.at(f"plans/llama.plan:{line}" if line else "")
+    axes = (axis,)
+    return Parallelize(modules=modules(path), axes=axes, style=style, shapes=shapes, origin=origin)
 
 
 def unit(*paths, reshard=True, nbytes=0, gathered=0, line=0, group=False, **more):
@@ -66,7 +68,7 @@ def unit(*paths, reshard=True, nbytes=0, gathered=0, line=0, group=False, **more
         reduce="float32",
         nbytes=nbytes,
         gathered=gathered,
-        place=f"plans/llama.plan:{line}" if line else "",
+        origin=Span.at(f"plans/llama.plan:{line}" if line else ""),
         **more,
     )
 
@@ -124,9 +126,11 @@ def llama(*, layers=32, ranks=64, tp=8, checkpoint=True):
         family="llama",
         layers=layers,
         axes=(
-            MeshAxis(name="pp", size=1, role=AxisRole.STAGE, place="plans/llama.plan:9"),
-            MeshAxis(name="dp_shard", size=shards, inferred=True, place="plans/llama.plan:10"),
-            MeshAxis(name="tp", size=tp, role=AxisRole.TENSOR, place=f"--set tp={tp}"),
+            MeshAxis(name="pp", size=1, role=AxisRole.STAGE, origin=Span.at("plans/llama.plan:9")),
+            MeshAxis(
+                name="dp_shard", size=shards, inferred=True, origin=Span.at("plans/llama.plan:10")
+            ),
+            MeshAxis(name="tp", size=tp, role=AxisRole.TENSOR, origin=Span.at(f"--set tp={tp}")),
         ),
         data=("dp_shard",),
         stages=(
@@ -144,7 +148,7 @@ def _ops(layers, tp, layer, vocabulary, checkpoint):
     return (
         Configure(name="use_cache", value=False, reason="training keeps no key/value cache"),
         *(styles(layers, tp) if tp > 1 else ()),
-        *([Checkpoint(modules=block, place="plans/llama.plan:42")] * checkpoint),
+        *([Checkpoint(modules=block, origin=Span.at("plans/llama.plan:42"))] * checkpoint),
         unit(f"model.layers[0:{layers - 1}]", **layer),
         unit(f"model.layers[{layers - 1}]", reshard=False, **layer),
         unit("model.embed_tokens", line=52, **vocabulary),
@@ -173,7 +177,7 @@ def moved(lowered, lines=100):
         return f"{file}:{int(line) + lines}" if line.isdecimal() else old
 
     def each(nodes):
-        return tuple(dataclasses.replace(n, place=place(n.place)) for n in nodes)
+        return tuple(dataclasses.replace(n, origin=Span.at(place(n.place))) for n in nodes)
 
     return dataclasses.replace(lowered.with_ops(each(lowered.ops)), axes=each(lowered.axes))
 
@@ -241,7 +245,7 @@ paths = st.one_of(
         lambda i, j: Modules(("model", "layers", i, "experts", j, "up"), NOTHING), indices, indices
     ),
 )
-places = st.sampled_from(["", "a.plan:1", "a.plan:20", "b.plan:3", "--set tp=2"])
+places = st.sampled_from(["", "a.plan:1", "a.plan:20", "b.plan:3", "--set tp=2"]).map(Span.at)
 
 
 @st.composite
@@ -296,7 +300,7 @@ def units(draw):
         offload=(offload := draw(st.booleans())),
         pin=offload and draw(st.booleans()),
         spreads=tuple(draw(st.lists(spreads, max_size=2))) if shard else (),
-        place=draw(places),
+        origin=draw(places),
     )
 
 
@@ -318,7 +322,7 @@ any_op = st.one_of(
         dtype=st.none() | dtypes,
         init=st.sampled_from(["default", "gaussian", "random"]),
         seed=st.integers(0, 9),
-        place=places,
+        origin=places,
     ),
     st.builds(
         Quantize,
@@ -328,14 +332,14 @@ any_op = st.one_of(
         compute=st.none() | dtypes,
         double=st.booleans(),
         block=st.sampled_from([32, 64, 4096]),
-        place=places,
+        origin=places,
     ),
-    st.builds(Freeze, modules=paths, trainable=st.booleans(), place=places),
+    st.builds(Freeze, modules=paths, trainable=st.booleans(), origin=places),
     st.builds(
         Divide,
         factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]),
         units=st.lists(paths, max_size=2, unique_by=str).map(tuple),
-        place=places,
+        origin=places,
     ),
     st.builds(Draw, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
     st.builds(
@@ -343,7 +347,7 @@ any_op = st.one_of(
         units=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),
         forward=st.integers(0, 3),
         backward=st.integers(0, 3),
-        place=places,
+        origin=places,
     ),
     st.builds(
         Configure, name=st.just("use_cache"), value=st.booleans(), reason=st.text(max_size=9)
@@ -354,16 +358,16 @@ any_op = st.one_of(
         axes=st.sampled_from([("tp",), ("ep",)]),
         style=any_style,
         shapes=some_shapes,
-        place=places,
+        origin=places,
     ),
     st.builds(
         Load,
         meta=st.booleans(),
         weights=st.sampled_from([None, "slices", "rank0", "checkpoint"]),
         dtype=st.sampled_from([None, "bfloat16", "float32"]),
-        place=places,
+        origin=places,
     ),
-    st.builds(Tie, parameter=st.sampled_from(["a.w", "b.w"]), source=st.just("c.w"), place=places),
+    st.builds(Tie, parameter=st.sampled_from(["a.w", "b.w"]), source=st.just("c.w"), origin=places),
     st.builds(
         Checkpoint,
         modules=paths,
@@ -380,9 +384,9 @@ any_op = st.one_of(
         pin=st.booleans(),
         preserve_rng=st.booleans(),
         early_stop=st.booleans(),
-        place=places,
+        origin=places,
     ),
-    st.builds(Compile, modules=paths, fullgraph=st.booleans(), place=places),
+    st.builds(Compile, modules=paths, fullgraph=st.booleans(), origin=places),
     st.builds(
         MegatronShard,
         members=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),
@@ -399,7 +403,7 @@ any_op = st.one_of(
         options=st.sampled_from([(), (("nccl_ub", True), ("overlap_grad_reduce", False))]),
         nbytes=counts,
         gathered=counts,
-        place=places,
+        origin=places,
     ),
     units(),
 )
@@ -420,7 +424,7 @@ def plans(draw):
                 size=s,
                 role=draw(st.sampled_from(AxisRole)),
                 inferred=draw(st.booleans()),
-                place=draw(places),
+                origin=draw(places),
             )
             for n, s in zip(AXES, sizes, strict=True)
         ),

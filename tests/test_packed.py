@@ -39,10 +39,11 @@ def test_local_shapes():
 
 
 def lowered_rule(modules: Modules, style):
-    from planc.plan.ir import Axis, Mesh, Plan, TensorRule
+    from planc.ops.lowered import MeshAxis
+    from planc.plan.ir import Mesh, Plan, TensorRule
     from planc.source import Source
 
     span = Source("t.plan", "x").span(0, 1)
-    mesh = Mesh(axes=(Axis(name="tp", size=4, origin=span),), origin=span)
+    mesh = Mesh(axes=(MeshAxis(name="tp", size=4, origin=span),), origin=span)
     plan = Plan(name="t", families=(), options={}, mesh=mesh, origin=span)
     return TensorRule(modules=modules, axis="tp", style=style, origin=span), plan

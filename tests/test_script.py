@@ -17,6 +17,7 @@ from planc.emit.python.layout import WIDTH
 from planc.emit.python.script import render
 from planc.ops.compile import Compile
 from planc.ops.document import digest
+from planc.source import Span
 
 EVERYTHING = """plan everything for llama
 mesh {
@@ -141,7 +142,7 @@ def test_every_construct(everything, monkeypatch):
 
 def test_a_name_of_a_file_stays_in_its_comment(everything):
     lowered = planc.lower("llama-3.2-1b", str(everything), world_size=16)
-    ops = tuple(replace(op, place='x\nimport os\r"""\u2028exit()') for op in lowered.ops)
+    ops = tuple(replace(op, origin=Span.at('x\nimport os\r"""\u2028exit()')) for op in lowered.ops)
     source = written(lowered.with_ops(ops))
     assert ast.dump(ast.parse(source)) == ast.dump(ast.parse(written(lowered.with_ops(ops))))
     names = {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}

@@ -15,9 +15,10 @@ from planc.emit.text import render as text_of
 from planc.lowering import lower
 from planc.ops.document import dumps, loads
 from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import MeshAxis
 from planc.ops.styles import Colwise, Held, Parameters, Shard
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.ir import Axis, Mesh, Plan, TensorRule
+from planc.plan.ir import Mesh, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.source import Source
 
@@ -85,7 +86,7 @@ def test_the_parts_of_a_packed_dim_are_split_in_turn():
     _, known, _ = judged(MESH + UNITS)
     head = next(m for m in known.model.below() if str(m) == "lm_head")
     span = Source("t.plan", "x").span(0, 1)
-    axes = tuple(Axis(name=n, size=s, origin=span) for n, s in (("a", 4), ("b", 2), ("c", 1)))
+    axes = tuple(MeshAxis(name=n, size=s, origin=span) for n, s in (("a", 4), ("b", 2), ("c", 1)))
     plan = Plan(name="t", families=(), options={}, mesh=Mesh(axes=axes, origin=span), origin=span)
     style = Parameters(held=(("weight", Held(layout=Shard(0), parts=(6, 10))),))
     rules = [TensorRule(modules=head, axis=a, style=style, origin=span) for a in "abc"]

@@ -46,10 +46,10 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _rank(rule: AdapterRule, sink: Sink) -> None:
     one, two = in_out_features(rule.modules.module)
-    if rule.rank > min(one, two):
+    if rule.adapt.rank > min(one, two):
         sink.warning(
             "PL182",
-            f"an adapter of rank {rule.rank:,} is no smaller than `{rule.modules}`",
+            f"an adapter of rank {rule.adapt.rank:,} is no smaller than `{rule.modules}`",
             rule.origin,
             facts=[f"the layer takes {one:,} features and gives {two:,}"],
             help=f"its rank can be {min(one, two):,} at most; train the layer itself beyond that",
@@ -129,7 +129,7 @@ def _dropout(plan: Plan, sink: Sink) -> None:
     for rule in plan.adapters.rules:
         split = [r.modules for r in tensor if _split(r.style)]
         whole = rule.modules.outside(split)
-        if rule.dropout and whole:
+        if rule.adapt.dropout and whole:
             sink.error(
                 "PL185",
                 f"dropout before the adapter of `{whole[0]}` would differ from rank to rank",

@@ -6,11 +6,12 @@ from planc.checks.queries import active
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.model.indices import Indices
+from planc.ops.compile import Compile
 from planc.ops.styles import Replicate, Rowwise
-from planc.plan.ir import CompileRule, Plan
+from planc.plan.ir import Plan
 
 
-def _first_block(rule: CompileRule) -> bool:
+def _first_block(rule: Compile) -> bool:
     """Whether the first block of a list, which consumes the embedding, is compiled as a whole.
 
     The gradient was right where only later blocks or only parts of blocks were compiled.

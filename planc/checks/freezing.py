@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
-from planc.plan.ir import Plan, Training
+from planc.ops.freeze import Freeze
+from planc.plan.ir import Plan
 from planc.plan.parameter_owners import owned
 
 
@@ -53,6 +54,6 @@ def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
         )
 
 
-def _around(modules: Modules, plan: Plan) -> Training | None:
+def _around(modules: Modules, plan: Plan) -> Freeze | None:
     inside = [t for t in plan.train if modules.within(t.modules)]
     return inside[-1] if inside else None  # outer ones come first

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from planc.checks.queries import active
 from planc.diagnostic import Sink, one_of
 from planc.model.facts import Facts, Modules
-from planc.ops.megatron_fsdp import STRATEGIES
-from planc.plan.ir import Fsdp, Megatron, Plan, Unit
+from planc.ops.megatron_fsdp import STRATEGIES, MegatronShard
+from planc.plan.ir import Fsdp, Plan, Unit
 from planc.plan.parameter_owners import owned
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.source import Span
@@ -105,9 +105,9 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
         yield _Finding(message, said.origin, told, tuple(sorted(wrong)))
 
 
-def _strategies(section: Fsdp, own: Megatron, copies: int) -> Iterator[_Finding]:
+def _strategies(section: Fsdp, own: MegatronShard, copies: int) -> Iterator[_Finding]:
     """Options that `fully_shard_model` refuses, gets wrong, or resets silently."""
-    at = own.lines.get("outer_strategy", own.origin)
+    at = own.origin_of("outer") or own.origin
     if own.outer != "no_shard" and not section.replicate:
         told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or take it out"
         yield _Finding("`outer_strategy` is for replicate axes, and there are none", at, told)
@@ -119,13 +119,13 @@ def _strategies(section: Fsdp, own: Megatron, copies: int) -> Iterator[_Finding]
         message = f"Megatron-FSDP 0.6 adds gradients up with `outer_strategy = {own.outer}`"
         told = "write `divide = 1`, and divide the loss by the number of ranks, or take it out"
         yield _Finding(message, at, told, ("it averages them with any other strategy",))
-    at = own.lines.get("strategy", own.origin)
+    at = own.origin_of("strategy") or own.origin
     if own.strategy == "no_shard" and copies > 1:
         message = "Megatron-FSDP 0.6 has no optimizer for `strategy = no_shard` on replicate axes"
         told = "shard over all data axes: `no_shard` copies over them"
         facts = ("it says of two mesh dimensions how one of them is laid out",)
         yield _Finding(message, at, told, facts)
-    at = own.lines.get("megatron", own.origin)
+    at = own.origin_of("options") or own.origin
     forced = {"overlap_grad_reduce": STRATEGIES[2:], "overlap_param_gather": STRATEGIES[3:]}
     for name, strategies in forced.items():
         if (name, False) in own.options and own.strategy in strategies:
@@ -133,7 +133,7 @@ def _strategies(section: Fsdp, own: Megatron, copies: int) -> Iterator[_Finding]
             yield _Finding(message, at, "take it out")
 
 
-def _unit(unit: Unit, section: Fsdp, own: Megatron, facts: Facts) -> Iterator[_Finding]:
+def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts) -> Iterator[_Finding]:
     out = "take it out, or write `backend = torch`"
     members = ", ".join(f"`{m}`" for m in unit.members)
     if unit.group:
@@ -154,7 +154,7 @@ def _unit(unit: Unit, section: Fsdp, own: Megatron, facts: Facts) -> Iterator[_F
     yield from _class(unit.members[0], unit, section, facts)
 
 
-def _resharding(unit: Unit, own: Megatron) -> Iterator[_Finding]:
+def _resharding(unit: Unit, own: MegatronShard) -> Iterator[_Finding]:
     """Megatron-FSDP reshards units after forward and keeps root parameters unsharded (ZeRO-3
     only).
     """
@@ -191,7 +191,7 @@ def _inside(inner: Modules, outer: Modules) -> bool:
     return len(inner.path) > len(outer.path) and inner.inside(outer) is not None
 
 
-def _together(section: Fsdp, own: Megatron) -> Iterator[_Finding]:
+def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:
     """Megatron-FSDP's hooks need at least one unit; torch's FSDP also shards a root alone."""
     if own.strategy == _WHOLE and all(u.root for u in section.units):
         told = "write `model.layers.* : unit`"
@@ -210,7 +210,7 @@ def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
         message = "Megatron-FSDP takes a model that has memory for its weights"
         told = f"take `{name}` out; `run.load` fills the model all the same"
         yield _Finding(message, plan.load.origin, told)
-    four = next((r for r in plan.adapters.rules if r.quant), None) if plan.adapters else None
+    four = next((r for r in plan.adapters.rules if r.quantize), None) if plan.adapters else None
     if four is not None:
         message = "Megatron-FSDP was not tried with weights in 4 bits"
         yield _Finding(message, four.origin, "take `quant` out, or write `backend = torch`")

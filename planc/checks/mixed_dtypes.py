@@ -25,7 +25,7 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
             if own.trains(parameter):
                 name = f"{own.modules}.{parameter.name}"
                 dtype = plan.dtype(parameter)
-                load = None if plan.load is None or plan.load.done else plan.load
+                load = None if plan.adapted else plan.load
                 island = load is not None and load.dtype not in (None, dtype)
                 found.setdefault(id(own.unit), {}).setdefault(dtype, (name, island))
     for key, by_type in found.items():

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
-from planc.plan.ir import CheckpointRule, CompileRule, Plan
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.plan.ir import Plan
 
 
 def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -15,9 +17,7 @@ def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
     _nested(plan.compile, "PL431", "compiled", sink)
 
 
-def _nested(
-    rules: Sequence[CheckpointRule | CompileRule], code: str, word: str, sink: Sink
-) -> None:
+def _nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: Sink) -> None:
     for inner in rules:
         for outer in rules:
             deeper = len(inner.modules.path) > len(outer.modules.path)

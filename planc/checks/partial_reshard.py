@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
-from planc.plan.ir import Plan, Spread, Unit
+from planc.plan.ir import Plan, SpreadRule, Unit
 from planc.plan.parameter_owners import owned
 
 
@@ -16,7 +16,7 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
     if plan.fsdp is None:
         return
     lying = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
-    pairs: list[tuple[Unit, Unit | Spread]] = [(u, u) for u in plan.fsdp.units]
+    pairs: list[tuple[Unit, Unit | SpreadRule]] = [(u, u) for u in plan.fsdp.units]
     for unit, part in dict.fromkeys([*pairs, *lying]):
         shard, _ = plan.fsdp.axes(part)
         size = plan.mesh.size(*shard)

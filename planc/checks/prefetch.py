@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
-from planc.plan.ir import Plan, Prefetch
+from planc.ops.fsdp import Prefetch
+from planc.plan.ir import Plan
 from planc.plan.parameter_owners import owned
 from planc.plan.unit_lists import entries, lists
 

@@ -20,7 +20,7 @@ def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.adapters is None or "adapters" in plan.broken:
         return
-    rules = [r for r in plan.adapters.rules if r.quant is not None]
+    rules = [r for r in plan.adapters.rules if r.quantize is not None]
     for rule in rules:
         _linear(rule, sink)
         _tied(rule, facts, sink)
@@ -31,7 +31,7 @@ def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
             _trained(rule, own, sink)
     if "tensor" not in plan.broken:
         for rule, base, part in adapted_tensor_rules(plan):
-            if rule.quant and ranks(plan, base) > 1 and part.module.kind == "linear":
+            if rule.quantize and ranks(plan, base) > 1 and part.module.kind == "linear":
                 _split(rule, base, part, plan, sink)
 
 
@@ -64,13 +64,13 @@ def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
     """FSDP casts gathered parameters to the unit's `param` dtype, and would cast packed bytes
     too.
     """
-    quant = rule.quant
+    quant = rule.quantize
     if own.unit is None or plan.fsdp is None or quant is None:
         return
     precision = own.unit.precision or plan.fsdp.precision
     if precision is None or precision.param in (None, quant.storage):
         return
-    assert precision.param is not None and quant.storage is not None
+    assert precision.param is not None
     wanted = _SPELLED.get(precision.param, precision.param)
     sink.error(
         "PL680",
@@ -100,7 +100,7 @@ def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
 
     Scales that are quantized themselves depend on the whole weight.
     """
-    assert rule.quant is not None
+    assert rule.quantize is not None
     reason = _unaligned(rule, base, part, ranks(plan, base))
     if reason is None:
         return
@@ -119,14 +119,14 @@ def _unaligned(
     rule: AdapterRule, base: TensorRule, part: Modules, count: int
 ) -> tuple[str, str] | None:
     """(why shards are not whole blocks, the fix), or None."""
-    assert rule.quant is not None
-    block, high = rule.quant.block, f"blocks of {rule.quant.block}"
+    assert rule.quantize is not None
+    block, high = rule.quantize.block, f"blocks of {rule.quantize.block}"
     if not isinstance(base.style, Colwise | Rowwise):
         return (
             f"nothing is known of its style, `{style_text(base.style)}`",
             "write `lora(...)` for it, or give it `colwise` or `rowwise`",
         )
-    if rule.quant.double:
+    if rule.quantize.double:
         return "with `double`, scales depend on all of the weight", "write `double = false`"
     weight = next(p for p in part.module.parameters if p.name == "weight")
     split = weight_split(base.style, "linear", "weight", 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
-from planc.plan.ir import Plan, Spread
+from planc.plan.ir import Plan, SpreadRule
 from planc.plan.parameter_owners import owned
 
 
@@ -41,5 +41,5 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         )
 
 
-def _is(member: Modules, spread: Spread) -> bool:
+def _is(member: Modules, spread: SpreadRule) -> bool:
     return member.overlap(spread.modules) is not None

@@ -9,7 +9,7 @@ from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import Replicated, style_name
 from planc.plan.apply_adapters import PARAMETERLESS, styles
-from planc.plan.ir import Fsdp, Plan, Spread, TensorRule, Unit
+from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
 from planc.plan.local_shapes import split_dim
 from planc.plan.parameter_owners import Owned, owned
 from planc.plan.shard_dim_auto import held
@@ -39,7 +39,7 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
             _short(part, own, ranks, sink)
 
 
-def _axes(unit: Unit | Spread, section: Fsdp, plan: Plan, sink: Sink) -> None:
+def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> None:
     assert unit.shard is not None
     tensor = dict.fromkeys(r.axis for r in plan.tensor)
     known = tuple(dict.fromkeys((*section.replicate, *section.shard, *tensor)))
@@ -64,7 +64,9 @@ def _axes(unit: Unit | Spread, section: Fsdp, plan: Plan, sink: Sink) -> None:
         )
 
 
-def _styled(part: Unit | Spread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink) -> None:
+def _styled(
+    part: Unit | SpreadRule, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
+) -> None:
     """PL381: FSDP cannot shard over an axis that a style already uses for the same parameters.
 
     Styled parameters are DTensors on their axis' mesh, which FSDP places beside its own
@@ -102,14 +104,14 @@ def _met(rule: TensorRule, modules: Modules) -> Modules | None:
 _Held = list[tuple[str, tuple[int, ...]]]
 
 
-def _dim(part: Unit | Spread, own: _Held, ranks: int, sink: Sink) -> None:
+def _dim(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
     """PL443 where a dim shards nothing; PL382 where it leaves out the largest parameters."""
     dim = part.shard_dim
     having = [(name, shape) for name, shape in own if len(shape) > dim]
     uneven = [(name, shape) for name, shape in having if shape[dim] % ranks]
     if len(uneven) == len(having):
         what = f"has a dim {dim} that divides by {ranks}" if having else f"has a dim {dim}"
-        named = part.modules if isinstance(part, Spread) else part.members[0]
+        named = part.modules if isinstance(part, SpreadRule) else part.members[0]
         sink.error(
             "PL443",
             f"`shard_dim = {dim}` splits nothing: no parameter of `{named}` {what}",
@@ -133,7 +135,7 @@ _LARGE = 2**20
 """Parameters of one tensor that are worth a word."""
 
 
-def _short(part: Unit | Spread, own: _Held, ranks: int, sink: Sink) -> None:
+def _short(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
     """PL383: fewer rows than ranks, which FSDP pads on every rank.
 
     Source: `padded_sharded_param_size` of torch's `FSDPParam` is what a collective sends.

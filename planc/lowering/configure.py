@@ -1,4 +1,4 @@
-"""What comes before anything is made of the model: its configuration, and how weights arrive."""
+"""What comes before anything is made of the model: its configuration, for training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from planc.model.facts import Facts
 from planc.ops.configure import Configure
-from planc.ops.load import Load
-from planc.plan.ir import Plan
 
 
 def configure(facts: Facts) -> Iterator[Configure]:
@@ -22,15 +20,3 @@ def configure(facts: Facts) -> Iterator[Configure]:
         if values.get("use_cache") is True:
             reason = "training keeps no key/value cache"
             yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
-
-
-def arrive(plan: Plan) -> Iterator[Load]:
-    if plan.load is not None:
-        own = plan.load
-        yield Load(
-            meta=own.meta,
-            weights=own.weights,
-            dtype=own.dtype,
-            fp32=own.fp32,
-            place=own.origin.place,
-        )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from planc.lowering.memory import Holdings
 from planc.model.facts import Facts, Modules
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
-from planc.plan import ir
-from planc.plan.ir import Fsdp, Plan, Unit
+from planc.plan.ir import Fsdp, Meaning, Plan, SpreadRule, Unit
 from planc.plan.unit_lists import lists
 
 
@@ -18,6 +18,14 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
         precision = unit.precision or section.precision
         shard, replicate = _wide(unit, section, holdings.plan)
         nbytes, gathered = holdings.of_unit(unit, precision)
+        ignored = [i for i in section.ignored if _leaves(unit, i.modules)]
+        spreads = _spreads(unit, section, holdings)
+        named: list[tuple[str, Meaning | None]] = [
+            ("precision", precision),
+            ("offload", section.offload),
+        ]
+        named += [(f"ignored.{i}", rule) for i, rule in enumerate(ignored)]
+        named += [(f"spreads.{i}", rule) for i, rule in enumerate(spreads)]
         yield FullyShard(
             members=unit.members,
             group=unit.group,
@@ -30,28 +38,26 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
             cast_inputs=precision.cast_inputs if precision else True,
             nbytes=nbytes,
             gathered=gathered,
-            ignored=tuple(i.modules for i in section.ignored if _leaves(unit, i.modules)),
+            ignored=tuple(i.modules for i in ignored),
             shard_dim=unit.shard_dim,
-            spreads=_spreads(unit, section, holdings),
+            spreads=tuple(_spread(s, section, holdings.plan) for s in spreads),
             offload=section.offload is not None,
             pin=section.offload is not None and section.offload.pin,
-            place=unit.origin.place,
+            origin=unit.origin,
+            origins=tuple((name, node.origin) for name, node in named if node),
         )
 
 
-def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> tuple[Spread, ...]:
+def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> list[SpreadRule]:
     """What lies otherwise in a unit; the same words for like units, so that they stay one."""
     there = [h.spread for h in holdings.all if h.unit is unit]
     found = [s for s in section.spreads if any(s is other for other in there)]
-    return tuple(
-        Spread(
-            modules=spread.modules,
-            shard=_wide(spread, section, holdings.plan)[0],
-            replicate=_wide(spread, section, holdings.plan)[1],
-            shard_dim=spread.shard_dim,
-        )
-        for spread in sorted(found, key=lambda s: len(s.modules.path))
-    )
+    return sorted(found, key=lambda s: len(s.modules.path))
+
+
+def _spread(rule: SpreadRule, section: Fsdp, plan: Plan) -> Spread:
+    shard, replicate = _wide(rule, section, plan)
+    return Spread(modules=rule.modules, shard=shard, replicate=replicate, shard_dim=rule.shard_dim)
 
 
 def _leaves(unit: Unit, ignored: Modules) -> bool:
@@ -65,25 +71,20 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
     if section is None or section.megatron is not None:
         return
     if section.divide is not None:
-        factor, place = section.divide.factor, section.divide.origin.place
-        yield Divide(factor=factor, place=place)
+        yield section.divide
         for unit in section.units:
             # the ranks of a tensor axis have the same gradient, and each of them adds it
             same = plan.mesh.size(*section.beyond(unit))
             if same > 1:
-                yield Divide(factor=factor * same, units=unit.members, place=place)
+                factor = section.divide.factor * same
+                yield replace(section.divide, factor=factor, units=unit.members)
     for units in lists(plan, facts) if section.prefetch else ():
         assert section.prefetch is not None
-        yield Prefetch(
-            units=units,
-            forward=section.prefetch.forward,
-            backward=section.prefetch.backward,
-            place=section.prefetch.origin.place,
-        )
+        yield replace(section.prefetch, units=units)
 
 
 def _wide(
-    unit: Unit | ir.Spread, section: Fsdp, plan: Plan
+    unit: Unit | SpreadRule, section: Fsdp, plan: Plan
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of more than one rank: the rest would only cost process groups.
 

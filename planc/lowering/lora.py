@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 from planc.model.facts import Modules
 from planc.ops.lora import Adapt
@@ -16,22 +17,31 @@ from planc.plan.ir import AdapterRule, Plan
 
 def adapt(plan: Plan) -> Iterator[Adapt]:
     """One for each rule, with a seed of its own: two rules would begin with the same values."""
-    ops: dict[tuple[Adapt, str], list[Modules]] = {}
-    for rule in plan.adapters.rules if plan.adapters else ():
-        op = Adapt(
-            members=(),
-            rank=rule.rank,
-            alpha=rule.alpha,
-            dropout=rule.dropout,
-            dtype=rule.dtype,
-            init=rule.init,
-            place=rule.origin.place,
-        )
-        ops.setdefault((op, op.place), []).append(rule.modules)
-    for number, ((op, _), members) in enumerate(ops.items()):
+    rules = plan.adapters.rules if plan.adapters else ()
+    for number, op in enumerate(_by_line((r.adapt, r.modules) for r in rules)):
         assert plan.adapters is not None
-        seed = plan.adapters.seed + number
-        yield replace(op, members=_merged(members), seed=seed)
+        yield replace(op, seed=plan.adapters.seed + number)
+
+
+def quantize(plan: Plan) -> list[Quantize]:
+    """One for each rule whose layers are in 4 bits."""
+    rules = plan.adapters.rules if plan.adapters else ()
+    return _by_line(
+        (r.quantize, Modules((*r.modules.path, BASE_LAYER), r.modules.module))
+        for r in rules
+        if r.quantize is not None
+    )
+
+
+Rule = TypeVar("Rule", Adapt, Quantize)
+
+
+def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
+    """The operation of each line, on all of its modules."""
+    found: dict[tuple[Rule, str], list[Modules]] = {}
+    for op, modules in rules:
+        found.setdefault((op, op.place), []).append(modules)
+    return [replace(op, members=_merged(sets)) for (op, _), sets in found.items()]
 
 
 def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
@@ -48,29 +58,6 @@ def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
     return tuple(result)
 
 
-def quantize(plan: Plan) -> Iterator[Quantize]:
-    """One for each rule whose layers are in 4 bits."""
-    ops: dict[tuple[Quantize, str], list[Modules]] = {}
-    for rule in plan.adapters.rules if plan.adapters else ():
-        quant = rule.quant
-        if quant is None:
-            continue
-        assert quant.storage is not None
-        op = Quantize(
-            members=(),
-            kind=quant.kind,
-            storage=quant.storage,
-            compute=quant.compute,
-            double=quant.double,
-            block=quant.block,
-            place=rule.origin.place,
-        )
-        inner = Modules((*rule.modules.path, BASE_LAYER), rule.modules.module)
-        ops.setdefault((op, op.place), []).append(inner)
-    for (op, _), members in ops.items():
-        yield replace(op, members=_merged(members))
-
-
 def scales(plan: Plan) -> int:
     """Bytes of the scales of 4-bit weights on a rank: no unit shards them.
 
@@ -78,7 +65,7 @@ def scales(plan: Plan) -> int:
     """
     total = 0
     for rule in plan.adapters.rules if plan.adapters else ():
-        if rule.quant is None:
+        if rule.quantize is None:
             continue
         split = [
             (part, plan.mesh.size(base.axis))
@@ -92,7 +79,7 @@ def scales(plan: Plan) -> int:
 
 
 def _scales(rule: AdapterRule, ranks: int) -> int:
-    assert rule.quant is not None
+    assert rule.quantize is not None
     weight = next(p for p in rule.modules.module.parameters if p.name == "weight")
-    blocks = -(-prod(weight.shape) // (ranks * rule.quant.block))
-    return blocks + 4 * -(-blocks // 256) if rule.quant.double else 4 * blocks
+    blocks = -(-prod(weight.shape) // (ranks * rule.quantize.block))
+    return blocks + 4 * -(-blocks // 256) if rule.quantize.double else 4 * blocks

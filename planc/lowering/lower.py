@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.lowering.configure import arrive, configure
+from planc.lowering.configure import configure
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
@@ -30,13 +30,13 @@ from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
-from planc.ops.lowered import Lowered, MeshAxis, Stage
+from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
-from planc.plan.ir import Axis, CheckpointRule, Plan, TensorRule
+from planc.plan.ir import Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 
 
@@ -57,21 +57,15 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [
         *configure(facts),
-        *arrive(plan),
+        *([plan.load] if plan.load else []),
         *adapt(plan),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_freeze(tensor, plan),
-        *_joined(
-            Freeze(modules=t.modules, trainable=t.trainable, place=t.origin.place)
-            for t in plan.train
-        ),
+        *_joined(plan.train),
         *quantize(plan),
-        *_joined(_checkpoint(rule) for rule in _inside_out(plan.checkpoint)),
-        *_joined(
-            Compile(modules=r.modules, fullgraph=r.fullgraph, place=r.origin.place)
-            for r in plan.compile
-        ),
+        *_joined(_inside_out(plan.checkpoint)),
+        *_joined(plan.compile),
         *units,
         *settings(plan, facts),
         *draws(plan, facts),
@@ -86,19 +80,9 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         model=facts.name,
         family=facts.family,
         layers=_layers(facts.root),
-        axes=tuple(map(_axis, plan.mesh.axes)),
+        axes=plan.mesh.axes,
         data=_data(plan),
         stages=(stage,),
-    )
-
-
-def _axis(axis: Axis) -> MeshAxis:
-    return MeshAxis(
-        name=axis.name,
-        size=axis.size,
-        role=axis.role,
-        inferred=axis.inferred,
-        place=axis.origin.place,
     )
 
 
@@ -209,7 +193,7 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
                     for p in module.parameters
                     if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
                 ),
-                place=rule.origin.place,
+                origin=rule.origin,
             )
 
 
@@ -268,19 +252,7 @@ def _makes(rule: TensorRule, parameter: str) -> bool:
     return rule.modules.has(parameter.rpartition(".")[0])
 
 
-def _checkpoint(rule: CheckpointRule) -> Checkpoint:
-    return Checkpoint(
-        modules=rule.modules,
-        save=rule.save,
-        offload=rule.offload,
-        pin=rule.pin,
-        preserve_rng=rule.preserve_rng,
-        early_stop=rule.early_stop,
-        place=rule.origin.place,
-    )
-
-
-def _inside_out(rules: Iterable[CheckpointRule]) -> list[CheckpointRule]:
+def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
     """The plan's order, but nothing after what it is inside: a wrapper is no module's parent."""
     rules = list(rules)
     nested = any(

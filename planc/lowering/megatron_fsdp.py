@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planc.lowering.memory import Holding, Holdings
 from planc.model.facts import DTYPE_BYTES, Facts, Modules
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
-from planc.plan.ir import Fsdp, Megatron, Plan
+from planc.plan.ir import Fsdp, Plan
 
 _EXPERTS = "experts"
 
 
-def megatron(plan: Plan, own: Megatron, facts: Facts, holdings: Holdings) -> MegatronShard:
+def megatron(plan: Plan, own: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
     """The operation of a section.
 
     Args:
         plan: with adapters in place.
-        own: what its section says of Megatron-FSDP.
+        own: the operation without its units and axes.
         facts: the model.
         holdings: its parameters.
     """
@@ -29,22 +30,19 @@ def megatron(plan: Plan, own: Megatron, facts: Facts, holdings: Holdings) -> Meg
     shard = _wide(section.shard, plan) or section.shard[:1]
     replicate = _wide(section.replicate, plan)
     reduce = section.precision.reduce if section.precision else None
-    return MegatronShard(
+    return replace(
+        own,
         members=tuple(members),
         classes=tuple(dict.fromkeys(m.module.cls for m in members)),
         shard=shard,
         replicate=replicate,
-        strategy=own.strategy,
         outer=own.outer if replicate else "no_shard",
-        main_params=own.main_params,
         main_grads=own.main_grads or reduce,
         grad_comm=own.grad_comm or (reduce if own.main_grads not in (None, reduce) else None),
         summed=section.divide is not None,
         experts=any(_expert(m) for m in facts.model.below()),
-        options=own.options,
         nbytes=sum(len(h.modules) * _at_rest(h, own, section, plan) for h in holdings.all),
         gathered=max((_gathered(m, holdings) for m in members), default=0),
-        place=own.origin.place,
     )
 
 
@@ -64,7 +62,7 @@ def _expert(modules: Modules) -> bool:
     return bool(modules.module.parameters) and _EXPERTS in modules.path[1:]
 
 
-def _at_rest(own: Holding, said: Megatron, section: Fsdp, plan: Plan) -> int:
+def _at_rest(own: Holding, said: MegatronShard, section: Fsdp, plan: Plan) -> int:
     """Bytes of a parameter on a rank, and of the weights that the optimizer works on."""
     ranks = plan.mesh.size(*section.shard)
     every = ranks * (plan.mesh.size(*section.replicate) if said.outer == "optim" else 1)

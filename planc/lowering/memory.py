@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
-from planc.ops.fsdp import FullyShard
-from planc.ops.fsdp import Spread as Lying
+from planc.ops.fsdp import FullyShard, Spread
 from planc.ops.lowered import Lowered
 from planc.ops.styles import weight_split
 from planc.plan.apply_adapters import FOUR_BIT, PARAMETERLESS
-from planc.plan.ir import Plan, Precision, Spread, TensorRule, Unit
+from planc.plan.ir import Plan, Precision, SpreadRule, TensorRule, Unit
 from planc.plan.local_shapes import local_shape, ruled, split_dim
 from planc.plan.parameter_owners import owned
 
@@ -36,7 +35,7 @@ class Holding:
 
     modules: Modules
     unit: Unit | None
-    spread: Spread | None = None
+    spread: SpreadRule | None = None
     parameter: Parameter
     local: tuple[int, ...]
     count: int
@@ -115,7 +114,7 @@ def _local(
 
 
 def kept_shape(
-    local: tuple[int, ...], unit: FullyShard | Lying | None, lowered: Lowered
+    local: tuple[int, ...], unit: FullyShard | Spread | None, lowered: Lowered
 ) -> tuple[int, ...]:
     """The shape of what a rank keeps of a parameter that a unit splits."""
     ranks = lowered.axis_size(*unit.shard) if unit else 1

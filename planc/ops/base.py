@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
 from planc.ops.entry import Entry, Group, Words
 from planc.ops.phrases import Mesh as Mesh  # noqa: PLC0414 - for every operation
+from planc.source import NOWHERE, Span
 
 
 class AxisRole(StrEnum):
@@ -130,10 +132,17 @@ def kind_of(cls: type) -> str:
     return given or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
+Origin = Annotated[Span, Form({"type": "string"}, write=attrgetter("place"), read=Span.at)]
+"""A part of a `.plan` file, in JSON as `name:line`."""
+Origins = Annotated[Pairs[Origin], Form(name="origins")]
+"""By field, `ignored.0` for the first entry of `ignored`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """Args:
-    place: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
+    origin: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
+    origins: the lines of fields that another line decided; `precision` is FSDP's whole policy.
     """
 
     SCRIPT: ClassVar[ScriptFunction]
@@ -145,7 +154,16 @@ class Op:
     WORDS: ClassVar[Words] = {}
     """How a diff words its facts, where not by their names and values alone."""
 
-    place: str = field(default="", compare=False)
+    origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
+    origins: Origins = field(default=(), compare=False, repr=False, metadata=OMIT)
+
+    @property
+    def place(self) -> str:
+        return self.origin.place
+
+    def origin_of(self, field: str) -> Span | None:
+        """The line that decided a field, None where it is the operation's."""
+        return dict(self.origins).get(field)
 
     def problems(self) -> Iterator[tuple[Where, str]]:
         """What is wrong with the operation and its type does not say: where in it, and what."""

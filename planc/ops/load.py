@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
-from planc.model.facts import Modules
+from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
 from planc.ops.base import OMIT, Dtype, Mesh, Op, choice
 from planc.ops.call import MODEL, Call, Context, Once, ScriptFunction, Step, dtype, given
@@ -30,6 +30,12 @@ class Load(Op):
     weights: Annotated[str, choice("slices", "rank0", "checkpoint")] | None = None
     dtype: Dtype | None = None
     fp32: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+
+    def kept(self, parameter: Parameter) -> str:
+        """The dtype that a parameter of the model is kept in."""
+        if self.dtype is None:
+            return parameter.dtype
+        return (parameter if self.fp32 else replace(parameter, keep_in_fp32="")).cast(self.dtype)
 
     @property
     def pattern(self) -> str:

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from planc.ops.base import Axes, AxisRole, Count, Form, Name, Size, key
+from planc.ops.base import Axes, AxisRole, Count, Form, Name, Origin, Size, key
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Custom
 from planc.ops.tensor_parallel import Parallelize
+from planc.source import NOWHERE
 
 FORMAT_VERSION = 2
 
@@ -29,14 +30,18 @@ class MeshAxis:
         size: the number of ranks along it.
         role: what its ranks share out.
         inferred: whether its size was `auto`.
-        place: what decided the size.
+        origin: what decided the size.
     """
 
     name: Name
     size: Size
     role: AxisRole = AxisRole.DATA
     inferred: bool = False
-    place: str = field(default="", compare=False)
+    origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
+
+    @property
+    def place(self) -> str:
+        return self.origin.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

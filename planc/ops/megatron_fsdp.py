@@ -102,7 +102,7 @@ class MegatronShard(Op):
                 replicate=self.replicate if whole else (*self.replicate, *self.shard),
                 reshard=whole and member.path != (),
                 reduce=self.grad_comm or self.main_grads,
-                place=self.place,
+                origin=self.origin,
             )
 
     SCRIPT: ClassVar = ScriptFunction("shard", "Hands the whole model to Megatron-FSDP.")

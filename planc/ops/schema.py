@@ -15,7 +15,7 @@ from typing import Any, assert_never
 
 from planc.diagnostic import one_of
 from planc.ops.base import Form, Where, cut, kind_of, short
-from planc.ops.codec import Either, Leaf, Many, Named, Record, Shape, Tagged, shape_of
+from planc.ops.codec import Either, Leaf, Many, Named, Record, Shape, Tagged, dump, shape_of
 from planc.ops.lowered import FORMAT_VERSION, Lowered
 
 Schema = dict[str, Any]
@@ -119,7 +119,7 @@ class _Definitions:
         for each in record.fields:
             about = {"description": said[each.name]} if each.name in said else {}
             # what is left out at its default is not written at its default
-            omit = {"not": {"const": _plain(each.default)}} if each.omit else {}
+            omit = {"not": {"const": dump(each.default, each.shape)}} if each.omit else {}
             properties[each.key] = {**about, **self.of(each.shape), **omit}
         return {
             "description": _first(record.cls),
@@ -128,10 +128,6 @@ class _Definitions:
             "required": [*extra, *(f.key for f in record.fields if not f.omit)],
             "properties": properties,
         }
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _first(cls: type) -> str:

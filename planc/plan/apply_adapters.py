@@ -7,7 +7,7 @@ modules with and without adapters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -20,6 +20,7 @@ from planc.model.facts import (
     Parameter,
     Segment,
 )
+from planc.ops.quantization import Quantize
 from planc.ops.styles import (
     Attributes,
     Change,
@@ -35,7 +36,7 @@ from planc.ops.styles import (
     Shard,
     Style,
 )
-from planc.plan.ir import AdapterRule, Plan, Quant, TensorRule, Unit
+from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
 NAME = "default"  # of the adapter, as peft has it where no other is given
 BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
@@ -48,6 +49,7 @@ PARAMETERLESS = (Input, Output, MlaKv, Attributes)
 """Styles that change what comes in or goes out, of a layer and its adapter together, and none of
 its weights."""
 
+_Kept = Callable[[Parameter], str]
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
 
@@ -58,16 +60,26 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
-    rules = tuple(replace(r, quant=_stored(r, plan)) for r in plan.adapters.rules)
-    own_units = plan.adapters.own
-    plan = replace(plan, adapters=replace(plan.adapters, rules=rules))
-    root = _module(facts.root, tuple((r.modules.path, r) for r in rules), plan)
-    if plan.load is not None:  # its cast comes before the adapters, and is in the facts by now
-        plan = replace(plan, load=replace(plan.load, done=True))
-    if own_units and plan.fsdp is not None:
+    rules = tuple(replace(r, quantize=_stored(r, plan)) for r in plan.adapters.rules)
+    facts = with_adapters(facts, rules, plan.dtype)
+    # the cast of `load` comes before the adapters, and is in the facts by now
+    plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
+    if plan.adapters and plan.adapters.own and plan.fsdp is not None:
         own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
         plan = replace(plan, fsdp=replace(plan.fsdp, units=(*own, *plan.fsdp.units)))
-    return plan, replace(facts, root=root)
+    return plan, facts
+
+
+def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Facts:
+    """The model with adapters in it, all else frozen.
+
+    Args:
+        facts: the model.
+        rules: on its modules; their 4-bit weights have a storage.
+        kept: the dtype of a parameter after `load`.
+    """
+    paths = tuple((rule.modules.path, rule) for rule in rules)
+    return replace(facts, root=_module(facts.root, paths, kept))
 
 
 def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
@@ -89,12 +101,12 @@ def in_out_features(module: Module) -> tuple[int, int]:
 # Modules -----------------------------------------------------------------------------------------
 
 
-def _module(module: Module, rules: _Rest, plan: Plan) -> Module:
+def _module(module: Module, rules: _Rest, kept: _Kept) -> Module:
     """The module frozen, with the adapters of these rules, whose paths begin inside it."""
     own = [r for rest, r in rules if not rest]
-    children = [c for child in module.children for c in _split(child, rules, plan)]
-    kept = tuple(replace(p, trainable=False, dtype=plan.dtype(p)) for p in module.parameters)
-    module = replace(module, parameters=kept)
+    children = [c for child in module.children for c in _split(child, rules, kept)]
+    frozen = tuple(replace(p, trainable=False, dtype=kept(p)) for p in module.parameters)
+    module = replace(module, parameters=frozen)
     children += [c for r in own for c in _children(module, r)]
     for rule in own:
         module = _packed(module, rule)
@@ -103,8 +115,8 @@ def _module(module: Module, rules: _Rest, plan: Plan) -> Module:
 
 def _packed(module: Module, rule: AdapterRule) -> Module:
     """The module with its weight in 4 bits: a column of the dtype that its bytes are seen as."""
-    quant = rule.quant
-    if quant is None or quant.storage is None or module.kind != "linear":
+    quant = rule.quantize
+    if quant is None or module.kind != "linear":
         return module
     weight = next(p for p in module.parameters if p.name == "weight")
     width = 2 * DTYPE_BYTES[quant.storage]
@@ -113,25 +125,25 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
     return replace(module, cls=FOUR_BIT, parameters=kept)
 
 
-def _stored(rule: AdapterRule, plan: Plan) -> Quant | None:
+def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
     """How a rule's layers are quantised, with a storage; None where they are not.
 
     The storage is the dtype that FSDP gathers in where the rule says none: FSDP casts what has
     another, and packed bytes are no numbers.
     """
-    if rule.quant is None or rule.quant.storage is not None:
-        return rule.quant
+    if rule.quantize is None or rule.quantize.storage:
+        return rule.quantize
     weight = next((p for p in rule.modules.module.parameters if p.name == "weight"), None)
     common = plan.fsdp.precision.param if plan.fsdp and plan.fsdp.precision else None
     own = plan.dtype(weight) if weight else "float32"
-    return replace(rule.quant, storage=common or own)
+    return replace(rule.quantize, storage=common or own)
 
 
-def _split(child: Child, rules: _Rest, plan: Plan) -> Iterator[Child]:
+def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
     """A child as it becomes; entries of a list part where only some of them are adapted."""
     if child.indices is None:
         inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
-        yield replace(child, module=_module(child.module, inner, plan))
+        yield replace(child, module=_module(child.module, inner, kept))
         return
     parts: list[tuple[object, _Rest]] = [(child.indices, ())]
     for rest, rule in rules:
@@ -144,23 +156,23 @@ def _split(child: Child, rules: _Rest, plan: Plan) -> Iterator[Child]:
             cut += [(left, found)] if left else []
         parts = cut
     for indices, found in parts:
-        yield replace(child, module=_module(child.module, found, plan), indices=indices)  # type: ignore[arg-type]
+        yield replace(child, module=_module(child.module, found, kept), indices=indices)  # type: ignore[arg-type]
 
 
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
     if module.kind not in KINDS:
         return ()  # which a check has said
     weight = next(p for p in module.parameters if p.name == "weight")
-    dtype = rule.dtype or weight.dtype
+    dtype = rule.adapt.dtype or weight.dtype
     one, two = in_out_features(module)
     if module.kind == "embedding":
-        a = Parameter(name=NAME, shape=(rule.rank, one), dtype=dtype)
-        b = Parameter(name=NAME, shape=(two, rule.rank), dtype=dtype)
+        a = Parameter(name=NAME, shape=(rule.adapt.rank, one), dtype=dtype)
+        b = Parameter(name=NAME, shape=(two, rule.adapt.rank), dtype=dtype)
         return tuple(
             Child(module=Module(cls="ParameterDict", kind="dict", parameters=(p,)), name=name)
             for name, p in (("lora_embedding_A", a), ("lora_embedding_B", b))
         )
-    shapes = (("lora_A", (rule.rank, one)), ("lora_B", (two, rule.rank)))
+    shapes = (("lora_A", (rule.adapt.rank, one)), ("lora_B", (two, rule.adapt.rank)))
     return tuple(Child(module=_dict(shape, dtype), name=name) for name, shape in shapes)
 
 

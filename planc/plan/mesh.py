@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 from planc.diagnostic import Label, did_you_mean, one_of
+from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import describe, evaluate, truth
-from planc.plan.ir import Axis, Mesh
+from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import SHARD
+from planc.plan.overrides import nothing_to_override
 from planc.plan.program import Program
 from planc.plan.scope import Failed
 from planc.source import Span
@@ -75,7 +77,7 @@ def _solve(program: Program) -> Mesh | None:
     if left is None:
         return None
     axes = tuple(
-        Axis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
+        MeshAxis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
         for s, size in sizes.pairs
     )
     return Mesh(axes=axes, origin=next(iter(program.named("mesh"))).origin)
@@ -117,12 +119,8 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
         )
         return
     if item.override and not earlier:
-        program.sink.error(
-            "PL103",
-            f"there is no earlier axis `{item.name}` to override",
-            item.name_origin,
-            help=did_you_mean(item.name, found, "take `override` away"),
-        )
+        told = did_you_mean(item.name, found, "take `override` away")
+        nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, told)
     if program.scope.definitions.get(item.name):
         program.sink.error(
             "PL107",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from planc.model.facts import Facts, Modules, Parameter
-from planc.plan.ir import Ignored, Plan, Spread, Training, Unit
+from planc.ops.freeze import Freeze
+from planc.plan.ir import Ignored, Plan, SpreadRule, Unit
 
 T = TypeVar("T")
 
@@ -26,9 +27,9 @@ class Owned:
 
     modules: Modules
     unit: Unit | None = None
-    spread: Spread | None = None
+    spread: SpreadRule | None = None
     ignored: Ignored | None = None
-    training: Training | None = None
+    training: Freeze | None = None
 
     def trains(self, parameter: Parameter) -> bool:
         """Whether a parameter of these modules takes a gradient."""
@@ -58,8 +59,8 @@ def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
 def _lying(
     modules: Modules,
     units: Sequence[tuple[Modules, Unit]],
-    spreads: Sequence[tuple[Modules, Spread]],
-) -> Iterator[tuple[Modules, Unit | None, Spread | None]]:
+    spreads: Sequence[tuple[Modules, SpreadRule]],
+) -> Iterator[tuple[Modules, Unit | None, SpreadRule | None]]:
     """The modules, divided by their unit and by the spread that applies to them.
 
     A unit's own placement wins over a `spread` on the unit or on an ancestor.
@@ -67,9 +68,9 @@ def _lying(
     if not spreads:
         yield from ((piece, unit, None) for piece, unit in _shared(modules, units))
         return
-    both: list[tuple[Modules, Unit | Spread]] = [*units, *spreads]
+    both: list[tuple[Modules, Unit | SpreadRule]] = [*units, *spreads]
     for piece, own in _shared(modules, _inner(both)):
-        if not isinstance(own, Spread):
+        if not isinstance(own, SpreadRule):
             yield piece, own, None
             continue
         yield from ((part, unit, own) for part, unit in _shared(piece, units))

@@ -10,6 +10,7 @@ from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.plan.evaluate import describe, truth
 from planc.plan.ir import Mesh
+from planc.plan.overrides import nothing_to_override
 from planc.plan.scope import Definition, Failed, Scope, mentioned
 from planc.plan.sections.tensor_styles import STYLES
 from planc.source import Source, Span
@@ -155,12 +156,8 @@ def _define(
         )
         return
     if statement.override and not earlier:
-        program.sink.error(
-            "PL103",
-            f"there is no {kind} `{statement.name}` to override",
-            statement.name_origin,
-            help="take `override` away",
-        )
+        what = f"{kind} `{statement.name}`"
+        nothing_to_override(program.sink, what, statement.name_origin)
     program.scope.define(
         Definition(
             name=statement.name,
@@ -204,12 +201,8 @@ def _section(section: ast.Section, program: Program) -> None:
             )
 
         if not any(replaced(s) for s in program.sections):
-            program.sink.error(
-                "PL103",
-                f"there is no earlier `{section.name}` section to override",
-                section.name_origin,
-                help="take `override` away",
-            )
+            what = f"`{section.name}` section"
+            nothing_to_override(program.sink, what, section.name_origin)
         program.sections = [s for s in program.sections if not replaced(s)]
     if section.name == "mesh" and program.sized:
         program.sink.error(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Sink
 from planc.model.facts import Modules
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.freeze import Freeze
 from planc.plan.evaluate import truth
+from planc.plan.overrides import conflict, nothing_to_override
 from planc.plan.scope import Scope
 from planc.plan.selectors import select
 from planc.source import Span
 from planc.syntax import ast
 
 T = TypeVar("T")
+Ruled = TypeVar("Ruled", Checkpoint, Compile, Freeze)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +112,15 @@ class Claims(Generic[T]):
                 Claim(modules=wanted, aspect=aspect, value=value, origin=origin),
             ]
         if override and said and not met:
-            self.sink.error(
-                "PL103",
-                f"nothing before this decides `{said[0][0]}`: there is nothing to override",
-                origin,
-                help="take `override` away",
-            )
+            nothing_to_override(self.sink, f"rule for `{said[0][0]}`", origin)
+
+    def ops(self: Claims[Ruled | None]) -> tuple[Ruled, ...]:
+        """The operations of all claims that decide one, each on its modules."""
+        return tuple(
+            replace(claim.value, modules=claim.modules, origin=claim.origin)
+            for claim in self.claims
+            if claim.value is not None
+        )
 
     def _twice(self, both: Modules, aspect: str, origin: Span) -> None:
         self.sink.error(
@@ -124,13 +132,8 @@ class Claims(Generic[T]):
 
     def _conflict(self, both: Modules, claim: Claim[T], origin: Span) -> None:
         count = f", {len(both)} modules" if len(both) > 1 else ""
-        self.sink.error(
-            "PL102",
-            f"two rules decide the {claim.aspect} of `{both}`{count}",
-            Label(span=origin, text="this rule"),
-            Label(span=claim.origin, text="and this one"),
-            help="take one away, or write `override` before the one that is to hold",
-        )
+        what = f"the {claim.aspect} of `{both}`{count}"
+        conflict(self.sink, "rule", what, origin, claim.origin)
 
 
 def _less(claim: Claim[T], wanted: Modules) -> Iterator[Claim[T]]:

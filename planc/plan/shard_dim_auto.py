@@ -9,11 +9,11 @@ from typing import TypeVar
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.plan.apply_adapters import PARAMETERLESS
-from planc.plan.ir import Fsdp, Plan, Spread, Unit
+from planc.plan.ir import Fsdp, Plan, SpreadRule, Unit
 from planc.plan.local_shapes import AUTO, even_dim, local_shape, ruled
 from planc.plan.parameter_owners import Owned, owned
 
-UnitOrSpread = TypeVar("UnitOrSpread", Unit, Spread)
+UnitOrSpread = TypeVar("UnitOrSpread", Unit, SpreadRule)
 
 
 def settled(plan: Plan, facts: Facts, sink: Sink) -> Plan:
@@ -51,7 +51,7 @@ def _settled(
 
 
 def held(
-    part: Unit | Spread, found: list[Owned], plan: Plan
+    part: Unit | SpreadRule, found: list[Owned], plan: Plan
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape after tensor parallelism) of the parameters that a unit or spread places.
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from planc.ops.base import AxisRole
-from planc.ops.lowered import Lowered
-from planc.plan.ir import Axis
+from planc.ops.lowered import Lowered, MeshAxis
 
 _FIRST = (
     AxisRole.TENSOR,
@@ -19,7 +18,7 @@ _FIRST = (
 """The order in which axes get processes, if there are not enough."""
 
 
-def small_sizes(axes: Iterable[Axis], processes: int) -> dict[str, int]:
+def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:
     """The size of each axis on a few processes.
 
     Axes of more than one rank keep more than one while there are processes left; the remaining

@@ -28,11 +28,11 @@ from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.plan.apply_adapters import FOUR_BIT
-from planc.plan.ir import Meaning, Plan
+from planc.plan.apply_adapters import FOUR_BIT, with_adapters
+from planc.plan.ir import AdapterRule, Plan
 from planc.provenance.answer import Answer, Held, Reason
-from planc.provenance.applied import as_applied
 from planc.provenance.module_lookup import found
+from planc.source import NOWHERE, Span
 
 _LONGEST = 100
 
@@ -49,9 +49,23 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
     facts, lowered = compiled.facts, compiled.lowered
     if facts is None or lowered is None:
         return None
-    kept, facts = compiled.applied or as_applied(facts, lowered)
+    facts = compiled.applied[1] if compiled.applied else _adapted(facts, lowered)
     named = found(name, facts, sink)
-    return None if named is None else _Question(facts, lowered, compiled.plan, kept, named).answer()
+    return None if named is None else _Question(facts, lowered, compiled.plan, named).answer()
+
+
+def _adapted(facts: Facts, lowered: Lowered) -> Facts:
+    """The model with the adapters that a lowered plan from JSON puts in."""
+    rules = []
+    for op in (o for o in lowered.ops if isinstance(o, Adapt)):
+        for members in op.members:
+            layers = Modules(members.path, facts.at(next(members.names())).module)
+            four = (o for o in lowered.ops if isinstance(o, Quantize))
+            own = (o for o in four if any(phrases.layer(m).overlap(layers) for m in o.members))
+            rule = AdapterRule(modules=layers, adapt=op, quantize=next(own, None), origin=op.origin)
+            rules.append(rule)
+    load = next((op for op in lowered.ops if isinstance(op, Load)), Load())
+    return with_adapters(facts, rules, load.kept) if rules else facts
 
 
 class _Question:
@@ -62,14 +76,11 @@ class _Question:
         facts: Facts,
         lowered: Lowered,
         plan: Plan | None,
-        kept: Plan,
         named: tuple[Modules, Parameter | None],
     ) -> None:
         self.facts, self.lowered, self.plan = facts, lowered, plan
-        self.kept = kept
         self.at, self.parameter = at, parameter = named
         self.styles = [op for op in lowered.ops if isinstance(op, Parallelize)]
-        self.texts = _texts(plan) if plan else {}
         self.name = next(at.names())
         self.full = _joined(self.name, parameter.name) if parameter else self.name
         self.owner = {id(u): op for op in lowered.ops for u in units_of(op)}
@@ -115,13 +126,14 @@ class _Question:
     def _around(self, op: Parallelize) -> bool:
         return not self._is(op) and self.at.inside(op.modules) is not None
 
-    def _reason(self, what: str, target: str, op: AnyOp, place: str | None = None) -> Reason:
-        place = op.place if place is None else place
+    def _reason(self, what: str, target: str, op: AnyOp, origin: Span | None = None) -> Reason:
+        origin = op.origin if origin is None else origin
+        text = " ".join(origin.text.split())
         return Reason(
             what=what,
             target=target or "root",
-            place=place,
-            text=self.texts.get(place, ""),
+            place=origin.place,
+            text=f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text,
             op=next(i for i, o in enumerate(self.lowered.ops) if o is self.owner.get(id(op), op)),
         )
 
@@ -179,9 +191,9 @@ class _Question:
         """The unit, what holds for it, and the units inside."""
         op = self.shard
         if op and self.ignored:
-            place = self._line_of_ignored(self.ignored)
+            line = op.origin_of(f"ignored.{op.ignored.index(self.ignored)}") or NOWHERE
             target = self._part(len(self.ignored.path))
-            yield self._reason("ignored: whole on every rank", target, op, place)
+            yield self._reason("ignored: whole on every rank", target, op, line)
         elif op:
             yield self._sharded(op)
             yield from self._lies(op)
@@ -212,17 +224,16 @@ class _Question:
     def _lies(self, op: FullyShard) -> Iterator[Reason]:
         spread = self._spread(op)
         if spread is not None:
-            own = self.plan.fsdp.spreads if self.plan and self.plan.fsdp else ()
-            places = (s.origin.place for s in own if s.modules == spread.modules)
+            line = op.origin_of(f"spreads.{op.spreads.index(spread)}") or NOWHERE
             target = self._part(len(spread.modules.path))
-            said = f"lies {spread.headline(self.lowered)}"
-            yield self._reason(said, target, op, next(places, ""))
+            yield self._reason(f"lies {spread.headline(self.lowered)}", target, op, line)
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
         if isinstance(self.owner[id(op)], MegatronShard):
             return
         target = self._sharded(op).target
-        yield self._reason(op.precision, target, op, self._line_of_precision(op))
+        line = op.origin_of("precision") or NOWHERE
+        yield self._reason(op.precision, target, op, line)
         for other in self.lowered.ops:
             if isinstance(other, Divide) and other is self._divide(op):
                 yield self._reason(f"gradients are divided by {other.factor}", target, other)
@@ -234,21 +245,6 @@ class _Question:
         own = [o for o in self.lowered.ops if isinstance(o, Divide)]
         own = [o for o in own if not o.units or o.units == op.members]
         return own[-1] if own else None
-
-    def _line_of_precision(self, op: FullyShard) -> str:
-        section = self.plan.fsdp if self.plan else None
-        for unit in section.units if section else ():
-            precision = unit.precision or (section.precision if section else None)
-            if precision and unit.origin.place == op.place:
-                return precision.origin.place
-        return ""
-
-    def _line_of_ignored(self, ignored: Modules) -> str:
-        section = self.plan.fsdp if self.plan else None
-        lines = [
-            i.origin.place for i in (section.ignored if section else ()) if i.modules == ignored
-        ]
-        return lines[0] if lines else ""
 
     def _freezing(self) -> list[Freeze]:
         ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
@@ -313,7 +309,10 @@ class _Question:
         unit = None if self.ignored else self.shard
         lying = (self._spread(unit) or unit) if unit else None
         shard = kept_shape(local, lying, self.lowered)
-        dtype = self.kept.dtype(parameter)
+        dtype = parameter.dtype
+        if not any(isinstance(op, Adapt) for op in self.lowered.ops):  # else it is cast already
+            load = (op for op in self.lowered.ops if isinstance(op, Load))
+            dtype = next(load, Load()).kept(parameter)
         computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self._freezing()]
         group = next((g for g in self.facts.ties if full in g), ())
@@ -330,27 +329,6 @@ class _Question:
             computed=computed,
             ties=tuple(n for n in group if n != full),
         )
-
-
-def _texts(plan: Plan) -> dict[str, str]:
-    """The words of each line that decides something, by its place."""
-    rules: list[Meaning] = [*plan.tensor, *plan.checkpoint, *plan.compile, *plan.train]
-    rules += plan.adapters.rules if plan.adapters else ()
-    rules += [plan.load] if plan.load else []
-    if plan.fsdp:
-        settings = (plan.fsdp.precision, plan.fsdp.prefetch, plan.fsdp.divide)
-        rules += [
-            *plan.fsdp.units,
-            *plan.fsdp.spreads,
-            *plan.fsdp.ignored,
-            *(s for s in settings if s is not None),
-        ]
-        rules += [u.precision for u in plan.fsdp.units if u.precision is not None]
-    found = {r.origin.place: " ".join(r.origin.text.split()) for r in reversed(rules)}
-    return {
-        place: f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text
-        for place, text in found.items()
-    }
 
 
 def _wrapped(op: Checkpoint | Compile) -> str:

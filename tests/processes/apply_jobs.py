@@ -12,6 +12,7 @@ import planc
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import apply_lowered
+from planc.source import Span
 
 
 def apply(overrides, model=None):
@@ -102,7 +103,7 @@ def refused():
     lowered = planc.lower(model, "llama", world_size=4, overrides=["tp=2"])
     styled = [op for op in lowered.ops if isinstance(op, Parallelize)]
     norm = next(op.modules for op in styled if str(op.modules) == "model.norm")
-    bad = replace(styled[0], modules=norm, shapes=(), place="mine.plan:8")
+    bad = replace(styled[0], modules=norm, shapes=(), origin=Span.at("mine.plan:8"))
     apply_lowered(model, lowered.with_ops((bad,)), digest="same", device_type="cpu")
 
 

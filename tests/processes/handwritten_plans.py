@@ -21,6 +21,7 @@ from planc.ops.styles import (
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.tensor_parallel import Shape as ParameterShape
 from planc.plan.mesh_axes import role_of
+from planc.source import Span
 
 BLOCKS = "model.layers[0:2]"
 DIGEST = "0123456789abcdef" * 4
@@ -63,15 +64,17 @@ def llama(
     ops = [Configure(name="use_cache", value=False, reason="no cache")]
     if axes.get("tp", 1) > 1:
         ops += [
-            Parallelize(modules=modules(path), axes=("tp",), style=style, place=f"x.plan:{line}")
+            Parallelize(
+                modules=modules(path), axes=("tp",), style=style, origin=Span.at(f"x.plan:{line}")
+            )
             for line, (path, style) in enumerate(styles(sequence).items(), start=10)
         ]
         if tied:
             ops.append(Tie(parameter="lm_head.weight", source="model.embed_tokens.weight"))
     if checkpoint:
-        ops.append(Checkpoint(modules=modules(BLOCKS), place="x.plan:30"))
+        ops.append(Checkpoint(modules=modules(BLOCKS), origin=Span.at("x.plan:30")))
     if compiled:
-        ops.append(Compile(modules=modules(BLOCKS), place="x.plan:35"))
+        ops.append(Compile(modules=modules(BLOCKS), origin=Span.at("x.plan:35")))
     names = {*(shard + replicate if data is None else data)}
     return Lowered(
         plan="byhand",
@@ -79,7 +82,12 @@ def llama(
         family="llama",
         layers=2,
         axes=tuple(
-            MeshAxis(name=n, size=s, role=role_of(n, tensor=("tp",), data=names), place="x.plan:3")
+            MeshAxis(
+                name=n,
+                size=s,
+                role=role_of(n, tensor=("tp",), data=names),
+                origin=Span.at("x.plan:3"),
+            )
             for n, s in axes.items()
         ),
         data=tuple(n for n in axes if n in names),

@@ -18,6 +18,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.styles import Colwise, Replicate
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime import apply_lowered
+from planc.source import Span
 
 AXES = {"dp_shard": 2, "tp": 2}
 
@@ -58,7 +59,7 @@ def test_tensor_parallel_and_fsdp(four, tied, sequence, checkpoint):
 
 def test_checkpoints_that_nest_in_any_order(four):
     """A wrapper hides its module, so the script puts what is inside first, whatever the order."""
-    inner = Checkpoint(modules=modules(f"{BLOCKS}.mlp"), place="x.plan:31")
+    inner = Checkpoint(modules=modules(f"{BLOCKS}.mlp"), origin=Span.at("x.plan:31"))
     plain = llama(AXES, sequence=True)
     outer = llama(AXES, sequence=True, checkpoint=True)
     at = next(i for i, op in enumerate(outer.ops) if isinstance(op, Checkpoint))
@@ -212,7 +213,7 @@ def added(lowered, op):
 
 WRONG = {
     "the model has no module 'model.layers.2'": added(
-        llama(AXES), Checkpoint(modules=modules("model.layers[0:4]"), place="x.plan:99")
+        llama(AXES), Checkpoint(modules=modules("model.layers[0:4]"), origin=Span.at("x.plan:99"))
     ),
     "q_proj.weight is [64, 64], the plan was lowered for [128, 64]": shaped(
         llama(AXES), f"{BLOCKS}.self_attn.q_proj", "weight", (128, 64)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from planc.plan.call_arguments import Arguments, unknown, word
 from planc.plan.evaluate import describe
 from planc.plan.ir import AdapterRule, Adapters
+from planc.plan.overrides import Settings
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, flatten
-from planc.plan.scope import FAILED, Failed
+from planc.plan.scope import Failed, Scope
 from planc.plan.sections.lora_arguments import Lora, lora
 from planc.plan.selectors import select
 from planc.syntax import ast
@@ -16,22 +17,13 @@ ACTIONS = ("lora", "qlora", "none")
 _UNITS = {"with_layer": False, "own": True}
 
 
-class _Terms:
-    """The section's settings: `units = ...`, `seed = ...`."""
-
-    def __init__(self) -> None:
-        self.own = False
-        self.seed = 0
-        self.said: dict[str, ast.Setting] = {}
-
-
 def adapters(program: Program) -> Adapters | None:
     """The adapters section of a plan, or None where there is none or it adapts no module."""
     sections = list(program.named("adapters"))
     if not sections:
         return None
     claims: Claims[Lora | None] = Claims(program.sink)
-    terms = _Terms()
+    settings = Settings(program.sink)
     for section in sections:
         if section.axes or section.replicate:
             program.sink.error(
@@ -41,29 +33,43 @@ def adapters(program: Program) -> Adapters | None:
                 help="write `adapters {`: the styles of adapters follow those of their layers",
             )
         for placed in flatten(section, program.scope):
-            _item(placed, claims, terms, program)
+            _item(placed, claims, settings, program)
     rules = tuple(
-        AdapterRule(modules=claim.modules, origin=claim.origin, **claim.value)
+        AdapterRule(
+            modules=claim.modules,
+            adapt=claim.value[0],
+            quantize=claim.value[1],
+            origin=claim.origin,
+        )
         for claim in claims.claims
         if claim.value is not None
     )
-    own = terms.said.get("units")
+    own = settings.lines.get("units")
     return Adapters(
         rules=rules,
-        own=terms.own,
-        seed=terms.seed,
+        own=settings.values.get("units") or False,
+        seed=settings.values.get("seed") or 0,
         units_origin=own.origin if own else None,
         origin=sections[0].name_origin,
     )
 
 
-def _item(placed: Placed, claims: Claims[Lora | None], terms: _Terms, program: Program) -> None:
+def _item(
+    placed: Placed, claims: Claims[Lora | None], settings: Settings, program: Program
+) -> None:
     item = placed.item
     match item:
         case ast.Rule() if isinstance(item.target, ast.Selector):
             _rule(item, placed, claims, program)
+        case ast.Setting() if item.name in ("units", "seed"):
+            settings.add(item, lambda item: _value(item, program.scope))
         case ast.Setting():
-            _setting(item, terms, program)
+            program.sink.error(
+                "PL011",
+                f"`{item.name}` has no place in an `adapters` section",
+                item.origin,
+                help="it can set `units` and `seed`",
+            )
         case _:
             program.sink.error(
                 "PL011",
@@ -84,51 +90,22 @@ def _rule(rule: ast.Rule, placed: Placed, claims: Claims[Lora | None], program: 
     if rule.action.name == "none":
         right = Arguments(rule.action, scope).done()
     else:
-        value = lora(rule.action, scope)
+        value = lora(rule.action, rule.origin, scope)
         right = value is not None
     found = select(rule.target, placed.bases, scope, optional=rule.optional)  # both are said
     if right:
         claims.add(found, "adapters", value, rule.origin, override=rule.override)
 
 
-def _setting(item: ast.Setting, terms: _Terms, program: Program) -> None:
-    """`units = own` or `seed = 1`; repeating one needs `override` (PL102, PL103)."""
-    sink = program.sink
-    if item.name not in ("units", "seed"):
-        sink.error(
-            "PL011",
-            f"`{item.name}` has no place in an `adapters` section",
-            item.origin,
-            help="it can set `units` and `seed`",
-        )
-        return
-    earlier = terms.said.get(item.name)
-    if earlier is not None and not item.override:
-        sink.error(
-            "PL102",
-            f"two lines decide the `{item.name}` of adapters",
-            item.origin,
-            earlier.origin,
-            help="take one away, or write `override` before the one that is to hold",
-        )
-        return
-    if earlier is None and item.override:
-        sink.error(
-            "PL103",
-            f"nothing before this decides `{item.name}`: there is nothing to override",
-            item.origin,
-            help="take `override` away",
-        )
-        return
-    terms.said[item.name] = item
-    value = word(item.value, program.scope)
-    if value is FAILED or isinstance(value, Failed):
-        return
+def _value(item: ast.Setting, scope: Scope) -> bool | int | None:
+    """Whether A and B are units (`units = own`), or the seed (`seed = 1`); None after a finding."""
+    value = word(item.value, scope)
     if item.name == "units" and isinstance(value, str) and value in _UNITS:
-        terms.own = _UNITS[value]
-    elif item.name == "seed" and type(value) is int and 0 <= value < 2**32:
-        terms.seed = value
-    else:
+        return _UNITS[value]
+    if item.name == "seed" and type(value) is int and 0 <= value < 2**32:
+        return value
+    if not isinstance(value, Failed):
         wanted = "`with_layer` or `own`" if item.name == "units" else "a number of 32 bits"
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
-        sink.error("PL012", f"`{item.name}` is {wanted}, not {shown}", item.value.origin)
+        scope.sink.error("PL012", f"`{item.name}` is {wanted}, not {shown}", item.value.origin)
+    return None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import TypeVar
 
 from planc.diagnostic import did_you_mean, one_of
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import GROUPS, Save, like, listed, seen
+from planc.ops.compile import Compile
 from planc.plan.call_arguments import Arguments, unknown, word
 from planc.plan.evaluate import evaluate
-from planc.plan.ir import CheckpointRule, CompileRule
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claim, Claims, flatten
+from planc.plan.rule_conflicts import Claims, flatten
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.tensor import modules_of, no_axes, rule_of
 from planc.syntax import ast
@@ -23,67 +23,47 @@ _WAYS = ("full", "ops", "none")
 _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
-    """How modules are checkpointed; `save` is empty where all activations are recomputed."""
+def checkpoint(program: Program) -> tuple[Checkpoint, ...]:
+    """The operations of the checkpoint sections, in the plan's order."""
 
-    save: tuple[Save, ...] = ()
-    offload: bool = False
-    pin: bool = True
-    preserve_rng: bool = True
-    early_stop: bool = True
-
-
-def checkpoint(program: Program) -> Iterator[CheckpointRule]:
-    """The rules of the checkpoint sections, in the plan's order."""
-
-    def read(call: ast.Call, scope: Scope) -> tuple[_Terms | None] | None:
+    def read(call: ast.Call) -> tuple[Checkpoint | None] | None:
         if call.name == "none":
-            return (None,) if Arguments(call, scope).done() else None
-        terms = _terms(call, scope)
-        return None if terms is None else (terms,)
+            return (None,) if Arguments(call, program.scope).done() else None
+        found = _checkpoint(call, program.scope)
+        return None if found is None else (found,)
 
-    for claim in _claimed(program, "checkpoint", _WAYS, "way to checkpoint", read):
-        terms = claim.value
-        if terms is not None:
-            yield CheckpointRule(
-                modules=claim.modules,
-                save=terms.save,
-                offload=terms.offload,
-                pin=terms.pin,
-                preserve_rng=terms.preserve_rng,
-                early_stop=terms.early_stop,
-                origin=claim.origin,
-            )
+    claims: Claims[Checkpoint | None] = Claims(program.sink)
+    _claim(program, claims, "checkpoint", _WAYS, read)
+    return claims.ops()
 
 
-def compile_rules(program: Program) -> Iterator[CompileRule]:
-    """The rules of the compile sections, in the plan's order."""
+def compile_rules(program: Program) -> tuple[Compile, ...]:
+    """The operations of the compile sections, in the plan's order."""
 
-    def read(call: ast.Call, scope: Scope) -> tuple[bool] | None:
-        arguments = Arguments(call, scope, ("fullgraph",))
+    def read(call: ast.Call) -> tuple[Compile] | None:
+        arguments = Arguments(call, program.scope, ("fullgraph",))
         fullgraph = arguments.truth("fullgraph", False)
-        return (fullgraph,) if arguments.done() else None
+        op = Compile(modules=program.facts.model, fullgraph=fullgraph)
+        return (op,) if arguments.done() else None
 
-    for claim in _claimed(program, "compile", ("block",), "way to compile", read):
-        yield CompileRule(modules=claim.modules, fullgraph=claim.value, origin=claim.origin)
+    claims: Claims[Compile | None] = Claims(program.sink)
+    _claim(program, claims, "compile", ("block",), read)
+    return claims.ops()
 
 
-def _claimed(
+def _claim(
     program: Program,
+    claims: Claims[T],
     name: str,
     known: tuple[str, ...],
-    what: str,
-    read: Callable[[ast.Call, Scope], tuple[T] | None],
-) -> tuple[Claim[T], ...]:
-    """The claims of the rules of all sections with one name.
+    read: Callable[[ast.Call], tuple[T] | None],
+) -> None:
+    """Claims the modules of the rules of all sections with one name.
 
     Args:
         known: the actions that a rule can have.
-        what: the word for such an action in a message.
-        read: returns the value of an action in a tuple, or None after a finding.
+        read: returns the operation of an action in a tuple, or None after a finding.
     """
-    claims: Claims[T] = Claims(program.sink)
     for section in program.named(name):
         no_axes(section, program)
         for placed in flatten(section, program.scope):
@@ -91,40 +71,36 @@ def _claimed(
             if rule is None:
                 continue
             if rule.action.name not in known:
-                unknown(rule.action, known, what, program.scope)
+                unknown(rule.action, known, f"way to {name}", program.scope)
                 continue
-            value = read(rule.action, program.scope)
+            value = read(rule.action)
             if value is not None:
                 found = modules_of(rule, placed, program.scope)
                 claims.add(found, name, value[0], rule.origin, override=rule.override)
-    return tuple(claims.claims)
 
 
 # What a rule says --------------------------------------------------------------------------------
 
 
-def _terms(call: ast.Call, scope: Scope) -> _Terms | None:
-    """`full(...)` or `ops(...)`, or None after a finding."""
+def _checkpoint(call: ast.Call, scope: Scope) -> Checkpoint | None:
+    """`full(...)` or `ops(...)` on the whole model, or None after a finding."""
     selective = call.name == "ops"
     arguments = Arguments(call, scope, (*(("save",) if selective else ()), *_TERMS))
-    terms = _Terms()
-    if selective:
-        save = _save(arguments)
-        if save is None:
-            return None
-        terms = replace(terms, save=save)
-    offload = arguments.word("offload", {"cpu": True, "none": False}, False)
+    save = _save(arguments) if selective else ()
+    if save is None:
+        return None
     pinned = next((a for a in call.arguments if a.name == "pin"), None)
-    terms = replace(
-        terms,
-        offload=offload,
+    op = Checkpoint(
+        modules=scope.facts.model,
+        save=save,
+        offload=arguments.word("offload", {"cpu": True, "none": False}, False),
         pin=arguments.truth("pin", True),
         preserve_rng=arguments.truth("preserve_rng", True),
         early_stop=arguments.truth("early_stop", True),
     )
-    if pinned is not None and not offload and arguments.ok:
+    if pinned is not None and not op.offload and arguments.ok:
         arguments.wrong(pinned, "`pin` says nothing without `offload`", "write `offload = cpu` too")
-    return terms if arguments.done() else None
+    return op if arguments.done() else None
 
 
 def _save(arguments: Arguments) -> tuple[Save, ...] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from planc.diagnostic import Label
-from planc.plan.ir import Divide, Fsdp, Ignored, Offload, Precision, Prefetch, Spread
+from planc.plan.ir import Fsdp, Ignored, SpreadRule
 from planc.plan.mesh_axes import expanded
+from planc.plan.overrides import Settings
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, flatten
 from planc.plan.scope import Scope
@@ -26,7 +27,11 @@ from planc.plan.selectors import select
 from planc.syntax import ast
 
 _HOLDS = "it holds `precision(...)` and rules such as `model.layers.* : unit`"
-P = TypeVar("P", Precision, Prefetch, Offload, Divide)
+_POLICIES: dict[str, Callable[[Any, Scope], object]] = {
+    "precision": fsdp_policies.section_precision,
+    "prefetch": fsdp_policies.prefetch,
+    "offload": fsdp_policies.offload,
+}
 
 
 @dataclass(slots=True)
@@ -37,12 +42,8 @@ class _Section:
     claims: Claims[Terms]
     ignored: Claims[bool]
     spreads: Claims[SpreadTerms]
+    settings: Settings
     found: list[Placed] = field(default_factory=list)
-    precision: Precision | None = None
-    prefetch: Prefetch | None = None
-    offload: Offload | None = None
-    divide: Divide | None = None
-    backend: megatron_fsdp.SectionLines = field(default_factory=dict)
 
 
 def fsdp(program: Program) -> Fsdp | None:
@@ -52,7 +53,7 @@ def fsdp(program: Program) -> Fsdp | None:
         return None
     first = sections[0]
     sink = program.sink
-    state = _Section(program, Claims(sink), Claims(sink), Claims(sink))
+    state = _Section(program, Claims(sink), Claims(sink), Claims(sink), Settings(sink))
     for section in sections:
         if (section.name, *_axes(section, program)) != (first.name, *_axes(first, program)):
             sink.error(
@@ -69,20 +70,21 @@ def fsdp(program: Program) -> Fsdp | None:
     for placed in sorted(state.found, key=_dtypes_first):
         found_units(placed, state.claims, kept, program.scope)
     shard, replicate = _spread(first, program)
+    values = state.settings.values
     return Fsdp(
         shard=shard,
         replicate=replicate,
-        precision=state.precision,
+        precision=values.get("precision"),
         units=tuple(units(state.claims)),
         ignored=tuple(Ignored(modules=c.modules, origin=c.origin) for c in state.ignored.claims),
-        prefetch=state.prefetch,
-        offload=state.offload,
-        divide=state.divide,
+        prefetch=values.get("prefetch"),
+        offload=values.get("offload"),
+        divide=values.get("divide"),
         spreads=tuple(
-            Spread(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
+            SpreadRule(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
             for c in state.spreads.claims
         ),
-        megatron=megatron_fsdp.read(state.backend, first.name, program.scope),
+        megatron=megatron_fsdp.read(state.settings, first.name, program.scope),
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
     )
 
@@ -143,19 +145,14 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
         case ast.Ignore():
             found = select(item.target, placed.bases, scope, optional=item.optional)
             state.ignored.add(found, "ignoring", True, item.origin, override=False)
-        case ast.Directive() if item.call.name == "precision":
-            read = fsdp_policies.section_precision
-            state.precision = _once(item, "precision", state.precision, read, state)
-        case ast.Directive() if item.call.name == "prefetch":
-            state.prefetch = _once(item, "prefetch", state.prefetch, fsdp_policies.prefetch, state)
-        case ast.Directive() if item.call.name == "offload":
-            state.offload = _once(item, "offload", state.offload, fsdp_policies.offload, state)
-        case ast.Setting() if item.name == "divide":
-            state.divide = _once(item, "divide", state.divide, fsdp_policies.divide, state)
-        case ast.Setting() if item.name in megatron_fsdp.SETTINGS:
-            megatron_fsdp.collect(item, item.name, state.backend, scope.sink)
-        case ast.Directive() if item.call.name == megatron_fsdp.NAME:
-            megatron_fsdp.collect(item, item.call.name, state.backend, scope.sink)
+        case ast.Directive(call=ast.Call(name=name)) if name in _POLICIES:
+            state.settings.add(item, lambda item: _POLICIES[name](item, scope))
+        case ast.Setting(name="divide"):
+            state.settings.add(item, lambda item: fsdp_policies.divide(item, scope))
+        case ast.Setting(name=name) if name in megatron_fsdp.SETTINGS:
+            state.settings.add(item)
+        case ast.Directive(call=ast.Call(name=megatron_fsdp.NAME)):
+            state.settings.add(item)
         case ast.Placement() | ast.Setting() | ast.Directive():
             name = item.call.name if isinstance(item, ast.Directive) else item.name
             message = f"`{name}` has no place in a `{section}` section"
@@ -163,35 +160,3 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
         case _:
             message = f"this has no place in a `{section}` section"
             scope.sink.error("PL011", message, item.origin)
-
-
-DirectiveOrSetting = TypeVar("DirectiveOrSetting", ast.Directive, ast.Setting)
-
-
-def _once(
-    item: DirectiveOrSetting,
-    name: str,
-    earlier: P | None,
-    read: Callable[[DirectiveOrSetting, Scope], P | None],
-    state: _Section,
-) -> P | None:
-    """A setting of the whole section, which only one item may give unless it overrides."""
-    sink = state.program.sink
-    if earlier is not None and not item.override:
-        sink.error(
-            "PL102",
-            f"two `{name}` lines decide the same",
-            Label(span=item.origin, text="this one"),
-            Label(span=earlier.origin, text="and this one"),
-            help="write `override` before the one that is to hold",
-        )
-        return earlier
-    if item.override and earlier is None:
-        sink.error(
-            "PL103",
-            f"there is no earlier `{name}` to override",
-            item.origin,
-            help="take `override` away",
-        )
-    found = read(item, state.program.scope)
-    return earlier if found is None else found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from planc.ops.fsdp import Divide, Prefetch
 from planc.plan.call_arguments import Arguments
 from planc.plan.evaluate import evaluate
-from planc.plan.ir import Divide, Offload, Precision, Prefetch
+from planc.plan.ir import Offload, Precision
 from planc.plan.scope import Failed, Scope
 from planc.source import Span
 from planc.syntax import ast
@@ -45,9 +46,10 @@ def section_precision(item: ast.Directive, scope: Scope) -> Precision | None:
 
 
 def prefetch(item: ast.Directive, scope: Scope) -> Prefetch | None:
-    """`prefetch(forward = 2, backward = 2)`, or None after a finding."""
+    """`prefetch(forward = 2, backward = 2)` without its units, or None after a finding."""
     arguments = Arguments(item.call, scope, ("forward", "backward"))
     found = Prefetch(
+        units=(),
         forward=_depth("forward", arguments),
         backward=_depth("backward", arguments),
         origin=item.origin,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, did_you_mean, one_of
+from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Facts, Modules
+from planc.ops.load import Load
 from planc.plan.call_arguments import word
 from planc.plan.evaluate import describe
-from planc.plan.ir import Load
+from planc.plan.overrides import Settings
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import flatten
 from planc.plan.scope import Failed
@@ -23,82 +23,67 @@ WORDS: dict[str, dict[str, str]] = {
     "dtype": DTYPES,
     "islands": {"model": "model", "none": "none"},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    setting: ast.Setting
-    value: str | None
+_FIELDS = {"init": "meta", "islands": "fp32"}
+"""The fields of the operation that are called otherwise than their settings."""
 
 
 def load(program: Program) -> Load | None:
     """The settings of the load sections, or None where there are none."""
-    said: dict[str, _Said] = {}
+    settings = _settings(program)
+    values, lines = settings.values, settings.lines
+    if not any(values.values()):
+        return None
+    dtype = values.get("dtype")
+    if "islands" in values and dtype is None:
+        program.sink.error(
+            "PL690",
+            "`islands` says what a cast leaves in fp32, and nothing is cast",
+            lines["islands"].origin,
+            help="say what parameters are kept in, such as `dtype = bf16`, or take this out",
+        )
+    origin = next(lines[name].origin for name, value in values.items() if value)
+    others = ((name, line.origin) for name, line in lines.items() if line.origin is not origin)
+    cast = dtype if values.get("islands") != "none" else None
+    found = Load(
+        meta=values.get("init") == "meta",
+        weights=values.get("weights"),
+        dtype=dtype,
+        fp32=tuple(_islands(cast, program.facts)) if cast else (),
+        origin=origin,
+        origins=tuple((_FIELDS.get(name, name), origin) for name, origin in others),
+    )
+    program.scope.kept = found.kept
+    return found
+
+
+def _settings(program: Program) -> Settings:
+    settings = Settings(program.sink)
     for section in program.named("load"):
         no_axes(section, program)
         for placed in flatten(section, program.scope):
             item = placed.item
-            if isinstance(item, ast.Setting) and not placed.nested:
-                _setting(item, said, program)
-                continue
-            program.sink.error(
-                "PL011",
-                "this has no place in a `load` section",
-                item.origin,
-                help="it holds settings: `weights = slices`",
-            )
-    if not any(s.value for s in said.values()):
-        return None
-    values = {name: s.value for name, s in said.items()}
-    if "islands" in said and values.get("dtype") is None:
-        program.sink.error(
-            "PL690",
-            "`islands` says what a cast leaves in fp32, and nothing is cast",
-            said["islands"].setting.origin,
-            help="say what parameters are kept in, such as `dtype = bf16`, or take this out",
-        )
-    found = Load(
-        meta=values.get("init") == "meta",
-        weights=values.get("weights"),
-        dtype=values.get("dtype"),
-        islands=values.get("islands") != "none",
-        origin=next(s.setting.origin for s in said.values() if s.value),
-    )
-    program.scope.kept = found.kept
-    return replace(found, fp32=tuple(_islands(found, program.facts)))
+            if not isinstance(item, ast.Setting) or placed.nested:
+                program.sink.error(
+                    "PL011",
+                    "this has no place in a `load` section",
+                    item.origin,
+                    help="it holds settings: `weights = slices`",
+                )
+            elif item.name not in WORDS:
+                told = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
+                message = f"there is no setting `{item.name}`"
+                program.sink.error("PL105", message, item.name_origin, help=told)
+            else:
+                settings.add(item, lambda item: _value(item, program))
+    return settings
 
 
-def _islands(load: Load, facts: Facts) -> Iterator[Modules]:
+def _islands(dtype: str, facts: Facts) -> Iterator[Modules]:
     """What a cast leaves in float32, or takes there, as modules with a parameter's name."""
-    for modules in facts.model.below() if load.dtype is not None else ():
+    for modules in facts.model.below():
         for parameter in modules.module.parameters:
-            if "float" in parameter.dtype and load.kept(parameter) != load.dtype:
+            if "float" in parameter.dtype and parameter.cast(dtype) != dtype:
                 yield Modules((*modules.path, parameter.name), modules.module)
-
-
-def _setting(item: ast.Setting, said: dict[str, _Said], program: Program) -> None:
-    sink = program.sink
-    if item.name not in WORDS:
-        told = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
-        sink.error("PL105", f"there is no setting `{item.name}`", item.name_origin, help=told)
-        return
-    earlier = said.get(item.name)
-    if earlier is not None and not item.override:
-        sink.error(
-            "PL102",
-            f"two settings decide `{item.name}`",
-            Label(span=item.origin, text="this one"),
-            Label(span=earlier.setting.origin, text="and this one"),
-            help="take one away, or write `override` before the one that is to hold",
-        )
-    if earlier is None and item.override:
-        sink.error(
-            "PL103",
-            f"nothing before this decides `{item.name}`: there is nothing to override",
-            item.origin,
-            help="take `override` away",
-        )
-    said[item.name] = _Said(item, _value(item, program))
 
 
 def _value(item: ast.Setting, program: Program) -> str | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
-
+from planc.ops.lora import Adapt
+from planc.ops.quantization import Quantize
 from planc.plan.call_arguments import Arguments
 from planc.plan.evaluate import describe, evaluate
-from planc.plan.ir import Quant
 from planc.plan.scope import Failed, Scope
 from planc.source import Span
 from planc.syntax import ast
@@ -28,19 +27,12 @@ _DTYPES = {
 }
 
 
-class Lora(TypedDict):
-    """The fields of an `AdapterRule` that its call decides."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    dtype: str | None
-    init: str
-    quant: NotRequired[Quant]
+Lora = tuple[Adapt, Quantize | None]
+"""The operations of an adapter, without their modules."""
 
 
-def lora(call: ast.Call, scope: Scope) -> Lora | None:
-    """The arguments of `lora(...)` or `qlora(...)`, or None after a finding (PL012, PL181)."""
+def lora(call: ast.Call, origin: Span, scope: Scope) -> Lora | None:
+    """The arguments of `lora(...)` or `qlora(...)`, or None after PL012 or PL181."""
     four = call.name == "qlora"
     arguments = Arguments(call, scope, (*_ARGUMENTS, *_QUANT) if four else _ARGUMENTS)
     places = {a.name: a.value.origin for a in call.arguments}
@@ -49,7 +41,7 @@ def lora(call: ast.Call, scope: Scope) -> Lora | None:
     dropout = _number(arguments, "dropout")
     dtype = arguments.word("dtype", _DTYPES, None)
     init = arguments.word("init", {name: name for name in INITS}, "default")
-    quant = _quant(arguments) if four else None
+    quant = _quantize(arguments, origin) if four else None
     if not arguments.done():
         return None
     if rank is None:
@@ -70,25 +62,27 @@ def lora(call: ast.Call, scope: Scope) -> Lora | None:
     if scope.sink.errors > before:
         return None
     assert isinstance(rank, int)
-    found = Lora(
+    op = Adapt(
+        members=(),
         rank=rank,
         alpha=rank if alpha is None else alpha,
         dropout=dropout or 0.0,
         dtype=dtype,
         init=init,
+        origin=origin,
     )
-    if quant is not None:
-        found["quant"] = quant
-    return found
+    return op, quant
 
 
-def _quant(arguments: Arguments) -> Quant:
-    return Quant(
+def _quantize(arguments: Arguments, origin: Span) -> Quantize:
+    return Quantize(
+        members=(),
         kind=arguments.word("quant", {name: name for name in KINDS}, "nf4"),
-        storage=arguments.word("storage", _DTYPES, None),
+        storage=arguments.word("storage", _DTYPES, ""),
         compute=arguments.word("compute", _DTYPES, None),
         double=arguments.truth("double", False),
         block=arguments.integer("block", 64),
+        origin=origin,
     )
 
 

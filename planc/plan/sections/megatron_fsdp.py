@@ -5,10 +5,10 @@ Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolic
 
 from __future__ import annotations
 
-from planc.diagnostic import Label, Sink, one_of
-from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES
+from planc.diagnostic import one_of
+from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
 from planc.plan.call_arguments import Arguments, word
-from planc.plan.ir import Megatron
+from planc.plan.overrides import SectionLine, Settings
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.syntax import ast
@@ -17,34 +17,10 @@ NAME = "megatron"
 SETTINGS = ("backend", "strategy", "outer_strategy")
 DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
 
-SectionLine = ast.Setting | ast.Directive
-SectionLines = dict[str, SectionLine]
 
-
-def collect(item: SectionLine, name: str, lines: SectionLines, sink: Sink) -> None:
-    """Records a setting of the section; repeating one needs `override`."""
-    earlier = lines.get(name)
-    if earlier is not None and not item.override:
-        sink.error(
-            "PL102",
-            f"two `{name}` lines decide the same",
-            Label(span=item.origin, text="this one"),
-            Label(span=earlier.origin, text="and this one"),
-            help="write `override` before the one that is to hold",
-        )
-        return
-    if earlier is None and item.override:
-        sink.error(
-            "PL103",
-            f"there is no earlier `{name}` to override",
-            item.origin,
-            help="take `override` away",
-        )
-    lines[name] = item
-
-
-def read(lines: SectionLines, section: str, scope: Scope) -> Megatron | None:
+def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None:
     """The settings of a section, or None for torch's FSDP or after a finding."""
+    lines = {n: item for n, item in settings.lines.items() if n in (*SETTINGS, NAME)}
     said = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
     if said != NAME:
         for name, item in lines.items():
@@ -66,15 +42,19 @@ def read(lines: SectionLines, section: str, scope: Scope) -> Megatron | None:
         )
         return None
     dtypes, options = _directive(lines.get(NAME), scope)
-    return Megatron(
+    places = {"strategy": "strategy", "outer_strategy": "outer", NAME: "options"}
+    return MegatronShard(
+        members=(),
+        classes=(),
+        shard=(),
         strategy=_word(lines.get("strategy"), STRATEGIES, STRATEGIES[-1], scope),
         outer=_word(lines.get("outer_strategy"), OUTER, OUTER[0], scope),
         main_params=dtypes.get("main_params", "float32"),
         main_grads=dtypes.get("main_grads"),
         grad_comm=dtypes.get("grad_comm"),
         options=options,
-        lines={name: item.origin for name, item in lines.items()},
         origin=backend.origin,
+        origins=tuple((field, lines[n].origin) for n, field in places.items() if n in lines),
     )
 
 

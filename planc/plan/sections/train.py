@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from planc.ops.freeze import Freeze
 from planc.plan.call_arguments import Arguments, unknown
-from planc.plan.ir import Training
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, flatten
 from planc.plan.sections.tensor import modules_of, no_axes, rule_of
@@ -11,13 +11,13 @@ from planc.plan.sections.tensor import modules_of, no_axes, rule_of
 _STATES = {"frozen": False, "trainable": True}
 
 
-def train(program: Program) -> tuple[Training, ...]:
+def train(program: Program) -> tuple[Freeze, ...]:
     """The frozen and the trainable modules, outer modules before those inside them.
 
     A rule applies to all submodules without a rule of their own, so two rules conflict only where
     they name the same module.
     """
-    claims: Claims[bool] = Claims(program.sink)
+    claims: Claims[Freeze | None] = Claims(program.sink)
     for section in program.named("train"):
         no_axes(section, program)
         for placed in flatten(section, program.scope):
@@ -28,7 +28,6 @@ def train(program: Program) -> tuple[Training, ...]:
                 unknown(rule.action, tuple(_STATES), "state", program.scope)
             elif Arguments(rule.action, program.scope).done():
                 found = modules_of(rule, placed, program.scope)
-                trainable = _STATES[rule.action.name]
-                claims.add(found, "training", trainable, rule.origin, override=rule.override)
-    said = (Training(modules=c.modules, trainable=c.value, origin=c.origin) for c in claims.claims)
-    return tuple(sorted(said, key=lambda t: len(t.modules.path)))
+                op = Freeze(modules=program.facts.model, trainable=_STATES[rule.action.name])
+                claims.add(found, "training", op, rule.origin, override=rule.override)
+    return tuple(sorted(claims.ops(), key=lambda t: len(t.modules.path)))
