@@ -48,7 +48,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=("structure", "flow"),
         default="flow",
-        help="structure skips the simulated run of a shrunken model (flow)",
+        help="structure skips the simulated run of a small model (flow)",
     )
 
 

@@ -18,8 +18,9 @@ def activation_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
             if rule.modules.within(compiled.modules) or compiled.modules.within(rule.modules):
                 sink.error(
                     "PL473",
-                    f"`{rule.modules}` cannot offload what `{compiled.modules}` compiles",
+                    f"`{rule.modules}` cannot offload activations that `{compiled.modules}` "
+                    "compiles",
                     Label(span=rule.origin, text="its activations go to the CPU"),
                     Label(span=compiled.origin, text="compiled"),
-                    help="take `offload = cpu` away, or compile other modules",
+                    help="remove `offload = cpu`, or compile other modules",
                 )

@@ -19,16 +19,16 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
             "PL183",
             "the `adapters` section adapts nothing",
             plan.adapters.origin,
-            help="name layers, `model.layers.*.self_attn.q_proj : lora(rank = 16)`, "
-            "or take it out and train all of the model",
+            help="name layers, `model.layers.*.self_attn.q_proj : lora(rank = 16)`, or remove it "
+            "and train all of the model",
         )
     for rule in plan.adapters.rules:
         if rule.modules.module.kind not in KINDS:
             module = rule.modules.module
             sink.error(
                 "PL180",
-                f"`{rule.modules}` cannot take an adapter: "
-                "it is neither a linear layer nor an embedding",
+                f"`{rule.modules}` cannot have an adapter: it is neither a linear layer nor an "
+                "embedding",
                 rule.origin,
                 facts=[f"`{rule.modules}` is a {module.cls}"],
                 help="name the projections inside it" if module.children else "leave it frozen",
@@ -51,8 +51,8 @@ def _rank(rule: AdapterRule, sink: Sink) -> None:
             "PL182",
             f"an adapter of rank {rule.adapt.rank:,} is no smaller than `{rule.modules}`",
             rule.origin,
-            facts=[f"the layer takes {one:,} features and gives {two:,}"],
-            help=f"its rank can be {min(one, two):,} at most; train the layer itself beyond that",
+            facts=[f"the layer has {one:,} input and {two:,} output features"],
+            help=f"the rank can be at most {min(one, two):,}; train the layer itself beyond that",
         )
 
 
@@ -63,17 +63,17 @@ def _own(plan: Plan, sink: Sink) -> None:
     if plan.fsdp is None:
         sink.error(
             "PL186",
-            "adapters cannot be units of their own: the plan has no fsdp section",
+            "adapters cannot be separate units: the plan has no fsdp section",
             plan.adapters.units_origin,
-            help="take `units = own` out",
+            help="remove `units = own`",
         )
     for rule in plan.adapters.rules:
         if rule.modules.module.kind == "embedding":
             sink.error(
                 "PL186",
-                f"the adapter of `{rule.modules}` cannot be a unit of its own",
+                f"the adapter of `{rule.modules}` cannot be a separate unit",
                 rule.origin,
-                Label(span=plan.adapters.units_origin, text="asked for here"),
+                Label(span=plan.adapters.units_origin, text="requested here"),
                 facts=["peft keeps it in two parameters, which no module's forward gathers"],
                 help="write `units = with_layer`",
             )
@@ -85,11 +85,11 @@ def _frozen(plan: Plan, sink: Sink) -> None:
         if not rule.trainable:
             sink.error(
                 "PL188",
-                f"`{rule.modules}` is frozen already, by the adapters section",
+                f"`{rule.modules}` is already frozen by the adapters section",
                 rule.origin,
-                Label(span=plan.adapters.origin, text="all but adapters is frozen"),
-                facts=["this would freeze the adapters inside, too"],
-                help="take the rule out",
+                Label(span=plan.adapters.origin, text="adapters; all other parameters are frozen"),
+                facts=["the rule would freeze the adapters inside, too"],
+                help="remove the rule",
             )
 
 
@@ -99,11 +99,12 @@ def _style(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
         return
     sink.error(
         "PL184",
-        f"no style for the adapter of `{part}` follows from `{style_text(base.style)}`: {derived}",
+        f"the styles of the adapter of `{part}` cannot be derived from "
+        f"`{style_text(base.style)}`: {derived}",
         rule.origin,
-        Label(span=base.origin, text="the layer's own style"),
+        Label(span=base.origin, text="the layer's style"),
         axis_label(plan, base),
-        help="let the layer give a plain layout, or leave it without an adapter",
+        help="give the layer a plain output layout, or leave it without an adapter",
     )
 
 
@@ -132,9 +133,12 @@ def _dropout(plan: Plan, sink: Sink) -> None:
         if rule.adapt.dropout and whole:
             sink.error(
                 "PL185",
-                f"dropout before the adapter of `{whole[0]}` would differ from rank to rank",
+                f"the ranks of {tensor[0].axis} would draw different dropout masks for the "
+                f"adapter of `{whole[0]}`",
                 rule.origin,
                 axis_label(plan, tensor[0]),
-                facts=["ranks of one tensor axis have the same inputs, and draw by themselves"],
+                facts=[
+                    "the ranks of a tensor axis have the same inputs and separate random states"
+                ],
                 help="write `dropout = 0.0`",
             )

@@ -21,7 +21,7 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
                 f"tensor parallelism and FSDP both work over `{axis}`",
                 Label(span=section.origin, text="shards over it"),
                 Label(span=next(r.origin for r in rules if r.axis == axis), text="splits over it"),
-                help="give each an axis of its own",
+                help="use different axes",
             )
     split = list(weighted(rules))
     for i, rule in enumerate(split):
@@ -32,7 +32,7 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
             if other.axis != rule.axis and both is not None:
                 sink.error(
                     "PL352",
-                    f"`{both}` is split over `{other.axis}` and over `{rule.axis}`",
+                    f"`{both}` is sharded over `{other.axis}` and over `{rule.axis}`",
                     Label(span=rule.origin, text=f"over {rule.axis}"),
                     Label(span=other.origin, text=f"over {other.axis}"),
                     help="keep one of the two",
@@ -42,8 +42,8 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
             continue
         sink.warning(
             "PL351",
-            f"the {context.size} ranks of {context.name} read the same batch, and nothing splits "
-            "its sequence",
+            f"the {context.size} ranks of {context.name} read the same batch, and no rule "
+            "shards its sequence",
             Label(span=context.origin, text=f"{context.name} is {context.size}"),
             Label(span=section.origin, text="only parameters are sharded over it"),
             help=f"context parallelism is not supported yet: set `{context.name} = 1`",

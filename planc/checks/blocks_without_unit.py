@@ -32,10 +32,10 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         count = sum(len(part) for part in left)
         sink.warning(
             "PL412",
-            f"`{left[0]}` is in no unit of its own ({count} modules), and others of its list are",
+            f"`{left[0]}` ({count} modules) is not a unit, unlike other entries of its list",
             *(Label(span=u.origin, text="these are") for _, u in some[:1]),
-            facts=["its parameters fall to the root, which keeps them gathered"],
-            help=f"name all of the list: `{_whole(modules)} : unit`",
+            facts=["its parameters are in the root unit, which stays gathered"],
+            help=f"name the whole list: `{_whole(modules)} : unit`",
         )
 
 

@@ -24,21 +24,21 @@ def colwise_rowwise_pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
         if given:
             sink.warning(
                 "PL160",
-                f"no rowwise layer of `{parent}` takes the split output of "
-                f"`{given[0].modules.path[-1]}`",
+                f"the sharded output of `{given[0].modules.path[-1]}` has no rowwise layer in "
+                f"`{parent}`",
                 *dict.fromkeys(r.origin for r in given),
-                facts=["every rank goes on with a part of the features"],
+                facts=["every rank continues with a shard of the features"],
                 help="put `rowwise` on the projection that follows, or gather: "
                 "`colwise(-> replicate)`",
             )
         else:
             sink.warning(
                 "PL160",
-                f"no colwise layer of `{parent}` gives `{taken[0].modules.path[-1]}` the split "
-                "input that it takes",
+                f"`{taken[0].modules.path[-1]}` needs an input sharded on the features, and "
+                f"`{parent}` has no colwise layer",
                 *dict.fromkeys(r.origin for r in taken),
-                facts=["every rank takes its whole input for a part of the features"],
-                help="put `colwise` on the projections before it, or state a whole input: "
+                facts=["every rank treats its replicated input as a shard of the features"],
+                help="put `colwise` on the projections before it, or state a replicated input: "
                 "`rowwise(replicate -> replicate)`",
             )
 

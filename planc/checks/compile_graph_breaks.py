@@ -22,10 +22,11 @@ def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
                 if deeper and member.module.count and member.within(compiled.modules):
                     sink.error(
                         "PL434",
-                        f"`{compiled.modules}` cannot be one graph: the unit `{member}` is inside",
+                        f"`{compiled.modules}` cannot be one graph: it contains the unit "
+                        f"`{member}`",
                         Label(span=compiled.origin, text="fullgraph"),
                         Label(span=unit.origin, text="its hooks break the graph"),
-                        help="take `fullgraph = true` out, or make the unit as large as the graph",
+                        help="remove `fullgraph = true`, or make the unit as large as the graph",
                     )
         for rule in active(plan):
             rowwise = isinstance(rule.style, Rowwise) and rule.modules.module.kind == "embedding"
@@ -34,7 +35,7 @@ def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
                     "PL435",
                     f"torch cannot compile `{rule.modules}` while it is rowwise",
                     Label(span=compiled.origin, text=f"compiles `{compiled.modules}`"),
-                    Label(span=rule.origin, text="splits the vocabulary"),
+                    Label(span=rule.origin, text="shards the vocabulary"),
                     axis_label(plan, rule),
-                    help="compile the blocks alone, as in `model.layers.* : block`",
+                    help="compile the blocks only, as in `model.layers.* : block`",
                 )

@@ -17,14 +17,16 @@ def cpu_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
     if section is None or section.offload is None or "fsdp" in plan.broken:
         return
     if not section.shard:
-        labels = [Label(span=section.origin, text="keeps whole parameters on every rank")]
+        labels = [Label(span=section.origin, text="keeps full parameters on every rank")]
     elif section.units and all(unit.reshard is False for unit in section.units):
-        labels = [Label(span=u.origin, text="keeps what it gathers") for u in section.units[:3]]
+        labels = [
+            Label(span=u.origin, text="keeps its parameters gathered") for u in section.units[:3]
+        ]
     else:
         return
     sink.error(
         "PL447",
-        "the whole model is on the device from forward to backward: nothing is offloaded",
+        "`offload` has no effect: every unit stays gathered from forward to backward",
         Label(span=section.offload.origin, text="offloads parameters"),
         *labels,
         help="shard the model, and let units reshard after forward",

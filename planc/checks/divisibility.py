@@ -59,20 +59,20 @@ def _report(rule: TensorRule, size: int, plan: Plan, facts: Facts, sink: Sink) -
     if least == 0:
         sink.error(
             "PL202",
-            f"{what}, and the last rank gets none",
+            f"{what}, and the last rank gets nothing",
             *marks,
-            facts=[f"{most:,} a rank, so {-(-size // most)} ranks hold all of them"],
+            facts=[f"{most:,} per rank, so {-(-size // most)} ranks hold all of them"],
             help=f"{rule.axis} can be {_choices(size)} here",
         )
     elif isinstance(rule.style, Colwise) and rule.style.local and partner is not None:
         sink.error(
             "PL202",
-            f"{what} unevenly, and `{partner.modules}` takes every rank to hold the same",
+            f"{what} unevenly, and `{partner.modules}` requires equal shards",
             *marks,
-            Label(span=partner.origin, text="takes what it gives"),
+            Label(span=partner.origin, text="uses its output"),
             facts=[f"the first rank gets {most:,}, the last {least:,}"],
-            help=f"{rule.axis} can be {_choices(size)}; or hand on the DTensor, which knows its "
-            "parts: `colwise(local = false)`",
+            help=f"{rule.axis} can be {_choices(size)}; or return a DTensor (`colwise(local = "
+            "false)`), which supports uneven shards",
         )
     else:
         excess = 100 * (most * over - size) / size
@@ -80,7 +80,10 @@ def _report(rule: TensorRule, size: int, plan: Plan, facts: Facts, sink: Sink) -
             "PL203",
             f"{what} unevenly: the first rank gets {most:,}, the last {least:,}",
             *marks,
-            facts=[f"right, and {excess:.1f}% more than an even split on the rank that holds most"],
+            facts=[
+                f"the result is right; the rank with the most holds {excess:.1f}% more than in "
+                "an even split"
+            ],
             help=f"{style_name(rule.style)} is even for {rule.axis} = {_choices(size)}",
         )
 

@@ -19,21 +19,22 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
         if rule not in heard:
             word = "trainable" if rule.trainable else "frozen"
             empty = not rule.modules.module.count
-            reason = "it has no parameters" if empty else "all inside it is decided by other rules"
+            other = "other rules decide all parameters inside it"
+            reason = "it has no parameters" if empty else other
             sink.error(
                 "PL451",
-                f"`{rule.modules} : {word}` changes nothing: {reason}",
+                f"`{rule.modules} : {word}` has no effect: {reason}",
                 rule.origin,
-                help="take the rule out",
+                help="remove the rule",
             )
     for group in facts.ties:
         _tied(group, plan, facts, sink)
     if not any(own.trains(p) for own in found for p in own.modules.module.parameters):
         sink.error(
             "PL452",
-            "every parameter of the model is frozen: there is nothing to train",
+            "every parameter of the model is frozen: nothing trains",
             *(rule.origin for rule in plan.train if not rule.trainable),
-            help="let something train: `override ... : trainable`",
+            help="make some modules trainable: `override ... : trainable`",
         )
 
 
@@ -48,7 +49,7 @@ def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
         labels = [Label(span=r.origin, text=f"decides {n}") for n, _, r in rules if r is not None]
         sink.error(
             "PL453",
-            f"`{frozen[0]}` and `{other}` are one tensor, and only the first is frozen",
+            f"`{frozen[0]}` and `{other}` are tied, and only the first is frozen",
             *labels,
             help=f"freeze `{other.rpartition('.')[0]}` too",
         )

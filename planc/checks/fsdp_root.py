@@ -23,8 +23,7 @@ def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
         members = ", ".join(str(m) for m in unit.members)
         sink.error(
             "PL418",
-            f"the group of `{members}` has no unit around it, and torch runs groups only inside "
-            "one",
+            f"the group of `{members}` is in no other unit, and torch runs groups only inside one",
             unit.origin,
             help="write `root : unit`",
         )
@@ -32,9 +31,11 @@ def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
     if not alone and not rest and not any(u.root for u in section.units):
         sink.warning(
             "PL419",
-            "no unit is the root, so each outermost unit is one",
+            "no unit is the root, so every outermost unit is one",
             section.origin,
-            facts=["the model itself is then no FSDP module: it has no set_requires_gradient_sync"],
+            facts=[
+                "the model itself is then not an FSDP module: it has no set_requires_gradient_sync"
+            ],
             help="write `root : unit(reshard = never)`",
         )
 

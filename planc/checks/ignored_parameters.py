@@ -32,7 +32,7 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
             shown = ", ".join(f"`{n}`" for n in names[:3]) + more
             sink.error(
                 "PL440",
-                f"nothing would average the gradients of {shown}: ignored parameters that train",
+                f"FSDP does not reduce the gradients of {shown}, which are ignored and train",
                 one.origin,
                 help=f"freeze them: `train {{` and in it `{one.modules} : frozen`",
             )
@@ -62,8 +62,8 @@ def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
         if modules.within(one.modules):
             sink.error(
                 "PL441",
-                f"`{modules}` is ignored, and gets {what}",
+                f"`{modules}` is ignored, and has {what}",
                 Label(span=one.origin, text=f"ignores `{one.modules}`"),
-                Label(span=origin, text=f"gives it {what}"),
+                Label(span=origin, text=f"sets {what}"),
                 help="keep one of the two",
             )

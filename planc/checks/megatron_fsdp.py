@@ -25,8 +25,8 @@ _WHOLE = STRATEGIES[-1]
 _SHORT = {name: word for word, name in reversed(DTYPES.items())}
 """The short word of a plan for each of torch's dtypes."""
 _SPLIT = (
-    "it lays out a rank's part by the shape of the whole (Megatron-LM issue 5786), and adds a "
-    "gradient to it whose layout may be another",
+    "it computes the layout of a shard from the shape of the full tensor (Megatron-LM issue "
+    "5786), and adds a gradient to it that may have another layout",
 )
 
 
@@ -59,22 +59,22 @@ def megatron_fsdp(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _settings(section: Fsdp) -> Iterator[_Finding]:
     """Settings that only torch's FSDP has."""
-    out = "take it out, or write `backend = torch`"
+    out = "remove it, or write `backend = torch`"
     if section.prefetch is not None:
-        message = "Megatron-FSDP decides itself what it gathers ahead"
+        message = "Megatron-FSDP does its own prefetching"
         yield _Finding(message, section.prefetch.origin, out)
     if section.offload is not None:
         message = "Megatron-FSDP keeps its shards on the device"
         yield _Finding(message, section.offload.origin, out)
     if section.divide is not None and section.divide.factor != 1:
         message = f"Megatron-FSDP cannot divide gradients by {section.divide.factor}"
-        told = "it averages them, or with `divide = 1` sums them"
+        told = "it averages them, or sums them with `divide = 1`"
         yield _Finding(message, section.divide.origin, told)
     for spread in section.spreads:
-        message = "Megatron-FSDP lays all parameters of a unit out over the same ranks"
+        message = "Megatron-FSDP shards all parameters of a unit over the same ranks"
         yield _Finding(message, spread.origin, out)
     for ignored in section.ignored:
-        message = f"Megatron-FSDP shards all parameters: `{ignored.modules}` cannot be left out"
+        message = f"Megatron-FSDP shards all parameters: `{ignored.modules}` cannot be excluded"
         yield _Finding(message, ignored.origin, out)
 
 
@@ -86,10 +86,10 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
         return
     if said.output is not None or not said.cast_inputs:
         name = "output" if said.output is not None else "cast_inputs"
-        message = f"Megatron-FSDP casts neither inputs nor outputs: `{name}` means nothing to it"
-        yield _Finding(message, said.origin, f"take `{name}` out")
+        message = f"Megatron-FSDP casts neither inputs nor outputs: `{name}` has no effect"
+        yield _Finding(message, said.origin, f"remove `{name}`")
     if said.reduce and own.grad_comm:
-        message = "`reduce` and `grad_comm` both say what gradients travel in"
+        message = "`reduce` and `grad_comm` both set the dtype in which gradients are communicated"
         yield _Finding(message, said.origin, "keep one of the two")
     kept = {
         plan.dtype(parameter): f"{held.modules}.{parameter.name}"
@@ -98,9 +98,9 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
     }
     wrong = [f"{name} is {dtype}" for dtype, name in kept.items() if dtype != said.param]
     if said.param and wrong:
-        message = f"Megatron-FSDP computes in the type that parameters have, not in {said.param}"
+        message = f"Megatron-FSDP computes in the dtype of the parameters, not in {said.param}"
         told = (
-            f"write `load {{ dtype = {_SHORT[said.param]} }}`; the optimizer has weights of its own"
+            f"write `load {{ dtype = {_SHORT[said.param]} }}`; the optimizer keeps separate weights"
         )
         yield _Finding(message, said.origin, told, tuple(sorted(wrong)))
 
@@ -109,32 +109,37 @@ def _strategies(section: Fsdp, own: MegatronShard, copies: int) -> Iterator[_Fin
     """Options that `fully_shard_model` refuses, gets wrong, or resets silently."""
     at = own.origin_of("outer") or own.origin
     if own.outer != "no_shard" and not section.replicate:
-        told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or take it out"
-        yield _Finding("`outer_strategy` is for replicate axes, and there are none", at, told)
+        told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or remove it"
+        yield _Finding(
+            "`outer_strategy` applies to replicate axes, and the plan has none", at, told
+        )
     if own.outer != "no_shard" and own.strategy != _WHOLE:
         message = f"`outer_strategy = {own.outer}` needs `strategy = {_WHOLE}`"
-        yield _Finding(message, at, f"take it out, or write `strategy = {_WHOLE}`")
+        yield _Finding(message, at, f"remove it, or write `strategy = {_WHOLE}`")
     summed = section.divide is not None and section.divide.factor == 1
     if own.outer != "no_shard" and copies > 1 and not summed:
-        message = f"Megatron-FSDP 0.6 adds gradients up with `outer_strategy = {own.outer}`"
-        told = "write `divide = 1`, and divide the loss by the number of ranks, or take it out"
-        yield _Finding(message, at, told, ("it averages them with any other strategy",))
+        message = (
+            "Megatron-FSDP 0.6 sums gradients instead of averaging them with "
+            f"`outer_strategy = {own.outer}`"
+        )
+        told = "write `divide = 1`, and divide the loss by the number of ranks, or remove it"
+        yield _Finding(message, at, told, ("it averages them with every other strategy",))
     at = own.origin_of("strategy") or own.origin
     if own.strategy == "no_shard" and copies > 1:
         message = "Megatron-FSDP 0.6 has no optimizer for `strategy = no_shard` on replicate axes"
-        told = "shard over all data axes: `no_shard` copies over them"
-        facts = ("it says of two mesh dimensions how one of them is laid out",)
+        told = "shard over all data axes: `no_shard` replicates over them"
+        facts = ("it states the layout of one of two mesh dimensions",)
         yield _Finding(message, at, told, facts)
     at = own.origin_of("options") or own.origin
     forced = {"overlap_grad_reduce": STRATEGIES[2:], "overlap_param_gather": STRATEGIES[3:]}
     for name, strategies in forced.items():
         if (name, False) in own.options and own.strategy in strategies:
             message = f"`{name}` is always true with `strategy = {own.strategy}`"
-            yield _Finding(message, at, "take it out")
+            yield _Finding(message, at, "remove it")
 
 
 def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts) -> Iterator[_Finding]:
-    out = "take it out, or write `backend = torch`"
+    out = "remove it, or write `backend = torch`"
     members = ", ".join(f"`{m}`" for m in unit.members)
     if unit.group:
         message = f"Megatron-FSDP has no groups: {members} cannot be one unit"
@@ -146,7 +151,7 @@ def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts) -> Iterat
         ("shard_dim", bool(unit.shard_dim)),
     ):
         if said:
-            message = f"Megatron-FSDP gives no unit a `{name}` of its own"
+            message = f"Megatron-FSDP does not support `{name}` on a single unit"
             yield _Finding(message, unit.origin, out)
     yield from _resharding(unit, own)
     if unit.root:
@@ -163,10 +168,12 @@ def _resharding(unit: Unit, own: MegatronShard) -> Iterator[_Finding]:
     gathers = own.strategy == _WHOLE and not unit.root
     if unit.reshard is gathers:
         return
-    what = "lets a unit go after forward" if gathers else "keeps what no unit holds gathered"
+    what = "keeps parameters outside every unit gathered"
+    if gathers:
+        what = "always reshards units after forward"
     if own.strategy != _WHOLE:
-        what = f"keeps parameters whole with `strategy = {own.strategy}`"
-    yield _Finding(f"Megatron-FSDP {what}", unit.origin, "take `reshard` out")
+        what = f"keeps full parameters with `strategy = {own.strategy}`"
+    yield _Finding(f"Megatron-FSDP {what}", unit.origin, "remove `reshard`")
 
 
 def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
@@ -179,12 +186,12 @@ def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterato
         shown = ", ".join(map(str, left[:3])) + (", ..." if len(left) > 3 else "")
         message = f"Megatron-FSDP makes units of whole classes, and `{modules}` is a {cls}"
         told = "make units of all of them, or leave these to the root, which shards them too"
-        yield _Finding(message, unit.origin, told, (f"so are {shown}",))
+        yield _Finding(message, unit.origin, told, (f"{shown} are too",))
     others = [m for u in section.units if u is not unit and not u.root for m in u.members]
     outer = next((o for o in others if o.path != modules.path and _inside(modules, o)), None)
     if outer is not None:
-        message = f"Megatron-FSDP has no unit inside a unit: `{modules}` is inside `{outer}`"
-        yield _Finding(message, unit.origin, "take one of the two out")
+        message = f"Megatron-FSDP does not support nested units: `{modules}` is inside `{outer}`"
+        yield _Finding(message, unit.origin, "remove one of the two")
 
 
 def _inside(inner: Modules, outer: Modules) -> bool:
@@ -195,9 +202,9 @@ def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:
     """Megatron-FSDP's hooks need at least one unit; torch's FSDP also shards a root alone."""
     if own.strategy == _WHOLE and all(u.root for u in section.units):
         told = "write `model.layers.* : unit`"
-        yield _Finding("Megatron-FSDP needs a unit beside the root", section.origin, told)
+        yield _Finding("Megatron-FSDP needs a unit besides the root", section.origin, told)
     if not any(u.root for u in section.units):
-        told = "write `root : unit`: it shards what no other unit holds"
+        told = "write `root : unit`: it shards the parameters outside every other unit"
         yield _Finding("Megatron-FSDP always shards the whole model", section.origin, told)
 
 
@@ -207,22 +214,22 @@ def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
     """
     if plan.load is not None and (plan.load.meta or plan.load.weights):
         name = "meta" if plan.load.meta else "weights"
-        message = "Megatron-FSDP takes a model that has memory for its weights"
-        told = f"take `{name}` out; `run.load` fills the model all the same"
+        message = "Megatron-FSDP needs a model with allocated weights"
+        told = f"remove `{name}`; `run.load` still fills the model"
         yield _Finding(message, plan.load.origin, told)
     four = next((r for r in plan.adapters.rules if r.quantize), None) if plan.adapters else None
     if four is not None:
-        message = "Megatron-FSDP was not tried with weights in 4 bits"
-        yield _Finding(message, four.origin, "take `quant` out, or write `backend = torch`")
+        message = "Megatron-FSDP with 4-bit weights is untested"
+        yield _Finding(message, four.origin, "remove `quant`, or write `backend = torch`")
     rule = next((r for r in active(plan) if r.modules.module.count), None)
     if rule is not None:
-        message = "Megatron-FSDP 0.6 cannot take weights that tensor parallelism has split"
+        message = "Megatron-FSDP 0.6 cannot shard weights that tensor parallelism has sharded"
         told = f"write `backend = torch`, or give `{rule.axis}` one rank"
         yield _Finding(message, rule.origin, told, _SPLIT)
     used = {*section.shard, *section.replicate, *(r.axis for r in active(plan))}
     others = [a.name for a in plan.mesh.axes if a.size > 1 and a.name not in used]
     if others:
         named = one_of((f"`{n}`" for n in others), last="and")
-        message = f"Megatron-FSDP is given data axes alone, and not {named}"
-        told = "shard or replicate over them, or leave one rank on each"
+        message = f"Megatron-FSDP gets only data axes, and not {named}"
+        told = "shard or replicate over them, or set each to one rank"
         yield _Finding(message, section.origin, told)

@@ -36,11 +36,11 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
                 f"the unit `{origins[key].members[0]}` mixes {' and '.join(sorted(by_type))}",
                 origins[key].origin,
                 facts=[
-                    f"{name} {'stays' if island else 'is'} {dtype}"
-                    f"{', as the model asks' if island else ''}"
+                    f"{name} {'stays' if island else 'is'} "
+                    f"{dtype}{', as the model requires' if island else ''}"
                     for dtype, (name, island) in sorted(by_type.items())
                 ],
-                help="`dtype(fp32) : unit` makes them units of their own; `islands = none` in the "
+                help="`dtype(fp32) : unit` makes them separate units; `islands = none` in the "
                 "load section casts them too"
                 if islands
                 else "`dtype(fp32) : unit` makes units of modules of one dtype; or cast the model",

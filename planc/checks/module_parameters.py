@@ -27,7 +27,7 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
     own = {p.name: p for p in rule.modules.module.parameters}
     for name, held in style.held:
         if name not in own:
-            there = one_of((f"`{n}`" for n in own), last="and") if own else "none of its own"
+            there = one_of((f"`{n}`" for n in own), last="and") if own else "no parameters"
             sink.error(
                 "PL222",
                 f"`{rule.modules}` has no parameter `{name}`",
@@ -49,10 +49,13 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
         names = one_of((f"`{n}`" for n in left), last="and")
         sink.error(
             "PL225",
-            f"`experts` on `{rule.modules}` says nothing of {names}",
+            f"`experts` on `{rule.modules}` has no rule for {names}",
             rule.origin,
-            facts=["every rank would use it whole, and the sum would have it many times"],
-            help=f"name it too: `{left[0]} = shard(1)`; `partial` for what is added to the sum",
+            facts=[
+                "every rank would use the full tensor, and the sum would count it once per rank"
+            ],
+            help=f"name it too: `{left[0]} = shard(1)`; use `partial` for a parameter that is "
+            "added to the sum",
         )
 
 
@@ -65,9 +68,9 @@ def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
         if deeper and decides and other.modules.within(rule.modules):
             sink.error(
                 "PL224",
-                f"`{other.modules}` is inside `{rule.modules}`, which is replicated whole",
-                Label(span=other.origin, text="decides its own"),
-                Label(span=rule.origin, text="decides all inside"),
+                f"`{other.modules}` is inside `{rule.modules}`, which is replicated as a whole",
+                Label(span=other.origin, text="sets its style"),
+                Label(span=rule.origin, text="sets the style of all modules inside"),
                 help="put `replicate(gradient = sum)` on the modules that have no style",
             )
             return

@@ -24,9 +24,9 @@ def _nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: S
             if deeper and inner.modules.within(outer.modules):
                 sink.error(
                     code,
-                    f"`{inner.modules}` is {word}, and so is `{outer.modules}` around it",
+                    f"`{inner.modules}` is {word}, and so is `{outer.modules}`, which contains it",
                     Label(span=inner.origin, text="inside"),
-                    Label(span=outer.origin, text="around it"),
+                    Label(span=outer.origin, text="contains it"),
                     help="keep one of the two, or exclude entries with `override ... : none`"
                     if code == "PL430"
                     else "keep one of the two",

@@ -24,7 +24,7 @@ def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
                     "PL410",
                     f"`{member}` is inside `{outer}`, a member of the same group",
                     unit.origin,
-                    help=f"take `{member}` out of the group",
+                    help=f"remove `{member}` from the group",
                 )
         why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
         if sum(m.module.count for m in unit.members) and _left(unit, plan):
@@ -36,7 +36,7 @@ def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
             f"the unit `{unit.members[0]}` has no parameters to shard",
             unit.origin,
             facts=why,
-            help="take the rule out",
+            help="remove the rule",
         )
 
 

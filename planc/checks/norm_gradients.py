@@ -82,19 +82,19 @@ def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
 def _on_heads(norm: Modules, split: list[TensorRule], sink: Sink) -> None:
     sink.warning(
         "PL161",
-        f"`{norm}` works on a part of the heads, and nothing sums its gradient",
+        f"`{norm}` sees only the heads of its rank, and no rule sums its gradient",
         *(Label(span=s, text="split here") for s in dict.fromkeys(r.origin for r in split)),
-        facts=[f"`{norm}` is a {norm.module.cls} with a weight of its own, and no rule"],
+        facts=[f"`{norm}` is a {norm.module.cls} with a replicated weight and no rule"],
         help=f"`{norm.path[-1]} : sequence(dim = 2, local = true)`, where dim is the dim of the "
-        "heads as the norm sees them (1 if they were transposed before it)",
+        "heads in the norm's input (1 if they are transposed before it)",
     )
 
 
 def _on_sequence(norm: Modules, sequence: list[TensorRule], sink: Sink) -> None:
     sink.warning(
         "PL162",
-        f"`{norm}` gets a part of the sequence, and has no rule",
+        f"`{norm}` gets sequence-sharded activations and has no rule",
         *(Label(span=s, text="these have one") for s in dict.fromkeys(r.origin for r in sequence)),
-        facts=[f"`{norm}` is a {norm.module.cls} with a weight of its own"],
+        facts=[f"`{norm}` is a {norm.module.cls} with a replicated weight"],
         help=f"`{norm.path[-1]} : sequence`",
     )

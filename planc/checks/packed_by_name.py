@@ -31,11 +31,11 @@ def packed_by_name(plan: Plan, facts: Facts, sink: Sink) -> None:
             continue
         sink.warning(
             "PL151",
-            f"`{rule.modules}` holds {FUSED[name]} in one weight, which a plain colwise "
-            "splits in the wrong places",
+            f"`{rule.modules}` is a fused projection of {FUSED[name]}; plain colwise shards it "
+            "across the parts",
             rule.origin,
             axis_label(plan, rule),
-            help="say what is in it, `colwise(parts = 2)`, if the model cuts what it has in parts; "
-            "else gather its output: `colwise(-> replicate)`, and give the next projection "
-            "`rowwise(replicate -> ...)`",
+            help="state its parts, `colwise(parts = 2)`, if the model splits its output into "
+            "parts; else gather its output: `colwise(-> replicate)`, and write "
+            "`rowwise(replicate -> ...)` on the next projection",
         )

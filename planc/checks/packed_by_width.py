@@ -45,15 +45,15 @@ def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:
                 seen.add(str(rule.modules))
                 sink.warning(
                     "PL151",
-                    f"`{rule.modules}` gives {_wide(rule, 0):,} features, twice what "
-                    f"`{half.modules.path[-1]}` takes: it holds two parts, which a plain colwise "
-                    "splits in the wrong places",
+                    f"`{rule.modules}` has {_wide(rule, 0):,} output features, twice the input "
+                    f"features of `{half.modules.path[-1]}`: it holds two parts, and plain "
+                    "colwise shards it across them",
                     Label(span=rule.origin, text="two parts in one weight"),
-                    Label(span=half.origin, text=f"takes {_wide(half, 1):,}"),
+                    Label(span=half.origin, text=f"{_wide(half, 1):,} input features"),
                     axis_label(plan, rule),
-                    help="say so: `colwise(parts = 2)`; or gather its output: "
-                    "`colwise(-> replicate)`, and give the next projection "
-                    "`rowwise(replicate -> replicate)`",
+                    help="state them: `colwise(parts = 2)`; or gather its output: `colwise(-> "
+                    "replicate)`, and write `rowwise(replicate -> replicate)` on the next "
+                    "projection",
                 )
 
 

@@ -31,11 +31,11 @@ def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
             if isinstance(split.parts, tuple) and sum(split.parts) != size:
                 sink.error(
                     "PL221",
-                    f"the parts of `{rule.modules}.{parameter.name}` are {sum(split.parts):,} "
-                    f"together, and its dim {split.dim} is {size:,}",
+                    f"the parts of `{rule.modules}.{parameter.name}` add up to "
+                    f"{sum(split.parts):,}, and its dim {split.dim} is {size:,}",
                     rule.origin,
                     facts=[f"parts = {list(split.parts)}"],
-                    help="name the size of every part, as the model's configuration has it",
+                    help="give the size of every part, as in the model's configuration",
                 )
                 break
             if rule in active(plan) and _uneven(rule, parameter, split, plan, sink):
@@ -63,8 +63,11 @@ def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, si
         return False
     name = f"`{rule.modules}.{parameter.name}`"
     if whole:
-        message = f"{name} has {size:,} in dim {split.dim}, which are not {parts} equal parts"
-        told = "name the size of each part: `parts = [a, b, c]`"
+        message = (
+            f"dim {split.dim} of {name} is {size:,}, which is not divisible into {parts} "
+            "equal parts"
+        )
+        told = "give the size of each part: `parts = [a, b, c]`"
     else:
         what = f"a part of {bad:,}" if split.packed else f"{bad:,} pairs" if parts != 1 else "dim"
         what = f"dim {split.dim}, of {bad:,}," if what == "dim" else what
@@ -85,19 +88,19 @@ def _gathers(rule: TensorRule, sink: Sink) -> bool:
         return False
     name = style_name(style)
     if isinstance(style, Rowwise) and not isinstance(style.input, Shard):
-        problem = "its input arrives whole, and would be cut as one, not part by part"
+        problem = "its input is replicated and would be sharded as one tensor, not part by part"
     elif isinstance(style, Colwise) and isinstance(style.output, Replicate):
         problem = "its output would be gathered rank by rank, not part by part"
     elif isinstance(style, Colwise) and not style.local:
-        problem = "its output is handed on as a DTensor, which knows nothing of parts"
+        problem = "its output is returned as a DTensor, whose layout has no parts"
     else:
         return False
     sink.error(
         "PL223",
-        f"`{rule.modules}` is split in parts, and {problem}",
+        f"`{rule.modules}` is sharded in parts, and {problem}",
         rule.origin,
-        help=f"for whole activations leave `parts` out: `{name}(-> replicate)`"
+        help=f"for replicated activations remove `parts`: `{name}(-> replicate)`"
         if isinstance(style, Colwise)
-        else "for whole activations leave `parts` out: `rowwise(replicate -> replicate)`",
+        else "for replicated activations remove `parts`: `rowwise(replicate -> replicate)`",
     )
     return True

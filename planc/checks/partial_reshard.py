@@ -29,14 +29,17 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
             for a in plan.mesh.axes
             if a.name in shard
         ]
-        words = {1: "one rank's shard is all of it: write `never`", size: "write `always`"}
+        words = {
+            1: "the shard of one rank would be the full parameter: write `never`",
+            size: "write `always`",
+        }
         told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
         told = words.get(count) or (told if choices else "write `always`, or `never`")
         sink.error(
             "PL417",
             f"{size} ranks cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
-            *([Label(span=part.origin, text="over other axes")] if part is not unit else []),
+            *([Label(span=part.origin, text="shards over other axes")] if part is not unit else []),
             *labels,
             help=told,
         )
@@ -44,5 +47,5 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _why(count: int, size: int) -> str:
     if count == size:
-        return ": that many share the unit already"
+        return ": the unit is sharded over that many ranks already"
     return f": it does not divide {size}" if count > 1 else ""

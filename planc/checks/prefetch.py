@@ -27,7 +27,7 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
     if not found:
         sink.error(
             "PL444",
-            "there is nothing to gather ahead: no list of modules has units",
+            "`prefetch` has no effect: no entries of a module list are units",
             section.prefetch.origin,
             help="make the blocks units: `model.layers.* : unit`",
         )
@@ -39,11 +39,12 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
         if gap is not None:
             sink.error(
                 "PL445",
-                f"backward never comes to `{gap}`, frozen as all before it, and would gather it",
+                f"backward stops before `{gap}`, which is frozen like all before it, and "
+                "prefetching would all-gather it needlessly",
                 Label(span=section.prefetch.origin, text="gathers the entries before"),
                 *_frozen(gap, plan),
-                help="leave `backward` out, or put the frozen blocks into one unit: "
-                f"`group({gap}) : unit`",
+                help=f"remove `backward`, or put the frozen blocks into one unit: `group({gap}) : "
+                "unit`",
             )
 
 
@@ -55,9 +56,9 @@ def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) ->
         if longest and depth >= longest:
             sink.warning(
                 "PL449",
-                f"`{name} = {depth}` gathers the whole list ahead: it has {longest} entries",
+                f"`{name} = {depth}` all-gathers the whole list ahead: it has {longest} entries",
                 wanted.origin,
-                help="1 or 2 hide the communication behind the computation of one entry or two",
+                help="1 or 2 overlap the communication with the computation of one or two entries",
             )
 
 

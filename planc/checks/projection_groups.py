@@ -58,20 +58,21 @@ def _compare(  # noqa: PLR0917
     if not unlike:
         return
     labels: dict[Span, Label] = {
-        rule.origin: Label(span=rule.origin, text=f"{name} is split, and stays so")
+        rule.origin: Label(span=rule.origin, text=f"the output of {name} stays sharded")
     }
     for other in (r for n in unlike for r in others[n]):
-        text = f"{other.modules.path[-1]} is not split like it"
+        text = f"{other.modules.path[-1]} is not sharded the same way"
         labels.setdefault(other.origin, Label(span=other.origin, text=text))
     sink.warning(
         "PL205",
-        f"`{name}` of `{parent}` is split over {rule.axis} = {ranks(plan, rule)}, and "
-        f"{one_of((f'`{n}`' for n in unlike), last='and')}, which its output meets, "
-        f"{'is' if len(unlike) == 1 else 'are'} not split alike",
+        f"`{name}` of `{parent}` is sharded over {rule.axis} = {ranks(plan, rule)}, and "
+        f"{one_of((f'`{n}`' for n in unlike), last='and')}, which "
+        f"{'feeds' if len(unlike) == 1 else 'feed'} the same operation, "
+        f"{'is' if len(unlike) == 1 else 'are'} not sharded the same way",
         *labels.values(),
         axis_label(plan, rule),
         facts=[f"{n} has no colwise rule" for n in unlike if not others[n]],
-        help=f"give them one style: `{{{','.join(n for n in group if n in (name, *there))}}} : "
+        help=f"use one style for all: `{{{','.join(n for n in group if n in (name, *there))}}} : "
         "colwise`",
     )
 

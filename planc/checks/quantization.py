@@ -40,10 +40,10 @@ def _linear(rule: AdapterRule, sink: Sink) -> None:
     if module.kind in ("conv1d", "embedding"):  # of any other, PL180 tells
         sink.error(
             "PL681",
-            f"`{rule.modules}` cannot be quantised: it is no `nn.Linear`",
+            f"`{rule.modules}` cannot be quantized: it is not an `nn.Linear`",
             rule.origin,
             facts=[f"`{rule.modules}` is a {module.cls}"],
-            help="write `lora(...)`, which leaves its weight as it is",
+            help="write `lora(...)`, which does not quantize its weight",
         )
 
 
@@ -54,9 +54,9 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
             other = next(name for name in group if name != own[0])
             sink.error(
                 "PL682",
-                f"`{own[0]}` cannot be quantised: it is one tensor with `{other}`",
+                f"`{own[0]}` cannot be quantized: it is tied to `{other}`",
                 rule.origin,
-                help="write `lora(...)` for it, which leaves the weight as it is",
+                help="write `lora(...)` for it, which does not quantize its weight",
             )
 
 
@@ -78,7 +78,7 @@ def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
         f"{_SPELLED.get(quant.storage, quant.storage)} and would be cast to {wanted}",
         rule.origin,
         Label(span=precision.origin, text=f"gathers in {wanted}"),
-        facts=["packed bytes that are cast are other weights"],
+        facts=["casting packed bytes changes the weights"],
         help=f"write `storage = {wanted}`",
     )
 
@@ -87,9 +87,9 @@ def _trained(rule: AdapterRule, own: Owned, sink: Sink) -> None:
     if own.training is not None and own.training.trainable:
         sink.error(
             "PL683",
-            f"`{own.modules}` is quantised and cannot train",
+            f"`{own.modules}` is quantized and cannot train",
             rule.origin,
-            Label(span=own.training.origin, text="asked for here"),
+            Label(span=own.training.origin, text="requested here"),
             help="write `lora(...)` for it, or train other modules",
         )
 
@@ -104,14 +104,14 @@ def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
     reason = _unaligned(rule, base, part, ranks(plan, base))
     if reason is None:
         return
-    text, mend = reason
+    text, fix = reason
     sink.error(
         "PL684",
         f"`{part}` cannot be split over {base.axis} in 4 bits: {text}",
         rule.origin,
-        Label(span=base.origin, text="the layer's own style"),
+        Label(span=base.origin, text="the layer's style"),
         axis_label(plan, base),
-        help=mend,
+        help=fix,
     )
 
 
@@ -123,11 +123,11 @@ def _unaligned(
     block, high = rule.quantize.block, f"blocks of {rule.quantize.block}"
     if not isinstance(base.style, Colwise | Rowwise):
         return (
-            f"nothing is known of its style, `{style_text(base.style)}`",
-            "write `lora(...)` for it, or give it `colwise` or `rowwise`",
+            f"its style, `{style_text(base.style)}`, is unknown for 4-bit weights",
+            "write `lora(...)` for it, or use `colwise` or `rowwise`",
         )
     if rule.quantize.double:
-        return "with `double`, scales depend on all of the weight", "write `double = false`"
+        return "with `double`, scales depend on the full weight", "write `double = false`"
     weight = next(p for p in part.module.parameters if p.name == "weight")
     split = weight_split(base.style, "linear", "weight", 2)
     if split is None:
@@ -139,5 +139,8 @@ def _unaligned(
     for size in sizes:
         if size % count or size // count * inner % block:
             what = f"{size:,} {'rows' if split.dim == 0 else 'columns'} over {count} ranks"
-            return f"{what} are not of whole {high}", "write `lora(...)` for it, or a smaller block"
+            return (
+                f"{what} do not form whole {high}",
+                "write `lora(...)` for it, or a smaller block",
+            )
     return None

@@ -23,17 +23,19 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
             f"training draws random numbers, which no proof compares: {', '.join(fields)}",
             axis_label(plan, rules[0]),
             facts=[
-                f"`apply` gives the {count} ranks of {axis} one random state, so they draw alike"
+                f"`apply` gives the {count} ranks of {axis} one random state, so they draw the "
+                "same numbers"
             ],
-            help="seed before `apply`, or afterwards all ranks of a tensor axis alike",
+            help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
+            "tensor axis",
         )
     if skipped := layer_drop_fields(facts):
         shards = plan.fsdp is not None and plan.mesh.size(*plan.fsdp.shard) > 1
         if shards or rules:
             sink.warning(
                 "PL671",
-                f"training leaves out layers at random, {', '.join(skipped)}, and ranks that leave "
-                "out others wait for each other for ever",
+                f"training skips layers at random ({', '.join(skipped)}), and ranks that skip "
+                "different layers deadlock",
                 *([plan.fsdp.origin] if plan.fsdp else [rules[0].origin]),
-                help="set it to 0 in the configuration, or seed all ranks alike",
+                help="set it to 0 in the configuration, or use the same seed on all ranks",
             )

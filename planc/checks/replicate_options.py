@@ -32,8 +32,8 @@ def replicate_options(plan: Plan, facts: Facts, sink: Sink) -> None:
     for name, origin in dict.fromkeys(said):
         sink.error(
             "PL450",
-            f"`{name}` means nothing where parameters are whole on every rank",
+            f"`{name}` has no effect where parameters are replicated on every rank",
             Label(span=origin),
-            Label(span=section.origin, text="copies the model"),
-            help=f"take `{name}` out, or write an fsdp section",
+            Label(span=section.origin, text="replicates the model"),
+            help=f"remove `{name}`, or write an fsdp section",
         )

@@ -39,9 +39,9 @@ def sequence_layout(plan: Plan, facts: Facts, sink: Sink) -> None:
         marks = [r.origin for r in rules if isinstance(r.style, Sequence)]
         sink.warning(
             "PL162",
-            f"`{norm}` gets a part of the sequence, and has no rule",
+            f"`{norm}` gets sequence-sharded activations and has no rule",
             *(Label(span=s, text="these have one") for s in dict.fromkeys(marks)),
-            facts=[f"`{norm}` is a {norm.module.cls} with a weight of its own"],
+            facts=[f"`{norm}` is a {norm.module.cls} with a replicated weight"],
             help=f"`{norm} : sequence`",
         )
 
@@ -74,12 +74,13 @@ def _whole(rule: TensorRule, dim: int, plan: Plan, sink: Sink) -> None:
     over = ranks(plan, rule)
     sink.warning(
         "PL163",
-        f"`{rule.modules}` takes 1/{over} of dim {dim}, and nothing in the plan splits that dim",
-        Label(span=rule.origin, text="takes the whole for a part"),
+        f"`{rule.modules}` expects an input sharded on dim {dim}, and the plan shards nothing "
+        "on that dim",
+        Label(span=rule.origin, text="treats a replicated input as a shard"),
         axis_label(plan, rule),
-        facts=[f"the forward pass is right, its gradient {over} times too large"],
-        help=f"split the stream: `rowwise(-> shard({dim}), local = false)` on the embedding and "
-        "behind each attention and mlp; or take this rule out",
+        facts=[f"the forward pass is right; the gradient of its weight is {over} times too large"],
+        help=f"shard the activations: `rowwise(-> shard({dim}), local = false)` on the embedding "
+        "and at the end of each attention and mlp; or remove this rule",
     )
 
 

@@ -38,8 +38,10 @@ def _missing(rule: TensorRule, name: str, sink: Sink) -> None:
     close = nearest(name, own)
     sink.error(
         "PL677",
-        f"`{rule.modules}` has no attribute `{name}` that could be split",
+        f"`{rule.modules}` has no attribute `{name}` to split",
         rule.origin,
-        facts=[f"it is a {module.cls}; of integers that count features it has {there}"],
-        help=f"did you mean `{close[0]}`?" if close else "name what its code cuts features with",
+        facts=[f"it is a {module.cls}; its integer attributes that count features: {there}"],
+        help=f"did you mean `{close[0]}`?"
+        if close
+        else "name the attribute by which its code splits features",
     )

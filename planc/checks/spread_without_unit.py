@@ -22,9 +22,10 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         if section.divide is not None and same > 1:
             sink.error(
                 "PL384",
-                f"`divide` and `spread` over {same} ranks of the same gradient don't go together",
+                f"`divide` cannot be combined with a `spread` over {same} ranks that have the "
+                "same gradient",
                 Label(span=spread.origin),
-                Label(span=section.divide.origin, text="one factor for a unit, whatever is in it"),
+                Label(span=section.divide.origin, text="FSDP has one factor per unit"),
                 help="make the modules a unit: `unit(on = ...)`",
             )
         if own:
@@ -32,12 +33,12 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         unit = next((u for u in section.units for m in u.members if _is(m, spread)), None)
         sink.error(
             "PL384",
-            f"`spread` says nothing: no unit around `{spread.modules}` has its parameters",
+            f"`spread` has no effect: `{spread.modules}` is in no enclosing FSDP unit",
             Label(span=spread.origin),
-            *([Label(span=unit.origin, text="a unit by itself")] if unit else []),
-            help="say `on` and `shard_dim` of the unit: `unit(on = ...)`"
+            *([Label(span=unit.origin, text="is a unit itself")] if unit else []),
+            help="write `on` and `shard_dim` on the unit: `unit(on = ...)`"
             if unit
-            else "add a unit around it, such as `model.layers.* : unit`",
+            else "make an enclosing module a unit, such as `model.layers.* : unit`",
         )
 
 

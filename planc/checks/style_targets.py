@@ -32,7 +32,7 @@ def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
         module = rule.modules.module
         sink.error(
             "PL150",
-            f"`{style_name(rule.style)}` cannot be put on `{rule.modules}`: {reason}",
+            f"`{rule.modules}` does not support `{style_name(rule.style)}`: {reason}",
             rule.origin,
             facts=[f"`{rule.modules}` is a {module.cls}"],
             help=told,
@@ -43,10 +43,10 @@ def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
     """MLA's keys and values come out of one linear, with the rotary features last."""
     wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
     if module.kind != "linear":
-        return ("it is no linear layer", "put it on `kv_a_proj_with_mqa`")
+        return ("it is not a linear layer", "put it on `kv_a_proj_with_mqa`")
     if wide <= style.rope:
         told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
-        return (f"it gives {wide:,} features, and `rope` takes {style.rope:,} of them", told)
+        return (f"it has {wide:,} output features, and `rope` is {style.rope:,} of them", told)
     return None
 
 
@@ -56,7 +56,7 @@ def _over_features(module: Module) -> tuple[str, str] | None:
     """
     weights = [p.name for p in module.parameters]
     if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
-        return ("it is no RMS norm with one weight", "gather its input, and leave it whole")
+        return ("it is not an RMS norm with one weight", "gather its input, and replicate the norm")
     return None
 
 
@@ -68,24 +68,24 @@ def _wrong(rule: TensorRule) -> tuple[str, str] | None:
             if module.kind not in ("linear", "embedding", "conv1d"):
                 return (
                     "it is neither a linear layer nor an embedding",
-                    "name the projections inside it" if module.children else "leave it whole",
+                    "name the projections inside it" if module.children else "leave it replicated",
                 )
             if module.kind == "embedding" and not isinstance(rule.style.input, Replicate):
                 return (
-                    "an embedding takes whole token ids",
+                    "an embedding needs replicated token ids",
                     f"write `{style_name(rule.style)}(replicate -> ...)`",
                 )
             if module.kind == "embedding" and rule.style.parts != 1:
-                return ("an embedding holds no projections", "take `parts` out")
+                return ("an embedding holds no projections", "remove `parts`")
         case Features():
             return _over_features(module)
         case MlaKv():
             return _latent(rule.style, module)
         case Replicated() if rule.style.summed and not module.count:
-            return ("it has no parameters", "take the rule out")
+            return ("it has no parameters", "remove the rule")
         case Sequence():
             if module.children:
-                return ("it has modules inside", "put `sequence` on the norms themselves")
+                return ("it has submodules", "put `sequence` on the norms themselves")
             if module.kind in ("embedding", "conv1d"):
                 return ("it is not a norm", "put `sequence` on norms and dropouts")
     return None

@@ -63,7 +63,7 @@ def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
     if dims[0] == dims[1]:
         return
     labels = [
-        Label(span=r.origin, text=f"{half[0]} is split along dim {dim[1]}")
+        Label(span=r.origin, text=f"{half[0]} is sharded on dim {dim[1]}")
         for r, half, dim in zip(rules, (one, two), dims, strict=True)
         if r and dim
     ]
@@ -71,12 +71,12 @@ def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
     whole = [half[0] for r, half in zip(rules, (one, two), strict=True) if not r]
     sink.warning(
         "PL401",
-        f"`{one[0]}` and `{two[0]}` are one tensor, and the plan splits them differently",
+        f"`{one[0]}` and `{two[0]}` are tied, and the plan shards them differently",
         *labels,
         axis_label(plan, some),
-        facts=[f"{name} stays whole" for name in whole],
-        help="split both along the vocabulary: `rowwise` on the embedding with "
-        "`colwise(-> replicate)` on the head",
+        facts=[f"{name} is replicated" for name in whole],
+        help="shard both on the vocabulary: `rowwise` on the embedding with `colwise(-> "
+        "replicate)` on the head",
     )
 
 
@@ -94,7 +94,7 @@ def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
         other = two if half is one else one
         sink.error(
             "PL402",
-            f"`{half[0]}` and `{other[0]}` are one tensor, and only one of them is ignored",
+            f"`{half[0]}` and `{other[0]}` are tied, and only one of them is ignored",
             own.origin,
             help=f"ignore `{other[1]}` too, or neither",
         )
@@ -119,7 +119,7 @@ def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
     for several in groups.values():
         each = several[0]
         names, held = (each.one[0], each.two[0]), (each.one[1], each.two[1])
-        text = f"`{names[0]}` and `{names[1]}` are one tensor, and they are in two units"
+        text = f"`{names[0]}` and `{names[1]}` are tied, and they are in two units"
         if len(several) > 1:
             names = _sharing(several)
             held = (facts.at(names[0]), facts.at(names[1]))
@@ -129,7 +129,7 @@ def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
             for unit, name in ((each.first, names[0]), (each.second, names[1]))
             if unit
         ]
-        told = f"put both into one: `group({held[0]}, {held[1]}) : unit`"
+        told = f"put both into one unit: `group({held[0]}, {held[1]}) : unit`"
         sink.error("PL402", text, *labels, help=told)
 
 

@@ -20,8 +20,8 @@ def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
         if modules.module.container:
             sink.error(
                 "PL152",
-                f"`{modules}` is a {modules.module.cls}: it is never called, so {word} it "
-                "cannot work",
+                f"`{modules}` is a {modules.module.cls}: it is never called, so {word} it has "
+                "no effect",
                 origin,
                 help=f"name its entries: `{modules}.*`",
             )
@@ -29,7 +29,7 @@ def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
         if not rule.modules.path:
             sink.error(
                 "PL433",
-                "the model itself cannot be checkpointed: nothing is around it to hold the wrapper",
+                "the model itself cannot be checkpointed: it has no parent module",
                 rule.origin,
                 help="name its blocks, as in `model.layers.* : full`",
             )

@@ -59,8 +59,8 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
             "PL442",
             f"a unit cannot be sharded over `{' * '.join(unit.shard)}`: `{wrong[0]}` is {said}",
             unit.origin,
-            facts=[f"the sections work over {named}"],
-            help="name some of these; over the rest the unit is copied",
+            facts=[f"the sections use {named}"],
+            help="name some of these; the unit is replicated over the others",
         )
 
 
@@ -88,7 +88,7 @@ def _styled(
             f"a unit cannot be sharded over `{rule.axis}`: a style has `{both}` on it",
             Label(span=part.origin, text="shards over it"),
             Label(span=rule.origin, text=f"{style_name(rule.style)}, on {rule.axis}"),
-            help=f"take the style out, or take `{rule.axis}` out of `on`",
+            help=f"remove the style, or remove `{rule.axis}` from `on`",
         )
         return
 
@@ -110,21 +110,21 @@ def _dim(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
     having = [(name, shape) for name, shape in own if len(shape) > dim]
     uneven = [(name, shape) for name, shape in having if shape[dim] % ranks]
     if len(uneven) == len(having):
-        what = f"has a dim {dim} that divides by {ranks}" if having else f"has a dim {dim}"
+        what = f"has a dim {dim} divisible by {ranks}" if having else f"has a dim {dim}"
         named = part.modules if isinstance(part, SpreadRule) else part.members[0]
         sink.error(
             "PL443",
-            f"`shard_dim = {dim}` splits nothing: no parameter of `{named}` {what}",
+            f"`shard_dim = {dim}` shards nothing: no parameter of `{named}` {what}",
             part.origin,
             facts=[f"{name} is {list(shape)}" for name, shape in having[:3]],
-            help="take `shard_dim` out, or name a dim that the parameters have",
+            help="remove `shard_dim`, or name a dim that the parameters have",
         )
         return
     left = [(name, shape) for name, shape in uneven if shape[0] < ranks]
     if left:
         sink.error(
             "PL382",
-            f"`shard_dim = {dim}` leaves out a dim {dim} that {ranks:,} ranks don't divide",
+            f"`shard_dim = {dim}`: dim {dim} is not divisible by {ranks:,} ranks",
             part.origin,
             facts=[f"{name} is {list(shape)}, too few rows for dim 0" for name, shape in left[:3]],
             help="name another dim, or fewer axes by `on = ...`",
@@ -153,9 +153,9 @@ def _short(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
     name, shape = max(short, key=lambda pair: prod(pair[1]))
     sink.info(
         "PL383",
-        f"{shape[0]} rows of `{name}` over {ranks:,} ranks: {ranks - shape[0]:,} of them hold "
-        f"nothing, and {ranks // shape[0]} times as much is gathered",
+        f"`{name}` has {shape[0]} rows for {ranks:,} ranks: {ranks - shape[0]:,} ranks hold "
+        f"nothing, and each all-gather allocates {ranks // shape[0]} times its size",
         part.origin,
-        facts=[f"it is {list(shape)}, and split along dim 0"],
-        help="`shard_dim = auto` splits along another dim where there are too few rows",
+        facts=[f"it is {list(shape)}, sharded on dim 0"],
+        help="`shard_dim = auto` shards another dim where there are too few rows",
     )

@@ -32,9 +32,9 @@ def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
         shown = ", ".join(f"`{n}`" for n in names[:3]) + (", ..." if len(names) > 3 else "")
         sink.error(
             "PL413",
-            f"no unit holds {shown}: their gradients would not be averaged over the ranks",
+            f"no FSDP unit contains {shown}: their gradients are not reduced, so the ranks diverge",
             plan.fsdp.origin,
-            help="write `root : unit`, which takes all that other units leave",
+            help="write `root : unit`, which contains the parameters of no other unit",
         )
 
 
@@ -43,11 +43,13 @@ def _mixed(plan: Plan, sink: Sink) -> None:
     if rules:
         sink.warning(
             "PL414",
-            "tensor parallelism without an fsdp section leaves DTensors beside plain tensors",
+            "tensor parallelism without an fsdp section mixes DTensors and plain tensors",
             rules[0].origin,
             axis_label(plan, rules[0]),
             facts=[
-                "torch's optimizers (foreach, the default) and clip_grad_norm_ refuse such a mix"
+                "torch's optimizers (foreach, the default) and clip_grad_norm_ do not support "
+                "the mix"
             ],
-            help="add an fsdp section; over an axis of one rank it only makes all of them DTensors",
+            help="add an fsdp section; over an axis of one rank it only turns all parameters "
+            "into DTensors",
         )

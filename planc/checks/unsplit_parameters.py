@@ -33,7 +33,7 @@ def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     names = ", ".join(f"{name} {count:,}" for count, name in largest)
     sink.info(
         "PL204",
-        f"{_percent(share)} of the parameters stay whole on every rank of {rules[0].axis} = "
+        f"{_percent(share)} of the parameters are replicated over {rules[0].axis} = "
         f"{ranks(plan, rules[0])}",
         facts=[f"the largest: {names}"],
     )

@@ -17,5 +17,5 @@ def unused_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
             "PL416",
             f"no unit uses this precision: {reason}",
             plan.fsdp.precision.origin,
-            help="take it out, or add a unit",
+            help="remove it, or add a unit",
         )

@@ -59,7 +59,7 @@ def draft(facts: Facts, sink: Sink) -> InitResult:
         outcome = Outcome(verdict="unknown", reason=why)
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
         search.cautious()
-        draft_plan.comment.append(f"Not proved: {why}. Only embeddings and heads are split.")
+        draft_plan.comment.append(f"Not proved: {why}. Only embeddings and heads are sharded.")
     else:
         outcome = search.plain()
         if outcome.verdict == "proved":
@@ -89,7 +89,7 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None,
             return facts, None, None, next(d.message for d in quiet)
         return small, model, model.builder(), ""
     except Exception as error:
-        return facts, None, None, f"it can't be built small: {error}"
+        return facts, None, None, f"it cannot be built at a small size: {error}"
 
 
 def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None) -> Draft:
@@ -160,7 +160,7 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
         why = (
             outcome.reason
             or "; ".join(p.detail for p in outcome.discrepancies[:1])
-            or "it is refuted"
+            or "the plan is refuted"
         )
         draft_plan.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
@@ -174,8 +174,8 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
     whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
     if search.unreached:
         draft_plan.comment.append(
-            "Whole on every rank, because the small model's run does not come there and nothing of "
-            f"it can be proved: {', '.join(search.unreached)}."
+            "Replicated, because the run of the small model does not reach it and it cannot be "
+            f"proved: {', '.join(search.unreached)}."
         )
     if outcome.missing_inputs:
         draft_plan.comment.append(
@@ -183,10 +183,10 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
         )
     if whole:
         draft_plan.comment.append(
-            f"Whole on every rank, because no split of them was right: {', '.join(whole)}."
+            f"Replicated, because no way to shard it was right: {', '.join(whole)}."
         )
     if draft_plan.sequence is None and outcome.verdict == "proved":
-        draft_plan.comment.append("No sequence parallelism: no way to it was proved.")
+        draft_plan.comment.append("No sequence parallelism: no plan with it was proved.")
 
 
 def _unmatched_rules(facts: Facts, builder: Any, draft_plan: Draft, sink: Sink) -> None:

@@ -77,16 +77,14 @@ def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
     """The options that the plan needs, with their descriptions."""
     options = []
     if draft.sequence is not None:
-        why = "norms and residuals hold a part of the sequence between blocks"
+        why = "norms and residuals are sharded on the sequence dim between blocks"
         options.append(("sequence_parallel = true", why))
     if again:
-        options.append(
-            ("checkpointing = true", "compute each block's activations again in backward")
-        )
+        options.append(("checkpointing = true", "recompute each block's activations in backward"))
     return [
         *options,
-        ('param_dtype = "bf16"', "what FSDP gathers and computes in"),
-        ('reduce_dtype = "fp32"', "what gradients are summed in"),
+        ('param_dtype = "bf16"', "the dtype in which FSDP all-gathers and computes"),
+        ('reduce_dtype = "fp32"', "the dtype in which gradients are reduced"),
     ]
 
 

@@ -181,7 +181,7 @@ def _gathered(projections: ProjectionGroup) -> SplitRecipe:
     if not projections.latent:
         sequence = {f.name: "colwise(shard(1) -> replicate)" for f in projections.colwise}
         sequence[projections.rowwise.name] = "rowwise(replicate -> shard(1), local = false)"
-    note = "its code counts on whole outputs: the weights are split, the outputs are gathered"
+    note = "its code needs full outputs: the weights are sharded, the outputs are gathered"
     return SplitRecipe(name="gathered", plain=plain, sequence=sequence, note=note)
 
 

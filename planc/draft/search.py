@@ -147,7 +147,7 @@ class Search:
         self.runs += 1
         self._fill()
         if not any(self.draft.plain.values()):
-            return Outcome(verdict="nothing", reason="no split of its parts was right")
+            return Outcome(verdict="nothing", reason="no way to shard its parts was right")
         settings = [f"tp={RANKS}", "dp_shard=1"]
         if self.draft.sequence is not None:
             settings.append(f"sequence_parallel={str(sequence).lower()}")
@@ -157,7 +157,7 @@ class Search:
         if compiled.lowered is None:
             return Outcome(verdict="refuted", discrepancies=tuple(_refused(file, sink)))
         if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
-            return Outcome(verdict="nothing", reason="nothing of it can be split")
+            return Outcome(verdict="nothing", reason="none of its parameters can be sharded")
         assert self.small is not None
         return judge(SmallCase(model=self.small, compiled=compiled))
 

@@ -232,7 +232,7 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         sink.error(
             "PL601",
             f"cannot read {place.name}: {reason}",
-            help="a model's folder holds its config.json" if error.errno == ENOENT else None,
+            help="a model's folder contains config.json" if error.errno == ENOENT else None,
         )
         return None
     if len(data) > _MAX_BYTES:
@@ -248,12 +248,12 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         sink.error("PL602", f"{place.name} is not JSON: {error.msg.lower()} at {where}")
         return None
     except RecursionError:
-        sink.error("PL602", f"{place.name} is not JSON that can be read: it nests too deep")
+        sink.error("PL602", f"{place.name} is not JSON that can be read: it is nested too deeply")
         return None
     except ValueError:  # Python's limit on the digits of an integer
         sink.error("PL602", f"{place.name} is not JSON that can be read: a number is too long")
         return None
     if not isinstance(values, dict):
-        sink.error("PL602", f"{place.name} holds {_shown(values)}, not an object")
+        sink.error("PL602", f"{place.name} contains {_shown(values)}, not an object")
         return None
     return Config(name=place.name, path=place.path, values=values)

@@ -76,15 +76,15 @@ def _report_ignored(config: Config, facts: Facts, sink: Sink) -> None:
     if config.own_code:
         sink.info(
             "PL609",
-            f"{config.name} names code of its own, which was not run: "
-            f"the facts are those of {facts.name} of transformers",
-            help="if you train with `trust_remote_code`, give --allow-code",
+            f"{config.name} names custom code, which planc did not run: the facts are those of "
+            f"{facts.name} of transformers",
+            help="if you train with `trust_remote_code`, pass --allow-code",
         )
     if config.values.get("quantization_config"):
         sink.info(
             "PL610",
-            f"`quantization_config` of {config.name} was not looked at: "
-            "shapes and dtypes are those of the model before quantization",
+            f"planc did not read `quantization_config` of {config.name}: shapes and dtypes are "
+            "those of the model before quantization",
         )
 
 
@@ -95,8 +95,8 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
         return from_factory(module, factory, sink)
     sink.error(
         "PL607",
-        f"{module}:{factory} names Python code, which planc does not run unless it is told to",
-        help="look at the code, then give --allow-code",
+        f"{module}:{factory} names Python code, which planc runs only with --allow-code",
+        help="review the code, then pass --allow-code",
     )
     return None
 
@@ -104,6 +104,6 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
 def _not_found(model: str, sink: Sink) -> None:
     known = shipped_models()
     advice = did_you_mean(
-        model, known, f"give a folder with config.json, or one of {one_of(known)}"
+        model, known, f"pass a folder with config.json, or one of {one_of(known)}"
     )
     sink.error("PL600", f"there is no model {model!r}", help=advice)

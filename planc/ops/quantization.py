@@ -23,7 +23,7 @@ class Quantize(Op):
         kind: `nf4` or `fp4`.
         storage: the dtype that the bytes are seen as, a torch dtype's name.
         compute: what a product is computed in, None for the dtype of its input.
-        double: whether scales are quantised too.
+        double: whether scales are quantized too.
         block: the weights that share a scale.
     """
 

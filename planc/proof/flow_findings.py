@@ -12,7 +12,7 @@ from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rule_labels
 from planc.trial.outcome import Discrepancy, Outcome
 
-_SEEN = "seen on a shrunken model, with all ranks of the axis simulated (2)"
+_SEEN = "seen on a small model, with all ranks of the axis simulated (2)"
 _MOST = 8
 """The most findings of one kind."""
 
@@ -41,17 +41,18 @@ def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
             before, after = mismatch.layouts
             if kind == "boundary":
                 severity = Severity.ERROR if wrong else Severity.WARNING
-                message = f"what arrives at `{subject}` is not what the plan says: "
-                message += f"{before} is stated, {after} arrives"
-                advice = f"state it as it arrives: `{after} -> ...` instead of `{before} -> ...`"
+                message = f"the input of `{subject}` has layout {after}; "
+                message += f"the plan states {before}"
+                advice = f"state this layout: `{after} -> ...` instead of `{before} -> ...`"
                 sink.report(severity, "PL505", message, *labels, facts=facts, help=advice)
             elif not wrong:
                 change = f"{before} -> {after} (for {mismatch.op})"
-                message = f"no rule says that `{subject or 'the model'}` changes {change}"
-                labels = _with_before(labels, mismatch, small)
-                advice = (
-                    "state it with a style, `input(...)` or `output(...)`, or leave it as it is"
+                message = (
+                    f"implicit redistribution in `{subject or 'the model'}`, which no rule "
+                    f"states: {change}"
                 )
+                labels = _with_before(labels, mismatch, small)
+                advice = "state it with a style, `input(...)` or `output(...)`, or keep it implicit"
                 sink.warning("PL506", message, *labels, facts=facts, help=advice)
 
 
@@ -85,7 +86,7 @@ def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> lis
 def _crash(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
     labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
-    message = f"the model dies at `{subject}` under this plan"
+    message = f"the model raises in `{subject}` under this plan"
     facts = [mismatch.detail, *_source(mismatch), _SEEN]
     sink.error("PL503", message, *labels, facts=facts)
 
@@ -94,7 +95,7 @@ def _output(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
     facts = [f"the first output that differs, by {mismatch.error:.1e}"]
     facts += [mismatch.detail] if mismatch.detail else []
-    message = f"`{subject or 'the model'}` computes something else under this plan"
+    message = f"the output of `{subject or 'the model'}` is wrong under this plan"
     facts += [*_source(mismatch), _SEEN]
     labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
     sink.error("PL501", message, *labels, facts=facts)
@@ -106,10 +107,13 @@ def _gradient(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     worst = max(p.error for p in group)
     help = None
     if mismatch.kind == "partial":
-        message = f"the gradient of `{subject}` is a part of a sum, and nothing adds it up"
-        detail = f"each rank's differs by up to {worst:.1e}"
+        message = f"the gradient of `{subject}` is partial on each rank, and nothing reduces it"
+        detail = f"the ranks' gradients differ by up to {worst:.1e}"
         last = module.rpartition(".")[2]
-        help = f"give it a style that sums: `{last} : sequence(dim = ..., local = true)`"
+        help = (
+            f"give it a style that reduces its gradient: `{last} : sequence(dim = ..., local = "
+            "true)`"
+        )
     else:
         message = f"the gradient of `{subject}` is wrong under this plan"
         detail = f"relative error {worst:.1e}"
@@ -119,14 +123,16 @@ def _gradient(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
-    message = f"`{subject}` gets {mismatch.detail}: read off a local part of the sequence"
+    message = (
+        f"`{subject}` gets {mismatch.detail}: the length of a local shard, not of the sequence"
+    )
     sink.error(
         "PL507",
         message,
         *rule_labels(mismatch.subject, small),
         facts=[*_source(mismatch), _SEEN],
-        help="hand the split activations on as a DTensor, which knows the whole size: "
-        "`local = false`",
+        help="return the sharded activations as a DTensor, which has the global size: `local = "
+        "false`",
     )
 
 
@@ -160,7 +166,7 @@ def report_uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
                     f"the model's own code calls `{generic(inside)}` inside it",
                     "seen in a run of the model, made small where it has a configuration",
                 ],
-                help="make what is called the unit, or leave its parameters to the root",
+                help="make the called module the unit, or leave its parameters in the root unit",
             )
     return found
 

@@ -114,7 +114,7 @@ def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -
 
 
 def _unreached(missing_inputs: str) -> str:
-    reason = "the small model's run does not come there"
+    reason = "the run of the small model does not reach it"
     return f"{reason}: {missing_inputs}" if missing_inputs else reason
 
 
@@ -129,10 +129,10 @@ def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Lay
     if wrong:
         return LayerVerdict(modules=modules, label=label, verdict="refuted", error=worst)
     if first is not None:
-        reason = f"the model is wrong at {first.subject or 'its end'}, so this can't be compared"
+        reason = f"the model is wrong at {first.subject or 'its end'}, so this cannot be compared"
         return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     if None in errors:
-        reason = "the run did not get there"
+        reason = "the run did not reach it"
         return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     return LayerVerdict(modules=modules, label=label, verdict="proved", error=worst)
 

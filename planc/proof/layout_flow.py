@@ -35,7 +35,7 @@ from planc.trial.source_digest import source_digest
 from planc.trial.tensor_part import tensor_part
 
 _FORMAT = 6
-UNSEEN = "Megatron-FSDP runs on CUDA alone, where planc proves nothing"
+UNSEEN = "Megatron-FSDP runs only on CUDA, where planc proves nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Verdict:
             return ""
         return (
             f"the model's own code runs `{self.outcome.recomputed}` again in the backward pass, "
-            "when FSDP may have let its parameters go"
+            "when FSDP may have resharded its parameters"
         )
 
     @property
@@ -134,7 +134,7 @@ class Verdict:
             case other:
                 parts = [(w, [k for k in self.layers if k.verdict == w]) for w in _WORDS]
                 counts = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
-                return f"layout flow ({other}{f'; of its parts {counts}' if counts else ''})"
+                return f"layout flow ({other}{f'; of its sections {counts}' if counts else ''})"
 
     def document(self) -> dict[str, Any]:
         """The verdict as JSON data, without the modules of the small model."""
@@ -177,7 +177,7 @@ def flow(
         return _unsplit(facts, ir, lowered, sink, strict)
     small: SmallCase | str
     if lowered.code and not allow_code:
-        small = f"{lowered.code[0]} is code of the plan's own, imported only with --allow-code"
+        small = f"{lowered.code[0]} is custom code, imported only with --allow-code"
     else:
         sizes = {a.name: RANKS if a.name in axes else 1 for a in ir.mesh.axes}
         small = small_case(compiled, sizes)
@@ -211,7 +211,7 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
     if is_megatron(lowered):
         unseen = Outcome(verdict="unknown", reason=UNSEEN)
         verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen)))
-        _unknown(verdict, sink, strict, "train a few steps beside the same with torch's FSDP")
+        _unknown(verdict, sink, strict, "compare a few training steps with torch's FSDP")
         return verdict
     nothing = Outcome(verdict="nothing")
     sections = tuple(_sections(lowered, ir, nothing))
@@ -241,7 +241,7 @@ def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
     sink.report(
         Severity.ERROR if strict else Severity.WARNING,
         "PL504",
-        f"layout flow cannot say whether this plan is right: {verdict.reason}",
+        f"layout flow cannot decide whether this plan is right: {verdict.reason}",
         help=help,
     )
 
@@ -288,7 +288,7 @@ def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[SectionV
     if any(isinstance(op, Checkpoint) for op in lowered.ops):
         reason = outcome.reason
         if run == "refuted":
-            run, reason = "unknown", "its tensor parallelism is wrong, so this can't be compared"
+            run, reason = "unknown", "its tensor parallelism is wrong, so this cannot be compared"
         yield SectionVerdict(name="checkpoint", verdict=run, by=by, reason=reason)
     if any(isinstance(op, Compile) for op in lowered.ops):
         yield SectionVerdict(name="compile", verdict="proved", by="structure")

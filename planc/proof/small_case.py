@@ -80,7 +80,7 @@ def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallMo
     if facts.code:
         return SmallModel(values={}, code=facts.code)
     if not buildable(facts.config):
-        return f"{facts.name} has no configuration that could be made small"
+        return f"{facts.name} has no configuration that planc can make small"
     try:
         values = shrink(facts.config, ranks=ranks, blocks=block_kinds(facts))
     except Exception as error:

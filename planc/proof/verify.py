@@ -104,19 +104,19 @@ def verify(
     with fork_server() as server:  # imports torch during the compilation
         files = compiler.read(plan, sink)
         if isinstance(files, LoweredFile):
-            message = "a lowered plan is for one model, and not for a small one"
-            report_unknown(sink, message, "give the .plan")
+            message = "a lowered plan is for one model and cannot be applied to a small one"
+            report_unknown(sink, message, "pass the .plan file")
             return Proof(verdict="unknown")
         facts = load(model, sink, allow_code=allow_code)
         case = _compiled(files, facts, sink, world_size, tuple(settings))
         if case is None:
             return Proof(verdict="unknown")
         if case.lowered.code and not allow_code:
-            message = f"{case.lowered.code[0]} is code of the plan's own"
-            report_unknown(sink, message, "look at it, then give --allow-code")
+            message = f"{case.lowered.code[0]} is custom code"
+            report_unknown(sink, message, "review it, then pass --allow-code")
             return Proof(verdict="unknown")
         if is_megatron(case.lowered):
-            report_unknown(sink, UNSEEN, "train a few steps beside the same with torch's FSDP")
+            report_unknown(sink, UNSEEN, "compare a few training steps with torch's FSDP")
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
         case.processes = min(processes, world_size)
         reason = _make_small_case(case)
@@ -202,7 +202,7 @@ def _doubt(case: _Case, verdict: str) -> str | None:
     )
     if verdict == "verified" and real:
         codes = one_of(sorted(real), last="and")
-        return f"planc check finds {codes} in the real sizes, and the small ones don't have it"
+        return f"planc check finds {codes} at the real sizes, and not at the small ones"
     if verdict == "refuted" and small:
         codes = one_of(sorted(small), last="and")
         return f"planc check finds {codes} in the small model, and not in the real one"
@@ -265,6 +265,6 @@ def _left_out(lowered: Lowered) -> Iterable[str]:
     if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
         yield "mixed precision: everything runs in float32"
     if any(isinstance(op, Quantize) for op in lowered.ops):
-        yield "4 bits: frozen weights keep all of theirs"
+        yield "4 bits: frozen weights stay in full precision"
     if any(isinstance(op, Compile) for op in lowered.ops):
-        yield "compile: the modules run as they are"
+        yield "compile: the modules run uncompiled"

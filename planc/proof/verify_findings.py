@@ -23,7 +23,7 @@ _WORDS = {
 
 def report_unknown(sink: Sink, reason: str, help: str | None = None) -> None:
     """Reports PL523."""
-    sink.error("PL523", f"this plan can't be proved: {reason}", help=help)
+    sink.error("PL523", f"this plan cannot be proved: {reason}", help=help)
 
 
 def report_difference(
@@ -46,7 +46,7 @@ def report_difference(
     if found.errors["gradients"] > LIMITS["gradients"]:
         facts.append(f"worst gradient: {found.worst['gradients']}")
     if not any(r.modules.has(name) for r in plan.tensor) and _tensor(lowered):
-        facts.append(f"no tensor rule names {name or 'the model'}")
+        facts.append(f"no tensor rule covers {name or 'the model'}")
     sink.error("PL520", message, *labels, facts=facts)
     return message, tuple(dict.fromkeys(label.span.place for label in labels))
 
@@ -62,7 +62,7 @@ def report_failure(
     """
     if failure.kind == "single":
         reason = f"the small model does not train in one process: {failure.message}"
-        report_unknown(sink, reason, "planc proves models that give a loss for `labels`")
+        report_unknown(sink, reason, "planc can prove only models that return a loss for `labels`")
         return "unknown", reason
     detail = list(_frames(failure)) or failure.detail.splitlines()[-4:]
     if failure.kind == "time":
@@ -70,7 +70,7 @@ def report_failure(
             "PL522",
             failure.message,
             facts=detail,
-            help="ranks that wait for each other do so for ever; --timeout gives them longer",
+            help="ranks that wait for each other never return; --timeout sets a longer limit",
         )
         return "unknown", failure.message
     who = f"rank {failure.rank}" if failure.rank >= 0 else "a rank"

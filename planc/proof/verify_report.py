@@ -35,7 +35,7 @@ def table(certificate: Certificate) -> str:
     for title, what in (("left out", "left_out"), ("not reached", "not_reached")):
         lines += [f"{title}: {text}" for text in certificate[what]]
     if certificate["checks"]:
-        lines.append(f"planc check has errors of its own: {', '.join(certificate['checks'])}")
+        lines.append(f"planc check also reports errors: {', '.join(certificate['checks'])}")
     if certificate["verdict"] == "unknown":
         lines.append(f"Unknown: {certificate['reason']}")
     else:

@@ -94,12 +94,12 @@ def _code(lowered: Lowered, allowed: bool) -> None:
         if not allowed:
             raise stop(
                 "PL172",
-                f"the plan has a style of its own, {path}, which is code",
-                help="look at it, then allow it: `planc.apply(..., allow_code=True)`",
+                f"the plan has a custom style, {path}, which is code",
+                help="review it, then allow it: `planc.apply(..., allow_code=True)`",
             )
         try:
             if not (isinstance(style := resolve(path), type) and issubclass(style, ParallelStyle)):
-                raise TypeError("it is no torch.distributed.tensor.parallel.ParallelStyle")
+                raise TypeError("it is not a torch.distributed.tensor.parallel.ParallelStyle")
         except Exception as error:
             text = f"{type(error).__name__}: {_first(error)}"
             raise stop("PL172", f"the style {path} cannot be imported: {text}") from error

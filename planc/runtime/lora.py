@@ -44,7 +44,7 @@ def require(lowered: Lowered) -> None:
         try:
             import bitsandbytes  # noqa: F401
         except Exception as error:  # its own libraries may fail to load, in many ways
-            text = f"the plan has weights in 4 bits, and bitsandbytes cannot be imported: {error}"
+            text = f"the plan has 4-bit weights, and bitsandbytes cannot be imported: {error}"
             raise stop("PL685", text, help="pip install 'planc[qlora]'") from error
 
 

@@ -34,14 +34,14 @@ def require(lowered: Lowered, device: str) -> None:
     if find_spec("megatron_fsdp") is None:
         raise stop(
             "PL499",
-            "the plan has `backend = megatron`, and there is no megatron-fsdp to be imported",
+            "the plan has `backend = megatron`, and megatron-fsdp cannot be imported",
             help="pip install 'planc[megatron]'",
         )
     if device not in DEVICES:
         raise stop(
             "PL499",
-            f"Megatron-FSDP runs on CUDA alone, and this run is on {device}",
-            help="put the model on a CUDA device, or take `backend = megatron` out",
+            f"Megatron-FSDP runs only on CUDA, and this run is on {device}",
+            help="put the model on a CUDA device, or remove `backend = megatron`",
         )
 
 
@@ -57,8 +57,8 @@ def optimizer(given: Optimizer) -> Optimizer:
     """An optimizer of the model's parameters, made to step with the package."""
     if not hasattr(given.param_groups[0]["params"][0], "_megatron_fsdp_model"):
         raise ValueError(
-            "the optimizer has parameters that are not of this model: make it after the plan was "
-            "applied"
+            "the optimizer has parameters that are not in this model: create it after the plan "
+            "was applied"
         )
     prepared: Optimizer = prepare_optimizer(given)
     return prepared
@@ -92,4 +92,6 @@ def refuse(lowered: Lowered, what: str, told: str) -> None:
         PlanError: PL499, the plan has `backend = megatron`.
     """
     if called(lowered):
-        raise stop("PL499", f"`{what}` is not for a model that Megatron-FSDP shards", help=told)
+        raise stop(
+            "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=told
+        )

@@ -46,8 +46,8 @@ def fresh(model: nn.Module) -> None:
     if found:
         raise stop(
             "PL493",
-            f"this model is parallel already: {found}",
-            help="apply a plan once, to a model as it was built",
+            f"this model is already parallel: {found}",
+            help="apply a plan once, to a model that is not parallel yet",
         )
 
 
@@ -100,8 +100,8 @@ def _world(lowered: Lowered) -> Iterator[Diagnostic]:
     alone = size == 1 and "WORLD_SIZE" not in os.environ
     yield problem(
         "PL490",
-        f"the plan is lowered for {lowered.world_size:,} ranks ({axes}), this run has {size:,}",
-        help="start it with torchrun, as many ranks as the plan is for"
+        f"the plan is lowered for {lowered.world_size:,} ranks ({axes}), and this run has {size:,}",
+        help="start it with torchrun and as many ranks as the plan has"
         if alone
         else "lower it for this world size, or start as many ranks",
     )
@@ -117,14 +117,14 @@ def _fits(
         return
     if type(model).__name__ != lowered.model:
         name = type(model).__name__
-        yield problem("PL494", f"the plan was lowered for {lowered.model}, this is {name}")
+        yield problem("PL494", f"the plan was lowered for {lowered.model}, and this is {name}")
         return
     if any(isinstance(op, Load) and op.meta for op in lowered.ops):
         full = next((n for n, p in model.named_parameters() if not p.is_meta), None)
         if full is not None:
             yield problem(
                 "PL474",
-                f"the plan starts on the meta device, and {full} has memory already",
+                f"the plan starts on the meta device, and {full} is already allocated",
                 help='build the model inside `with torch.device("meta"):`',
             )
             return
@@ -182,7 +182,7 @@ def _classes(op: MegatronShard, modules: dict[str, nn.Module]) -> Iterator[str]:
     wanted = {name for members in op.members for name in members.names()}
     for name, module in modules.items():
         if isinstance(module, own) and name not in wanted:
-            yield f"{name} is a {type(module).__name__}, and would be a unit of its own"
+            yield f"{name} is a {type(module).__name__}, and would be a separate unit"
 
 
 def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
@@ -191,7 +191,9 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
         actual = None if parameter is None else tuple(parameter.shape)
         if actual != shape.shape:
             shown = list(actual) if actual is not None else "missing"
-            yield f"{name}.{shape.name} is {shown}, the plan was lowered for {list(shape.shape)}"
+            yield (
+                f"{name}.{shape.name} is {shown}, and the plan was lowered for {list(shape.shape)}"
+            )
 
 
 # All ranks ---------------------------------------------------------------------------------------

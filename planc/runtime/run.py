@@ -119,7 +119,9 @@ class Run:
         Raises:
             PlanError: PL499, Megatron-FSDP shards the model.
         """
-        megatron_fsdp.refuse(self.lowered, "run.unshard", "it gathers in each pass: leave it out")
+        megatron_fsdp.refuse(
+            self.lowered, "run.unshard", "it all-gathers in each pass: remove the call"
+        )
         return gradients.unshard(self.model)
 
     def clip_grad_norm_(

@@ -60,7 +60,7 @@ def class_of(config: Config, sink: Sink) -> Any | None:
     except ImportError as error:
         sink.error(
             "PL675",
-            f"{config.name} is of diffusers, which cannot be imported: {error}",
+            f"{config.name} needs diffusers, which cannot be imported: {error}",
             facts=[f"{CLASS} = {name}"],
             help="pip install 'planc[diffusers]'",
         )
@@ -75,9 +75,9 @@ def class_of(config: Config, sink: Sink) -> Any | None:
         return kind
     known = [n for n in dir(diffusers) if n.endswith("Model") and not n.startswith("_")]
     close = nearest(name, known)
-    advice = f"did you mean {one_of(close)}?" if close else "a newer diffusers may have it"
+    advice = f"did you mean {one_of(close)}?" if close else "a newer diffusers may support it"
     if isinstance(kind, type):
-        advice = "give the folder of one of its models, such as its `transformer` folder"
+        advice = "pass the folder of one of its models, such as its `transformer` folder"
     sink.error(
         "PL676",
         f"diffusers has no model class {name!r}",
@@ -135,6 +135,6 @@ def _complete(kind: Any, config: Config, sink: Sink) -> bool:
                 "PL603",
                 f"{config.name} lacks `{field}`",
                 facts=[f"{field} = {taken.default}  (default of {kind.__name__})"],
-                help="add it: diffusers would take its default, which is another model's",
+                help="add it: diffusers would use its default, which is another model's",
             )
     return complete

@@ -81,9 +81,9 @@ def from_folder(config: Config, sink: Sink) -> Facts | None:
     if config.path.name != "config.json" or any("--" in r for r in config.own_code.values()):
         sink.error(
             "PL609",
-            f"the code that {config.name} names is not in its folder, and planc fetches none",
+            f"the code that {config.name} names is not in its folder, and planc downloads none",
             facts=[f"auto_map = {config.own_code}  ({config.name})"],
-            help="download the model with its code, and give that folder",
+            help="download the model with its code, and pass that folder",
         )
         return None
     trusted: dict[str, Any] = {"trust_remote_code": True}
@@ -118,7 +118,7 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
     try:
         made = _on_meta(getattr(importlib.import_module(module), factory))
         if not isinstance(made, torch.nn.Module):
-            raise TypeError(f"it gave a {type(made).__name__}, not an nn.Module")
+            raise TypeError(f"it returned a {type(made).__name__}, not an nn.Module")
         found = facts_of(made, config=getattr(made, "config", None), config_name=name)
         return replace(found, code=name)
     except (Exception, SystemExit) as error:
@@ -179,10 +179,10 @@ def _known(config: Config, sink: Sink) -> bool:
     family = config.values["model_type"]
     if family in CONFIG_MAPPING_NAMES:
         return True
-    advice = did_you_mean(family, CONFIG_MAPPING_NAMES, "a newer transformers may know it")
+    advice = did_you_mean(family, CONFIG_MAPPING_NAMES, "a newer transformers may support it")
     if config.own_code:
-        advice = "the model brings its own code, which planc runs only with --allow-code"
-    message = f"transformers knows no model_type {family!r}"
+        advice = "the model needs custom code, which planc runs only with --allow-code"
+    message = f"transformers does not support model_type {family!r}"
     sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=advice)
     return False
 
@@ -228,7 +228,7 @@ def _no_class(config: Config, sink: Sink) -> None:
     named = config.values.get("architectures") or ()
     message = f"transformers has no causal language model for model_type {family!r}"
     if named:
-        message += f", and {one_of(named)} is none of its classes for that family"
+        message += f", and {one_of(named)} is not one of its classes for that family"
     advice = f"name a class of {family} in `architectures`"
     sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=advice)
 
@@ -250,7 +250,7 @@ def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
                 "PL603",
                 f"{config.name} lacks `{name}`",
                 facts=[f"{name} = {default}  (default of {config.values['model_type']})"],
-                help="add it: transformers would take its default, which is another model's",
+                help="add it: transformers would use its default, which is another model's",
             )
     return complete
 
