@@ -456,7 +456,7 @@ def test_a_proof_overrules_what_structure_presumes(tmp_path, monkeypatch, capsys
         (
             "if y.shape[-1] != 64: raise ValueError(f'64 features, not {y}')",
             "refuted",
-            "the model dies at `pairs.*.two` under this plan",
+            "the model raises in `pairs.*.two` under this plan",
         ),
         ("assert y.sum().item() != 0.5", "unknown", "Non Tensor or int rank results"),
         ("y = y + refused(y)", "unknown", "unsupported operand type(s) for +: 'LocalTensor'"),

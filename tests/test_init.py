@@ -275,7 +275,7 @@ def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds
     made = draft(facts, sink)
     text = " ".join(made.text.split())
     assert all(" ".join(line.split()) in text for line in lines), made.text
-    assert "Whole on every rank" not in made.text
+    assert "Replicated, because" not in made.text
     path = tmp_path / "made.plan"
     path.write_text(made.text)
     compiled = compile_plan(facts, str(path), sink, world_size=8, settings=["tp=2"])

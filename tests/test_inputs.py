@@ -181,7 +181,7 @@ def test_init_says_what_was_tried_for_a_tower(monkeypatch):
     monkeypatch.setattr(module, "_FORMAT", "test")
     made = draft(load("gemma-3-4b", Sink()), Sink())
     told = " ".join(line.removeprefix("#").strip() for line in made.text.splitlines())
-    assert "nothing of it can be proved: model.vision_tower.encoder.layers." in told
+    assert "it cannot be proved: model.vision_tower.encoder.layers." in told
     assert "No input was found for its images: tried lists of images (" in told
     assert "$tower {" not in made.text.partition("mesh {")[2].partition("checkpoint")[0]
     assert made.outcome.verdict == "proved"

@@ -310,7 +310,7 @@ def untouched(tmp_path):
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: None)
     found = untouched(tmp_path)
-    assert found.code == "PL499" and "no megatron-fsdp" in found.message
+    assert found.code == "PL499" and "megatron-fsdp cannot be imported" in found.message
     assert found.help == "pip install 'planc[megatron]'"
 
 

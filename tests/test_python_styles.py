@@ -48,7 +48,7 @@ def compiled(path):
 def test_checking_runs_no_code(plan):
     verdict, found = simulated("llama-3.2-1b", plan, [], world=4)
     assert verdict.verdict == "unknown"
-    assert "own_styles:Split is code of the plan's own" in verdict.reason
+    assert "own_styles:Split is custom code" in verdict.reason
     assert [d.code for d in found if d.severity == "warning" and d.code == "PL504"]
     assert "own_styles" not in sys.modules
 
@@ -113,7 +113,7 @@ def test_apply_asks_first(plan, fake):
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("own_styles:NoStyle", "is no torch"), ("own_styles:Nothing", "has no attribute")],
+    [("own_styles:NoStyle", "is not a torch"), ("own_styles:Nothing", "has no attribute")],
 )
 def test_what_cannot_be_imported(plan, fake, path, words):
     plan.write_text(PLAN.replace("own_styles:Split", path))

@@ -197,7 +197,7 @@ def test_another_number_of_ranks(four):
     results = four.run("failing_models.refused", lowered=llama({"dp_shard": 4, "tp": 2}))
     for result in results:
         assert result["codes"] == ["PL490"] and result["untouched"]
-        assert "8 ranks (dp_shard 4 * tp 2), this run has 4" in result["text"]
+        assert "8 ranks (dp_shard 4 * tp 2), and this run has 4" in result["text"]
 
 
 def test_twice(four):
@@ -215,7 +215,7 @@ WRONG = {
     "the model has no module 'model.layers.2'": added(
         llama(AXES), Checkpoint(modules=modules("model.layers[0:4]"), origin=Span.at("x.plan:99"))
     ),
-    "q_proj.weight is [64, 64], the plan was lowered for [128, 64]": shaped(
+    "q_proj.weight is [64, 64], and the plan was lowered for [128, 64]": shaped(
         llama(AXES), f"{BLOCKS}.self_attn.q_proj", "weight", (128, 64)
     ),
     "q_proj.bias is missing": shaped(llama(AXES), f"{BLOCKS}.self_attn.q_proj", "bias", (64,)),

@@ -131,7 +131,7 @@ def test_the_peak_of_a_rank_with_experts(four, plan, tmp_path, weights):
 
 
 REFUSED = {
-    "memory": ("init = meta", "PL474", "embed_tokens.weight has memory already"),
+    "memory": ("init = meta", "PL474", "embed_tokens.weight is already allocated"),
     "rank0": ("weights = slices", "PL475", "this call says weights = rank0, the plan's load"),
     "folder": ("weights = checkpoint", "PL497", "the plan says weights = checkpoint"),
 }

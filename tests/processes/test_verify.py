@@ -182,7 +182,7 @@ def test_a_norm_that_no_rule_names_is_refuted(tmp_path, capsys):
     assert main(["verify", *words]) == 1
     told = " ".join(capsys.readouterr().out.split())
     assert "error[PL520]" in told and "Refuted on 4 processes" in told
-    assert "fact: no tensor rule names model.layers.1.self_attn.k_norm" in told
+    assert "fact: no tensor rule covers model.layers.1.self_attn.k_norm" in told
     found, sink = proved("qwen3-8b", plan, settings=["tp=2"])
     assert found.certificate["errors"]["logits"] < 1e-4
     assert found.certificate["errors"]["gradients"] > 0.1
