@@ -3,10 +3,16 @@ import json
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROCESSES = Path(__file__).parent / "processes"
+
+
+# No test is timed: how long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser):
