@@ -52,7 +52,8 @@ def llama(
         data: the axes along which data differs; by default all of FSDP's.
         precision: what parameters are gathered in, or nothing.
     """
-    whole = {"shard": shard, "replicate": replicate, "param": precision, "place": "x.plan:40"}
+    line = Span.at("x.plan:40")
+    whole = {"shard": shard, "replicate": replicate, "param": precision, "origin": line}
     ends = ("model.norm", "lm_head")
     group = ("model.embed_tokens", *ends) if tied else ends
     units = [
