@@ -118,7 +118,8 @@ def test_what_arrives_is_told_from_the_numbers(tmp_path):
     _, findings = simulated("llama-3.1-8b", path, ["tp=8", "sequence_parallel=false"])
     by_code = {d.code: d for d in findings}
     found = by_code["PL505"]
-    assert found.severity == "error" and "shard(-1) is stated, replicate arrives" in found.message
+    assert found.severity == "error"
+    assert "has layout replicate; the plan states shard(-1)" in found.message
     assert "mlp.down_proj" in found.labels[0].span.text
     assert any("modeling_llama.py" in fact and "self.down_proj" in fact for fact in found.facts)
 

@@ -177,7 +177,7 @@ def test_what_its_code_does_not_bear_is_taken_back():
     """opt's attention counts on all heads; a plain colwise is refuted, a gathered one is proved."""
     _, made, _ = drafted("opt-1.3b")
     assert "self_attn.{q,k,v}_proj:colwise(->replicate)" in rules(made.text)
-    assert "# its code counts on whole outputs" in made.text
+    assert "# its code needs full outputs" in made.text
     assert made.runs > 1 and made.outcome.verdict == "proved"
 
 
