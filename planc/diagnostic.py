@@ -163,14 +163,14 @@ class PlanError(Exception):
 
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
-    """The known names that look most like a misspelt one, best first."""
+    """The known names that look most like a misspelled one, best first."""
     import difflib  # only a mistake needs it
 
     return tuple(difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6))
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
-    """What to say of a misspelt name: the known ones that look like it, else another help."""
+    """The help for a misspelled name: the known names that look like it, else another help."""
     close = [f"`{c}`" for c in nearest(name, known)]
     return f"did you mean {one_of(close)}?" if close else otherwise
 

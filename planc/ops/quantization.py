@@ -54,7 +54,7 @@ class Quantize(Op):
 
     def headline(self, _mesh: Mesh | None = None) -> str:
         parts = [f"{self.kind} in {phrases.dtype(self.storage)}", f"blocks of {self.block:,}"]
-        parts += ["scales quantised too"] if self.double else []
+        parts += ["scales quantized too"] if self.double else []
         parts += [f"computes in {phrases.dtype(self.compute)}"] if self.compute else []
         return ", ".join(parts)
 

@@ -40,7 +40,7 @@ from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
 NAME = "default"  # of the adapter, as peft has it where no other is given
 BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
-FOUR_BIT = "FourBit"  # the class of a quantised layer
+FOUR_BIT = "FourBit"  # the class of a quantized layer
 
 KINDS = ("linear", "conv1d", "embedding")
 """The modules that take an adapter; that of an embedding is parameters, not modules."""
@@ -126,7 +126,7 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
 
 
 def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
-    """How a rule's layers are quantised, with a storage; None where they are not.
+    """How a rule's layers are quantized, with a storage; None where they are not.
 
     The storage is the dtype that FSDP gathers in where the rule says none: FSDP casts what has
     another, and packed bytes are no numbers.
