@@ -317,7 +317,7 @@ def test_without_the_package(tmp_path, monkeypatch):
 def test_without_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: True)
     found = untouched(tmp_path)
-    assert found.code == "PL499" and "CUDA alone, and this run is on cpu" in found.message
+    assert found.code == "PL499" and "runs only on CUDA, and this run is on cpu" in found.message
 
 
 def test_a_subclass_of_a_unit_is_no_surprise(recorder, world, tmp_path):
