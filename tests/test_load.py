@@ -339,8 +339,12 @@ def test_a_factory(home, monkeypatch):
     facts, said = found("my_models_of_test:build", allow_code=True)
     assert (facts.name, facts.family, facts.count, said) == ("ModuleDict", "ModuleDict", 60, [])
     assert (home / "ran").exists()
-    failures = {"wrong": "it returned a int, not an nn.Module", "fails": "RuntimeError: no weights here"}
-    failures |= {"leaves": "SystemExit: 7", "missing": "AttributeError"}
+    failures = {
+        "wrong": "it returned a int, not an nn.Module",
+        "fails": "RuntimeError: no weights here",
+        "leaves": "SystemExit: 7",
+        "missing": "AttributeError",
+    }
     for name, words in failures.items():
         (said,) = refused(f"my_models_of_test:{name}", allow_code=True)
         assert said.startswith(f"PL608 my_models_of_test:{name} failed: ")
