@@ -47,12 +47,19 @@ class SectionVerdict:
         verdict: `proved`, `refuted` or `unknown`.
         by: `simulation`, or `structure` if rules decide it without a run.
         reason: why it is unknown.
+        data: whether it distributes parameters over the data axes (`fsdp`, `replicate`).
     """
 
     name: str
     verdict: str
     by: str
     reason: str = ""
+    data: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """The section as JSON."""
+        fields = {"name": self.name, "verdict": self.verdict, "by": self.by}
+        return {**fields, "reason": self.reason or None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +87,10 @@ class Verdict:
         FSDP units that are never called refute their section. An unknown kind of layer, or units
         that may be resharded too early, make a section unknown that the simulation alone proves.
         """
-        data = section.name.startswith(_DATA)
-        if data and not self.gathered:
+        if section.data and not self.gathered:
             return replace(section, verdict="refuted", by="simulation")
         by_run = self._unknown_reason if section.by == "simulation" else ""
-        reason = self._released_reason if data else by_run
+        reason = self._released_reason if section.data else by_run
         if section.verdict == "proved" and self.verdict == "unknown" and reason:
             return replace(section, verdict="unknown", reason=reason)
         return section
@@ -145,14 +151,11 @@ class Verdict:
             "verdict": self.verdict,
             "reason": self.reason or None,
             "errors": errors,
-            "sections": [
-                {**asdict(s), "reason": s.reason or None} for s in map(self._judged, self.sections)
-            ],
+            "sections": [self._judged(section).document() for section in self.sections],
             "layers": [{**asdict(k), "reason": k.reason or None} for k in self.layers],
         }
 
 
-_DATA = ("fsdp on", "replicate on")
 _WORDS = ("proved", "refuted", "unknown")
 _ERRORS = ("logits", "loss", "gradient")
 
@@ -221,7 +224,7 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
     if ran is None:
         sections = tuple(
             replace(s, verdict="unknown", reason=f"whether its units are called: {reason}")
-            if s.name.startswith(_DATA)
+            if s.data
             else s
             for s in sections
         )
@@ -295,7 +298,9 @@ def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[SectionV
     if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         on = " * ".join(ir.fsdp.shard or ir.fsdp.replicate)
-        yield SectionVerdict(name=f"{kind} on {on}", verdict="proved", by="structure")
+        yield SectionVerdict(name=f"{kind} on {on}", verdict="proved", by="structure", data=True)
     if ir.fsdp is not None and is_megatron(lowered):
         on = " * ".join(ir.fsdp.shard)
-        yield SectionVerdict(name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN)
+        yield SectionVerdict(
+            name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN, data=True
+        )
