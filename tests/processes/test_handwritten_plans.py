@@ -202,7 +202,7 @@ def test_another_number_of_ranks(four):
 
 def test_twice(four):
     for text in four.run("failing_models.twice", lowered=llama(AXES)):
-        assert "PL493" in text and "parallel already" in text
+        assert "PL493" in text and "this model is already parallel" in text
     for text in four.run("failing_models.twice", lowered=llama({"dp_shard": 4}, checkpoint=True)):
         assert "PL493" in text
 
@@ -222,7 +222,7 @@ WRONG = {
     "no parameter 'lm_head.bias'": added(
         llama(AXES), Tie(parameter="lm_head.bias", source="lm_head.weight")
     ),
-    "lowered for GPT2LMHeadModel, this is LlamaForCausalLM": replace(
+    "the plan was lowered for GPT2LMHeadModel, and this is LlamaForCausalLM": replace(
         llama(AXES), model="GPT2LMHeadModel"
     ),
 }
