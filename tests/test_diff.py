@@ -20,10 +20,10 @@ from planc.ops.document import digest, dumps, loads
 from planc.ops.load import Load
 from planc.ops.lowered import MeshAxis
 from planc.ops.styles import (
-    Change,
     Colwise,
     Input,
     Output,
+    Redistribution,
     Replicate,
     Rowwise,
     Sequence,
@@ -207,7 +207,7 @@ def test_a_layout_that_changes_is_named():
 
 def test_an_argument_that_changes_is_named():
     def style(source, target, **more):
-        return Input(named=(("x", Change(source, target)),), **more)
+        return Input(named=(("x", Redistribution(source, target)),), **more)
 
     old = [rule("a", style(Shard(1), Replicate())), rule("b", style(Shard(1), Replicate()))]
     new = [rule("a", style(Shard(0), Replicate())), rule("b", Output(positional=(None,)))]

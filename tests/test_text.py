@@ -17,10 +17,10 @@ from planc.ops.document import digest
 from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.registry import KINDS
 from planc.ops.styles import (
-    Change,
     Colwise,
     Input,
     Output,
+    Redistribution,
     Replicate,
     Rowwise,
     Sequence,
@@ -127,7 +127,7 @@ def test_names_that_say_something_else_have_their_own_line(other):
 
 
 def test_layouts_are_shown_where_they_are_not_the_default():
-    arrives = Change(Shard(1), Replicate())
+    arrives = Redistribution(Shard(1), Replicate())
     rows = text(
         rule("a", Colwise()),
         rule("b", Rowwise(output=Shard(1), local=False)),

@@ -106,8 +106,8 @@ def _differing(
     kind: str, sides: Mapping[str, tuple[Value, Value]], **more: Any
 ) -> Iterator[Change]:
     """What is not the same on both sides, as one change."""
-    said = ((name, old, new) for name, (old, new) in sides.items() if old != new)
-    parts = tuple(worded(*each, _WORDS[kind]) for each in said)
+    differing = ((name, old, new) for name, (old, new) in sides.items() if old != new)
+    parts = tuple(worded(*each, _WORDS[kind]) for each in differing)
     if parts:
         yield Change(kind=kind, parts=parts, summary=summary(parts), **more)
 
@@ -145,8 +145,8 @@ def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
 
 def _stated(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
     """The places of some axes that someone gave a size; `auto` follows from the rest."""
-    own = (axes[name] for name in names if name in axes)
-    return ", ".join(dict.fromkeys(a.place for a in own if a.place and not a.inferred))
+    changed = (axes[name] for name in names if name in axes)
+    return ", ".join(dict.fromkeys(a.place for a in changed if a.place and not a.inferred))
 
 
 # Reasons -----------------------------------------------------------------------------------------
@@ -213,11 +213,11 @@ def _names(value: Value) -> set[str]:
 
 def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
     """An operation that only one side has, and where it stands."""
-    said: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
-    said += [(f.name, f.value) for f in entry.facts if f.value is not None and not f.usual]
+    values: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
+    values += [(f.name, f.value) for f in entry.facts if f.value is not None and not f.usual]
     over = f" on {phrases.axes(entry.over)}" if entry.over and not reason else ""
     style = style_text(entry.style) + over if entry.style else ""
-    parts = tuple(Part(name=n, old=v if gone else None, new=None if gone else v) for n, v in said)
+    parts = tuple(Part(name=n, old=v if gone else None, new=None if gone else v) for n, v in values)
     summary = ", ".join(filter(None, (style, entry.brief)))
     place = {"old" if gone else "new": entry.place}
     return _change(entry, parts, summary=summary, reason=reason, **place), entry.at
@@ -226,8 +226,10 @@ def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
 def _both(old: Entry, new: Entry, why: _Reasons) -> tuple[Change, int]:
     words = old.source.WORDS if old.source else {}
     parts = tuple(worded(*each, words) for each in differences(old, new))
-    said, reason = summary(parts), why.between(old, parts)
-    change = _change(old, parts, summary=said, reason=reason, old=old.place, new=new.place)
+    reason = why.between(old, parts)
+    change = _change(
+        old, parts, summary=summary(parts), reason=reason, old=old.place, new=new.place
+    )
     return change, new.at
 
 
@@ -260,8 +262,8 @@ def _together(changes: Iterable[tuple[Change, int]]) -> tuple[Change, ...]:
             families.setdefault(phrases.parent(path), {})[path] = modules
         for family in families.values():
             for paths in phrases.chunks(list(family)):
-                own = tuple(family[p] for p in sorted(paths))
-                result.append(replace(content, modules=own, subject=phrases.braced(paths)))
+                like = tuple(family[p] for p in sorted(paths))
+                result.append(replace(content, modules=like, subject=phrases.braced(paths)))
     return tuple(sorted(result, key=_order))
 
 

@@ -30,7 +30,7 @@ class Pairs:
         one, two = _by_subject(old), _by_subject(new)
         for subject in dict.fromkeys([*one, *two]):
             left, right = one.get(subject, []), two.get(subject, [])
-            left, right, _ = _matched(left, right, lambda a, b: a.said == b.said)
+            left, right, _ = _matched(left, right, lambda a, b: a.content == b.content)
             left, right, changed = _matched(left, right, lambda a, b: True)
             self.changed += changed
             self.removed += left
@@ -82,23 +82,23 @@ def _without(entry: Entry, modules: Modules) -> list[Entry]:
 
 
 def grown(
-    side: Iterable[Entry], layers: int, own: Sequence[Entry], other: Sequence[Entry]
+    side: Iterable[Entry], layers: int, same: Sequence[Entry], other: Sequence[Entry]
 ) -> Iterator[Entry]:
     """Entries, with those on layers that the other model lacks as one, if they are like the rest.
 
     Args:
         side: added (or removed) entries.
         layers: how many layers the other model has.
-        own: all entries of the side they come from.
+        same: all entries of the side they come from.
         other: all entries of the other side; what it lacks altogether is told as it is.
     """
     shared = {entry.subject for entry in other}
-    before = {(e.subject, e.said) for e in own if any(not b for _, b in _cut(e, layers))}
+    before = {(e.subject, e.content) for e in same if any(not b for _, b in _cut(e, layers))}
     stacks: dict[str, Entry] = {}
     kinds: dict[str, set[str]] = {}
     for entry in side:
         for part, beyond in _cut(entry, layers):
-            usual = part.subject in shared and (part.subject, part.said) in before
+            usual = part.subject in shared and (part.subject, part.content) in before
             if not beyond or not usual or part.kind in ("fsdp", "spread") or part.modules is None:
                 yield part
                 continue

@@ -74,7 +74,7 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
         yield section.divide
         for unit in section.units:
             # the ranks of a tensor axis have the same gradient, and each of them adds it
-            same = plan.mesh.size(*section.beyond(unit))
+            same = plan.mesh.size(*section.extra_axes(unit))
             if same > 1:
                 factor = section.divide.factor * same
                 yield replace(section.divide, factor=factor, units=unit.members)

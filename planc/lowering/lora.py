@@ -69,8 +69,8 @@ def scales(plan: Plan) -> int:
             continue
         split = [
             (part, plan.mesh.size(base.axis))
-            for own, base, part in adapted_tensor_rules(plan)
-            if own is rule and isinstance(base.style, Colwise | Rowwise)
+            for other, base, part in adapted_tensor_rules(plan)
+            if other is rule and isinstance(base.style, Colwise | Rowwise)
         ]
         whole = len(rule.modules) - sum(len(part) for part, _ in split)
         total += whole * _scales(rule, 1)

@@ -23,7 +23,7 @@ from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
-from planc.lowering.rng import draws
+from planc.lowering.rng import sync_rng
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -68,7 +68,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *_joined(plan.compile),
         *units,
         *settings(plan, facts),
-        *draws(plan, facts),
+        *sync_rng(plan, facts),
     ]
     stage = Stage(
         parameters=at_rest(units, holdings) + scales(plan),

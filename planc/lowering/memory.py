@@ -44,8 +44,8 @@ class Holding:
         """Bytes at rest when FSDP splits a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
         first, *rest = self.local or (1,)
         width = DTYPE_BYTES.get(self.parameter.dtype, 4)
-        own = self.spread or self.unit
-        if own is not None and split_dim(self.local, own.shard_dim, ranks):
+        placement = self.spread or self.unit
+        if placement is not None and split_dim(self.local, placement.shard_dim, ranks):
             return prod(self.local) // ranks * width
         return -(-first // ranks) * prod(rest) * width
 
@@ -64,33 +64,33 @@ class Holdings:
         self.all = [
             Holding(
                 modules=part,
-                unit=own.unit,
-                spread=own.spread,
+                unit=owner.unit,
+                spread=owner.spread,
                 parameter=replace(parameter, dtype=plan.dtype(parameter)),
                 local=local,
                 count=count,
             )
-            for own in owned(plan, facts)
-            for part, on in ruled(own.modules, rules)
+            for owner in owned(plan, facts)
+            for part, on in ruled(owner.modules, rules)
             for parameter in part.module.parameters
             if (count := tied.own(part, parameter))
             for local in [_local(part, parameter, on, plan)]
         ]
 
-    def ranks(self, held: Holding) -> int:
+    def ranks(self, holding: Holding) -> int:
         """How many ranks share what a unit holds."""
-        own = held.spread or held.unit
-        if held.unit is None or own is None or self.plan.fsdp is None:
+        placement = holding.spread or holding.unit
+        if holding.unit is None or placement is None or self.plan.fsdp is None:
             return 1
-        return self.plan.mesh.size(*self.plan.fsdp.axes(own)[0])
+        return self.plan.mesh.size(*self.plan.fsdp.axes(placement)[0])
 
     def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int]:
         """Bytes of one call's parameters: at rest on a rank, and gathered."""
         param = precision.param if precision else None
-        own = [h for h in self.all if h.unit is unit]
+        inside = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
-        rest = sum(h.count * h.sharded(self.ranks(h)) for h in own)
-        return rest // calls, sum(h.count * h.whole(param) for h in own) // calls
+        rest = sum(h.count * h.sharded(self.ranks(h)) for h in inside)
+        return rest // calls, sum(h.count * h.whole(param) for h in inside) // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from planc.model.facts import Facts
 from planc.model.randomness import random_fields
-from planc.ops.rng import Draw
+from planc.ops.rng import SyncRng
 from planc.plan.ir import Plan
 
 
-def draws(plan: Plan, facts: Facts) -> Iterator[Draw]:
+def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
     """One for each tensor axis: its ranks work on the same activations.
 
     A rank that drops, or scatters, other parts of them than its neighbours computes another model
@@ -20,4 +20,4 @@ def draws(plan: Plan, facts: Facts) -> Iterator[Draw]:
     fields = random_fields(facts)
     split = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
     for axis in split if fields else ():
-        yield Draw(axis=axis, fields=fields)
+        yield SyncRng(axis=axis, fields=fields)

@@ -88,8 +88,8 @@ def seen(name: str) -> bool | None:
 def like(name: str) -> list[str]:
     """Operators of the same base name, or else all."""
     base = name.removesuffix(".default").removesuffix(".")
-    own = [n for n in _table() if n.rpartition(".")[0] == base]
-    return own or list(_table())
+    same = [n for n in _table() if n.rpartition(".")[0] == base]
+    return same or list(_table())
 
 
 __all__ = ["GROUPS", "Save", "like", "listed", "seen"]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
 from planc.ops.entry import Entry, Group, Words
-from planc.ops.phrases import Mesh as Mesh  # noqa: PLC0414 - for every operation
+from planc.ops.phrases import AxisSizes as AxisSizes  # noqa: PLC0414 - for every operation
 from planc.source import NOWHERE, Span
 
 
@@ -178,7 +178,7 @@ class Op:
         """The torch calls that the operation stands for, in order."""
         raise NotImplementedError
 
-    def headline(self, mesh: Mesh | None = None) -> str:
+    def headline(self, mesh: AxisSizes | None = None) -> str:
         """What it does, for a person; with the sizes of its axes where a mesh is given."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class Op:
         return getattr(self, self.ABOUT[0]) if self.ABOUT else None
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         """The lines that `lower` has for all operations of the kind."""
         for op in ops:
             units = op.about if isinstance(op.about, tuple) else ()

@@ -33,14 +33,14 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class ImportedName:
     """Something to import that is not called, such as a dtype: `package.module:name`."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ParameterRef:
     """A parameter of the model by its torch name, such as `lm_head.weight`."""
 
     name: str
@@ -102,7 +102,7 @@ class MeshOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """A function and what it is called with.
 
     Args:
@@ -136,8 +136,8 @@ Value = (
     | str
     | tuple["Value", ...]
     | Variable
-    | Name
-    | Parameter
+    | ImportedName
+    | ParameterRef
     | Attribute
     | Index
     | Items
@@ -145,7 +145,7 @@ Value = (
     | Members
     | Numbered
     | MeshOf
-    | Call
+    | FunctionCall
     | Shared
 )
 
@@ -166,7 +166,7 @@ class Each:
     """
 
     modules: Modules
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     replaces: bool = False
     note: str = ""
 
@@ -179,14 +179,14 @@ class Once:
         replaces: modules in whose places the call puts others, under the same names.
     """
 
-    call: Call
+    call: FunctionCall
     replaces: tuple[Modules, ...] = ()
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assign:
-    target: Parameter | Attribute
+    target: ParameterRef | Attribute
     value: Value
     note: str = ""
 
@@ -246,7 +246,7 @@ def inside(value: Value) -> Iterator[Value]:
     """What a value is made of."""
     if isinstance(value, tuple):
         yield from value
-    elif isinstance(value, Attribute | Index | Items | Table | Call | Shared):
+    elif isinstance(value, Attribute | Index | Items | Table | FunctionCall | Shared):
         yield from (getattr(value, part.name) for part in fields(value))
 
 
@@ -275,9 +275,9 @@ def given(**keywords: Value) -> Keywords:
     return tuple((name, value) for name, value in keywords.items() if value is not None)
 
 
-def dtype(name: str | None) -> Name | None:
+def dtype(name: str | None) -> ImportedName | None:
     """A dtype by torch's name for it."""
-    return None if name is None else Name(f"torch:{name}")
+    return None if name is None else ImportedName(f"torch:{name}")
 
 
 def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
@@ -297,7 +297,7 @@ def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
         return Index(MESH, names)
     pair = Items((_dimension(mesh.replicate, axes), _dimension(mesh.shard, axes)))
     return Shared(
-        "hsdp_mesh", Call("torch.distributed.device_mesh:DeviceMesh._concatenate", (pair,))
+        "hsdp_mesh", FunctionCall("torch.distributed.device_mesh:DeviceMesh._concatenate", (pair,))
     )
 
 
@@ -307,4 +307,4 @@ def _dimension(some: tuple[str, ...], axes: Mapping[str, int]) -> Value:
     if len(wide) < 2:
         return Index(MESH, (wide or some)[:1])
     name = "_".join(wide)
-    return Shared(f"{name}_mesh", Call("._flatten", (Index(MESH, wide), name)))
+    return Shared(f"{name}_mesh", FunctionCall("._flatten", (Index(MESH, wide), name)))

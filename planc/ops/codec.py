@@ -255,7 +255,7 @@ def facts(record: Any, *, without: tuple[str, ...] = ()) -> Iterator[Fact]:
         value = getattr(record, f.name)
         if f.compared and f.name not in without:
             usual = f.omit and value == f.default
-            yield from (Fact(name, said, usual) for name, said in _flat(f.key, value, f.shape))
+            yield from (Fact(name, flat, usual) for name, flat in _flat(f.key, value, f.shape))
 
 
 def _flat(name: str, value: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
@@ -337,12 +337,12 @@ class Reader:
             for f in record.fields
             if f.key in data
         }
-        own = [name for where, name in self.axes[axes:] if len(where) <= len(at) + 2]
-        if len(set(own)) < len(own):
-            self.problems.append((at, f"an axis is named twice: {', '.join(own)}"))
+        names = [name for where, name in self.axes[axes:] if len(where) <= len(at) + 2]
+        if len(set(names)) < len(names):
+            self.problems.append((at, f"an axis is named twice: {', '.join(names)}"))
         if len(self.problems) > problems:
             return None
         made = record.cls(**values)
         if hasattr(made, "problems"):
-            self.problems += [((*at, *where), said) for where, said in made.problems()]
+            self.problems += [((*at, *where), problem) for where, problem in made.problems()]
         return made

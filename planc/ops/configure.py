@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Self
 
 from planc.ops import phrases
-from planc.ops.base import Mesh, Op, text
+from planc.ops.base import AxisSizes, Op, text
 from planc.ops.call import MODEL, Assign, Attribute, Context, ScriptFunction, Step
 
 Field = Annotated[
@@ -34,11 +34,11 @@ class Configure(Op):
     ABOUT: ClassVar[tuple[str, ...]] = ("name",)
     WORDS: ClassVar = {"value": ("", phrases.value)}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return f"= {str(self.value).lower()}"
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         for op in ops:
             reason = f": {' '.join(op.reason.split())}".removesuffix(": ")
             yield phrases.head(cls.WORD, f"{op.name} {op.headline()}{reason}")

@@ -51,18 +51,18 @@ def loads(text: str, name: str, sink: Sink) -> Lowered | None:
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        said = "it nests too deep" if isinstance(error, RecursionError) else str(error)
+        message = "it nests too deep" if isinstance(error, RecursionError) else str(error)
         sink.error(
             "PL007",
-            f"{name} is not JSON: {said[:1].lower()}{said[1:]}",
+            f"{name} is not JSON: {message[:1].lower()}{message[1:]}",
             help="`planc lower --format json` writes a lowered plan",
         )
         return None
     if not _known(data, name, sink):
         return None
     problems, lowered = _read(data)
-    for where, said in problems[:_MOST]:
-        sink.error("PL007", f"{name}, at {_path(where)}: {said}")
+    for where, problem in problems[:_MOST]:
+        sink.error("PL007", f"{name}, at {_path(where)}: {problem}")
     if len(problems) > _MOST:
         more = len(problems) - _MOST
         sink.error("PL007", f"{name}, at further places: {more:,} more findings")

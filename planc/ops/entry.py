@@ -60,10 +60,10 @@ class Entry:
         return (self.kind, self.over, self.label, key)
 
     @property
-    def said(self) -> str:
+    def content(self) -> str:
         """All that it says, strictly: to reshard to 1 rank is not to reshard to all."""
         return repr((self.style, self.facts))
 
     def order(self) -> tuple[str, str]:
         """A fixed order of entries, so that the order of operations does not matter."""
-        return (str(self.modules), self.said)
+        return (str(self.modules), self.content)

@@ -13,10 +13,10 @@ from planc.ops.base import (
     OMIT,
     Axes,
     Axis,
+    AxisSizes,
     Count,
     Dtype,
     Form,
-    Mesh,
     Op,
     Positive,
     ShardDim,
@@ -27,9 +27,9 @@ from planc.ops.base import (
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
-    Call,
     Context,
     Each,
+    FunctionCall,
     Keywords,
     Members,
     MeshOf,
@@ -61,7 +61,7 @@ class Spread:
     replicate: Axes = field(default=(), metadata=OMIT)
     shard_dim: ShardDim = field(default=0, metadata=OMIT)
 
-    def headline(self, mesh: Mesh | None = None) -> str:
+    def headline(self, mesh: AxisSizes | None = None) -> str:
         return ", ".join(filter(None, (where(self, mesh), along(self))))
 
 
@@ -118,13 +118,15 @@ class FullyShard(Op):
         function = "torch.distributed.fsdp:fully_shard"
         if not self.shard:
             function = "torch.distributed._composable.replicate_with_fsdp:replicate"
-        keywords = (("", Shared("fsdp", self._common())), *self._own(context))
+        keywords = (("", Shared("fsdp", self._common())), *self._keywords(context))
         if self.group:
-            call = Call(function, (Members(self.members),), keywords)
+            call = FunctionCall(function, (Members(self.members),), keywords)
             yield Once(call=call, note=self.place)
             return
         for modules in self.members:
-            yield Each(modules=modules, calls=(Call(function, (), keywords),), note=self.place)
+            yield Each(
+                modules=modules, calls=(FunctionCall(function, (), keywords),), note=self.place
+            )
 
     WORD: ClassVar = "fsdp"
     ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")
@@ -138,7 +140,7 @@ class FullyShard(Op):
         names = ", ".join([*inner, *(p for p in paths if not phrases.parent(p))])
         return f"group({names})" if self.group else names
 
-    def headline(self, mesh: Mesh | None = None) -> str:
+    def headline(self, mesh: AxisSizes | None = None) -> str:
         """What it has in common with other units: axes, precision and where shards live."""
         return f"{where(self, mesh)}, {self.precision}{offloading(self)}"
 
@@ -155,7 +157,7 @@ class FullyShard(Op):
         return resharded(self.reshard)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         """The units in the order of their calls, with a new head where the axes change."""
         for _, same in groupby(ops, key=lambda op: (op.shard, op.replicate)):
             units = list(same)
@@ -172,9 +174,9 @@ class FullyShard(Op):
     def entries(self, common: Set[Group]) -> Iterator[Entry]:
         """Its spreads, and the unit: a group that both sides have by its name."""
         for spread in self.spreads:
-            said = Entry(kind="spread", place=self.place, brief=spread.headline(), source=spread)
+            entry = Entry(kind="spread", place=self.place, brief=spread.headline(), source=spread)
             for modules in filter(None, map(spread.modules.inside, self.members)):
-                yield replace(said, modules=modules)
+                yield replace(entry, modules=modules)
         name, away = self.name if self.group else "", "offloaded" if self.offload else ""
         size = f"{phrases.size(self.nbytes)} a rank"
         brief = ", ".join(filter(None, (self.resharding, size, along(self), away)))
@@ -200,11 +202,11 @@ class FullyShard(Op):
             output_dtype=dtype(self.output),
             cast_forward_inputs=None if self.cast_inputs else False,
         )
-        policy = Call("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
-        ignored = Call(f"{_FUNCTIONS}parameters_of", (Members(self.ignored),))
+        policy = FunctionCall("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
+        ignored = FunctionCall(f"{_FUNCTIONS}parameters_of", (Members(self.ignored),))
         # without a device nothing can pin memory
-        pin = Call("torch:cuda.is_available") if self.pin else False
-        host = Call("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
+        pin = FunctionCall("torch:cuda.is_available") if self.pin else False
+        host = FunctionCall("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
         return Table(
             given(
                 mesh=MeshOf(self.shard, self.replicate),
@@ -214,13 +216,13 @@ class FullyShard(Op):
             )
         )
 
-    def _own(self, context: Context) -> Keywords:
+    def _keywords(self, context: Context) -> Keywords:
         placement = _split(self, context)
         if self.spreads:
-            spreads = tuple(self._spread(spread, context) for spread in self.spreads)
-            lying = Shared("lying", Call(f"{_FUNCTIONS}placements", spreads))
+            placements = tuple(self._spread(spread, context) for spread in self.spreads)
+            overrides = Shared("spreads", FunctionCall(f"{_FUNCTIONS}placements", placements))
             rest = (placement,) if placement else ()
-            placement = Call(f"{_FUNCTIONS}spread", (lying, *rest))
+            placement = FunctionCall(f"{_FUNCTIONS}spread", (overrides, *rest))
         return given(
             reshard_after_forward=self.reshard if self.shard else None,
             shard_placement_fn=placement,
@@ -240,18 +242,18 @@ class FullyShard(Op):
             )
             function = f"torch.distributed.fsdp._fully_shard._fsdp_common:{kind}"
             mesh = MeshOf(spread.shard, spread.replicate)
-            info = Shared(f"{'_'.join(spread.shard)}_info", Call(function, (mesh,), dims))
+            info = Shared(f"{'_'.join(spread.shard)}_info", FunctionCall(function, (mesh,), dims))
         return Members((spread.modules,)), _split(spread, context), info
 
 
 _REPLICATE = ScriptFunction("copies", "Averages the gradients of whole copies.")
 
 
-def _split(part: FullyShard | Spread, context: Context) -> Call | None:
+def _split(part: FullyShard | Spread, context: Context) -> FunctionCall | None:
     """Along which dim parameters are split; None where that is torch's own choice."""
     if not part.shard_dim:
         return None
-    return Call(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
+    return FunctionCall(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,17 +272,17 @@ class Divide(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         if not self.units:
-            call = Call(f"{_FUNCTIONS}divide_gradients", (MODEL, self.factor, DEVICE_TYPE))
+            call = FunctionCall(f"{_FUNCTIONS}divide_gradients", (MODEL, self.factor, DEVICE_TYPE))
             yield Once(call=call, note=self.place)
         for modules in self.units:
-            call = Call(".set_gradient_divide_factor", (self.factor,))
+            call = FunctionCall(".set_gradient_divide_factor", (self.factor,))
             yield Each(modules=modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "divide"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
     WORDS: ClassVar = {"factor": ("gradients by", phrases.value)}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return f"gradients are summed, then divided by {self.factor:,}"
 
 
@@ -310,13 +312,13 @@ class Prefetch(Op):
         for way, depth, units in ways:
             if depth:
                 order = tuple(Numbered(modules) for modules in units)
-                call = Call(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
+                call = FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
                 yield Once(call=call, note=self.place)
 
     WORD: ClassVar = "prefetch"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         """How far it gathers ahead."""
         ways = (("forward", self.forward), ("backward", self.backward))
         return ", ".join(f"{depth} ahead in {way}" for way, depth in ways if depth)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from planc.ops import phrases
 from planc.ops.entry import Words
-from planc.ops.phrases import Mesh
+from planc.ops.phrases import AxisSizes
 
 if TYPE_CHECKING:
     from planc.ops.fsdp import FullyShard, Spread
@@ -39,7 +39,7 @@ WORDS: Words = {
 }
 
 
-def where(of: FullyShard | Spread, mesh: Mesh | None) -> str:
+def where(of: FullyShard | Spread, mesh: AxisSizes | None) -> str:
     """The axes that parameters are split and copied over."""
     text = f"on {phrases.axes(of.shard or of.replicate, mesh)}"
     if of.shard and of.replicate:
@@ -69,12 +69,12 @@ def rows(ops: Sequence[FullyShard]) -> Iterator[tuple[str, str, str, str]]:
     for (op, _), *cells in zip(folded, *columns, strict=True):
         times, rest, whole = (c.rjust(w) for c, w in zip(cells, widths, strict=True))
         numbers = f"{times}{rest} a rank, {whole} gathered"
-        own = op.precision if op.precision != common else ""
+        precision = op.precision if op.precision != common else ""
         yield (
             op.name,
             op.resharding if op.shard else "",
             numbers if op.nbytes or op.gathered else "nothing of its own",
-            ", ".join(filter(None, (own, along(op)))),
+            ", ".join(filter(None, (precision, along(op)))),
         )
 
 

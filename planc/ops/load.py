@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
-from planc.ops.base import OMIT, Dtype, Mesh, Op, choice
-from planc.ops.call import MODEL, Call, Context, Once, ScriptFunction, Step, dtype, given
+from planc.ops.base import OMIT, AxisSizes, Dtype, Op, choice
+from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
 from planc.ops.peft_pattern import pattern_of
 
 
@@ -48,16 +48,18 @@ class Load(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         if self.meta:
-            yield Once(call=Call("standalone.load_weights:on_meta", (MODEL,)), note=self.place)
+            yield Once(
+                call=FunctionCall("standalone.load_weights:on_meta", (MODEL,)), note=self.place
+            )
         if self.dtype:
             fp32 = given(fp32=self.pattern if self.fp32 else None)
-            call = Call("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
+            call = FunctionCall("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
             yield Once(call=call, note=self.place)
 
     WORD: ClassVar = "load"
     WORDS: ClassVar = {"fp32": ("fp32", lambda names: ", ".join(phrases.together(names)) or "none")}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         """`each rank reads its own slices, kept in bf16, built on meta`."""
         ways = {
             "slices": "each rank reads its own slices",

@@ -8,8 +8,18 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Count, Dtype, Form, Mesh, Op, Positive, Size, Some, choice
-from planc.ops.call import MODEL, Call, Context, Each, Once, ScriptFunction, Step, dtype, given
+from planc.ops.base import AxisSizes, Count, Dtype, Form, Op, Positive, Size, Some, choice
+from planc.ops.call import (
+    MODEL,
+    Context,
+    Each,
+    FunctionCall,
+    Once,
+    ScriptFunction,
+    Step,
+    dtype,
+    given,
+)
 from planc.ops.peft_pattern import pattern_of
 
 HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -58,11 +68,11 @@ class Adapt(Op):
             target_modules=self.pattern,
         )
         # the values are the same on every rank
-        call = Call("standalone.lora:inject_lora", (MODEL, self.seed), config)
+        call = FunctionCall("standalone.lora:inject_lora", (MODEL, self.seed), config)
         yield Once(call=call, replaces=self.members, note=self.place)
         if self.dtype is None:
             return
-        casts = tuple(Call(f".{half}.to", (dtype(self.dtype),)) for half in HALVES)
+        casts = tuple(FunctionCall(f".{half}.to", (dtype(self.dtype),)) for half in HALVES)
         yield from (Each(modules=modules, calls=casts) for modules in self.members)
 
     @property
@@ -73,7 +83,7 @@ class Adapt(Op):
     WORD: ClassVar = "adapters"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         """As a plan writes it in brackets; defaults of planc are left out."""
         parts = ["lora", f"rank {self.rank:,}", f"alpha {self.alpha:g}"]
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
@@ -82,7 +92,7 @@ class Adapt(Op):
         return ", ".join(parts)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, "all else is frozen")
         yield from phrases.table(
             (path, *op.headline().split(", ", 1))

@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Axes, Axis, Count, Dtype, Form, Mesh, Name, Op, Pairs, Some, choice
+from planc.ops.base import Axes, Axis, AxisSizes, Count, Dtype, Form, Name, Op, Pairs, Some, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MESH,
     MODEL,
     Attribute,
-    Call,
     Context,
+    FunctionCall,
     Index,
     Items,
     Keywords,
@@ -121,26 +121,31 @@ class MegatronShard(Op):
             ("dp_shard_dim", names[-2]),
             *self._groups(names, data),
             ("tp_dim", TENSOR),
-            ("fsdp_unit_modules", Call("standalone.megatron_fsdp:unit_classes", of_units)),
+            ("fsdp_unit_modules", FunctionCall("standalone.megatron_fsdp:unit_classes", of_units)),
             ("zero_dp_strategy", self.strategy),
             ("outer_dp_sharding_strategy", self.outer),
-            ("device", Call("torch:device", (DEVICE_TYPE, Call("torch:cuda.current_device")))),
+            (
+                "device",
+                FunctionCall(
+                    "torch:device", (DEVICE_TYPE, FunctionCall("torch:cuda.current_device"))
+                ),
+            ),
             (
                 "mixed_precision_policy",
-                Shared("policy", Call("megatron_fsdp:MixedPrecisionPolicy", (), policy)),
+                Shared("policy", FunctionCall("megatron_fsdp:MixedPrecisionPolicy", (), policy)),
             ),
             *((("calculate_per_token_loss", True),) if self.summed else ()),
             *self.options,
         )
-        made = Call("megatron_fsdp:fully_shard_model", (), keywords)
+        made = FunctionCall("megatron_fsdp:fully_shard_model", (), keywords)
         wrapped = Shared("wrapped", made, note=self.place)
-        yield Once(call=Call("standalone.megatron_fsdp:in_place", (MODEL, wrapped)))
+        yield Once(call=FunctionCall("standalone.megatron_fsdp:in_place", (MODEL, wrapped)))
 
     WORD: ClassVar = "megatron"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
     WORDS: ClassVar[Words] = {name: WORDS[name] for name in ("shard", "replicate", "nbytes")}
 
-    def headline(self, mesh: Mesh | None = None) -> str:
+    def headline(self, mesh: AxisSizes | None = None) -> str:
         """The axes, the strategy and the types."""
         parts = [f"on {phrases.axes(self.shard, mesh)}"]
         if self.replicate:
@@ -153,16 +158,16 @@ class MegatronShard(Op):
         return ", ".join((*parts, *(f"{n} = {str(v).lower()}" for n, v in self.options)))
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         """The one call: its units, and what becomes of the rest."""
         for op in ops:
             yield phrases.head(cls.WORD, op.headline(mesh))
             count = sum(map(len, op.members))
             kept = ": gathered once, and kept" if op.strategy == "optim_grads_params" else ""
             numbers = f"{count} units of {' and '.join(op.classes)}"
-            said = f"{numbers}, at most {phrases.size(op.gathered)} gathered"
+            note = f"{numbers}, at most {phrases.size(op.gathered)} gathered"
             paths = ", ".join(phrases.together(map(str, op.members)))
-            yield from phrases.table([(paths, said), ("the rest", f"in no unit{kept}")])
+            yield from phrases.table([(paths, note), ("the rest", f"in no unit{kept}")])
 
     def entries(self, _common: Set[Group]) -> Iterator[Entry]:
         """The call by itself, and its units."""
@@ -172,8 +177,8 @@ class MegatronShard(Op):
 
     def _groups(self, names: tuple[str, ...], data: Shared) -> Keywords:
         """The keywords of replicas, and of experts, which get the same mesh again."""
-        pair = Call("._flatten", (Index(data, names[:2]), "hybrid"))
-        hybrid = Shared("hybrid", Call(".get_group", (pair,)))
+        pair = FunctionCall("._flatten", (Index(data, names[:2]), "hybrid"))
+        hybrid = Shared("hybrid", FunctionCall(".get_group", (pair,)))
         keywords: Keywords = ()
         if self.replicate:
             keywords += (("dp_outer_dim", names[0]), ("hybrid_fsdp_group", hybrid))
@@ -197,13 +202,13 @@ class MegatronShard(Op):
         used = [known.index(name) for group in groups for name in group]
         rest = [i for i in range(len(known)) if i not in used]
         wide = [i for i in used if sizes[known[i]] > 1]
-        ranks: Attribute | Call = Attribute(MESH, "mesh")
+        ranks: Attribute | FunctionCall = Attribute(MESH, "mesh")
         if wide != sorted(wide):
-            ranks = Call(".permute", (ranks, *used, *rest))
-        ranks = Call(".reshape", (ranks, *map(context.size, groups), 1))
+            ranks = FunctionCall(".permute", (ranks, *used, *rest))
+        ranks = FunctionCall(".reshape", (ranks, *map(context.size, groups), 1))
         note = "a mesh of its own, with the tensor dimension that the package asks for"
         arguments = (DEVICE_TYPE, Shared("ranks", ranks, note=note))
-        made = Call(
+        made = FunctionCall(
             "torch.distributed.device_mesh:DeviceMesh", arguments, (("mesh_dim_names", names),)
         )
         return names, Shared("data", made)

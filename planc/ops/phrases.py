@@ -10,7 +10,7 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 
 
-class Mesh(Protocol):
+class AxisSizes(Protocol):
     """What knows the sizes of axes: a lowered plan."""
 
     def axis_size(self, *names: str) -> int: ...
@@ -46,7 +46,7 @@ def sizes(old: int, new: int) -> tuple[str, str]:
     return texts
 
 
-def axes(names: Iterable[str], mesh: Mesh | None = None) -> str:
+def axes(names: Iterable[str], mesh: AxisSizes | None = None) -> str:
     """`dp_shard * cp = 8`; without the size without a mesh."""
     names = list(names)
     size = f" = {mesh.axis_size(*names):,}" if mesh else ""

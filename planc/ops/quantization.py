@@ -8,8 +8,17 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Mesh, Op, Some, choice
-from planc.ops.call import DEVICE_TYPE, Call, Context, Each, ScriptFunction, Step, dtype, given
+from planc.ops.base import AxisSizes, Op, Some, choice
+from planc.ops.call import (
+    DEVICE_TYPE,
+    Context,
+    Each,
+    FunctionCall,
+    ScriptFunction,
+    Step,
+    dtype,
+    given,
+)
 
 Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
@@ -46,20 +55,20 @@ class Quantize(Op):
         )
         arguments = (self.kind, dtype(self.storage), DEVICE_TYPE)
         for modules in self.members:
-            call = Call(f"standalone.quantization:{name}", arguments, options)
+            call = FunctionCall(f"standalone.quantization:{name}", arguments, options)
             yield Each(modules=modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "quantize"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         parts = [f"{self.kind} in {phrases.dtype(self.storage)}", f"blocks of {self.block:,}"]
         parts += ["scales quantized too"] if self.double else []
         parts += [f"computes in {phrases.dtype(self.compute)}"] if self.compute else []
         return ", ".join(parts)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, "frozen weights in 4 bits, by bitsandbytes")
         yield from phrases.table(
             (path, op.headline())

@@ -14,7 +14,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
-from planc.ops.rng import Draw
+from planc.ops.rng import SyncRng
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 AnyOp = Annotated[
@@ -31,7 +31,7 @@ AnyOp = Annotated[
     | MegatronShard
     | Divide
     | Prefetch
-    | Draw,
+    | SyncRng,
     Form(tag="op"),
 ]
 

@@ -115,9 +115,9 @@ class _Definitions:
     def object(self, record: Record, extra: Schema) -> Schema:
         """The schema of a dataclass as an object; `extra` are properties before its own."""
         properties = dict(extra)
-        said = _arguments(record.cls)
+        descriptions = _arguments(record.cls)
         for each in record.fields:
-            about = {"description": said[each.name]} if each.name in said else {}
+            about = {"description": descriptions[each.name]} if each.name in descriptions else {}
             # what is left out at its default is not written at its default
             omit = {"not": {"const": dump(each.default, each.shape)}} if each.omit else {}
             properties[each.key] = {**about, **self.of(each.shape), **omit}
@@ -137,12 +137,12 @@ def _first(cls: type) -> str:
 
 def _arguments(cls: type) -> dict[str, str]:
     """What docstrings say of fields below `Args:`, of one or of several by commas."""
-    said: dict[str, str] = {}
+    found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         lines = (base.__doc__ or "").partition("Args:")[2]
         for names, about in re.findall(r"^ {4,8}([\w, ]+): (.*(?:\n {9,}.*)*)", lines, re.M):
-            said |= dict.fromkeys(names.split(", "), " ".join(about.split()))
-    return said
+            found |= dict.fromkeys(names.split(", "), " ".join(about.split()))
+    return found
 
 
 # What it says of a document -----------------------------------------------------------------------
@@ -164,14 +164,14 @@ def against_schema(data: Any) -> list[tuple[Where, str]]:
     found = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
     # jsonschema has a finding for each field that an object lacks; one for the object will do
     once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in found}
-    return [(tuple(p.absolute_path), _said(p)) for p in once.values()]
+    return [(tuple(p.absolute_path), _worded(p)) for p in once.values()]
 
 
 def _order(path: Iterable[str | int]) -> list[tuple[int, str]]:
     return [(p, "") if isinstance(p, int) else (-1, p) for p in path]
 
 
-def _said(problem: Any) -> str:
+def _worded(problem: Any) -> str:
     """A finding of jsonschema in the words of planc."""
     value, rule = problem.instance, problem.validator_value
     match problem.validator:

@@ -105,7 +105,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Redistribution:
     """A layout that arrives and the one that is wanted."""
 
     source: Layout
@@ -122,8 +122,8 @@ class Input:
     Its default hands on a DTensor, which keeps the gradients of several consumers one sum.
     """
 
-    positional: tuple[Change | None, ...] = ()
-    named: Pairs[Change] = ()
+    positional: tuple[Redistribution | None, ...] = ()
+    named: Pairs[Redistribution] = ()
     local: bool = False
 
 
@@ -131,7 +131,7 @@ class Input:
 class Output:
     """torch's `PrepareModuleOutput`: the outputs in order (None: left alone)."""
 
-    positional: tuple[Change | None, ...]
+    positional: tuple[Redistribution | None, ...]
     local: bool = True
 
 
@@ -161,7 +161,7 @@ class MlaKv:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ParameterLayout:
     """How a bare parameter is held.
 
     Args:
@@ -188,7 +188,7 @@ _SOME = Form({"minProperties": 1})
 class Parameters:
     """Bare parameters that the ranks split; the module's forward sees its rank's own."""
 
-    held: Annotated[Pairs[Held], _SOME] = field(metadata=key("parameters"))
+    layouts: Annotated[Pairs[ParameterLayout], _SOME] = field(metadata=key("parameters"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,14 +196,14 @@ class Experts:
     """Expert tensors that are split inside of each expert.
 
     Args:
-        held: all parameters of the module.
+        layouts: of all parameters of the module.
         input: `Replicate`, and the gradients of all inputs are summed; or a split, as it is.
         output: what the ranks' parts become: `Replicate` their sum, `Shard` a slice of it;
             `Partial` and `Shard(-1)` leave them as they are.
         local: whether a local tensor is handed on, and not a DTensor.
     """
 
-    held: Annotated[Pairs[Held], _SOME] = field(metadata=key("parameters"))
+    layouts: Annotated[Pairs[ParameterLayout], _SOME] = field(metadata=key("parameters"))
     input: Layout = Replicate()
     output: Layout = Replicate()
     local: bool = field(default=True, metadata=OMIT)
@@ -276,10 +276,10 @@ def mesh_dims(style: Style) -> int:
     return 1
 
 
-def _parts(style: Colwise | Rowwise | Held) -> list[str]:
+def _parts(style: Colwise | Rowwise | ParameterLayout) -> list[str]:
     parts = style.parts if isinstance(style.parts, int) else list(style.parts)
-    said = [f"parts = {parts}"] if parts != 1 else []
-    return said + ["interleaved = true"] * style.interleaved
+    words = [f"parts = {parts}"] if parts != 1 else []
+    return words + ["interleaved = true"] * style.interleaved
 
 
 def _arrow(style: Colwise | Rowwise | Experts) -> list[str]:
@@ -308,7 +308,7 @@ def _layouts(style: Style) -> list[str]:
             return [f"{name} = {literal(value)}" for name, value in style.arguments]
         case Parameters() | Experts():
             arrow = _arrow(style) if isinstance(style, Experts) else []
-            return [*(f"{name} = {held}" for name, held in style.held), *arrow]
+            return [*(f"{name} = {layout}" for name, layout in style.layouts), *arrow]
         case Features():
             return []
     assert_never(style)
@@ -376,11 +376,11 @@ def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | 
             elif parameter == "weight" and ndim == 2:
                 dim = 0 if kind == "conv1d" else 1
         case Parameters() | Experts():
-            held = dict(style.held).get(parameter)
-            if held is None or not isinstance(held.layout, Shard):
+            stated = dict(style.layouts).get(parameter)
+            if stated is None or not isinstance(stated.layout, Shard):
                 return None
-            dim = held.layout.dim % ndim if -ndim <= held.layout.dim < ndim else None
-            return None if dim is None else Split(dim, held.parts, held.interleaved)
+            dim = stated.layout.dim % ndim if -ndim <= stated.layout.dim < ndim else None
+            return None if dim is None else Split(dim, stated.parts, stated.interleaved)
     if dim is None or not isinstance(style, Colwise | Rowwise):
         return None
     return Split(dim, style.parts, style.interleaved)

@@ -9,16 +9,16 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Axis, Dims, Mesh, Name, Op, Some, Where
+from planc.ops.base import Axis, AxisSizes, Dims, Name, Op, Some, Where
 from planc.ops.call import (
     MESH,
     PARALLELIZE,
     Assign,
-    Call,
     Context,
     Each,
+    FunctionCall,
     Index,
-    Parameter,
+    ParameterRef,
     ScriptFunction,
     Shared,
     Step,
@@ -66,7 +66,7 @@ class Parallelize(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         mesh = Shared(f"{'_'.join(self.axes)}_mesh", Index(MESH, self.axes))
-        call = Call(PARALLELIZE, (mesh, style_call(self.style)))
+        call = FunctionCall(PARALLELIZE, (mesh, style_call(self.style)))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "tensor"
@@ -77,7 +77,7 @@ class Parallelize(Op):
         "summed": ("gradient", lambda summed: "sum" if summed else "same"),
     }
 
-    def headline(self, mesh: Mesh | None = None) -> str:
+    def headline(self, mesh: AxisSizes | None = None) -> str:
         layouts = f"{style_name(self.style)} {self.layouts}".strip()
         return f"{layouts}, on {phrases.axes(self.axes, mesh)}"
 
@@ -93,7 +93,7 @@ class Parallelize(Op):
         return ", ".join(text if name == "weight" else f"{name} {text}" for name, text in texts)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         """What is inside one list of blocks stands together."""
         for axes in dict.fromkeys(op.axes for op in ops):
             yield phrases.head(cls.WORD, f"on {phrases.axes(axes, mesh)}")
@@ -122,11 +122,11 @@ def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
     alike: dict[tuple[str, str, tuple[str, str, str], Style], list[str]] = {}
     for op in ops:
         path, half = phrases.adapter(phrases.inside(op.modules))
-        said = (style_name(op.style), op.layouts, op.sizes)
-        alike.setdefault((phrases.parent(path), half, said, op.style), []).append(path)
-    for (_, half, said, _), paths in alike.items():
+        words = (style_name(op.style), op.layouts, op.sizes)
+        alike.setdefault((phrases.parent(path), half, words, op.style), []).append(path)
+    for (_, half, words, _), paths in alike.items():
         for path in phrases.together(paths):
-            yield (f"{path}{half}", *said)
+            yield (f"{path}{half}", *words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +143,18 @@ class Tie(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         note = "a split weight is a new parameter: what was one is tied again"
-        target, source = Parameter(self.parameter), Parameter(self.source)
+        target, source = ParameterRef(self.parameter), ParameterRef(self.source)
         yield Assign(target=target, value=source, note=note)
 
     WORD: ClassVar = "tie"
     ABOUT: ClassVar[tuple[str, ...]] = ("parameter",)
     WORDS: ClassVar = {"source": ("", phrases.value)}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return f"= {self.source}"
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         """One line for all parameters that modules share, for blocks may share tens of them."""
         shared: dict[tuple[str, str], list[str]] = {}
         for op in ops:
@@ -164,7 +164,7 @@ class Tie(Op):
             both = op.parameter.removesuffix(tail), op.source.removesuffix(tail)
             shared.setdefault(both, []).append(tail)
         for (one, source), tails in shared.items():
-            end, said = tails[0], "one parameter in the model"
+            end, note = tails[0], "one parameter in the model"
             if len(tails) > 1:
-                end, said = "", f"{len(tails)} parameters, one in the model each"
-            yield phrases.head(cls.WORD, f"{one}{end} = {source}{end}: {said}")
+                end, note = "", f"{len(tails)} parameters, one in the model each"
+            yield phrases.head(cls.WORD, f"{one}{end} = {source}{end}: {note}")

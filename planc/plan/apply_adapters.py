@@ -23,12 +23,12 @@ from planc.model.facts import (
 from planc.ops.quantization import Quantize
 from planc.ops.styles import (
     Attributes,
-    Change,
     Colwise,
     Input,
     MlaKv,
     Output,
     Partial,
+    Redistribution,
     Replicate,
     Replicated,
     Rowwise,
@@ -239,12 +239,12 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
         return _of_embedding(style)
     match style:
         case Colwise(input=Replicate()):
-            whole = Change(Replicate(), Replicate())
+            whole = Redistribution(Replicate(), Replicate())
             return Input(positional=(whole,), local=True), replace(style, transposed=False)
         case Colwise(input=Shard() as shard) if not _features(shard):
             return Sequence(dim=shard.dim), replace(style, transposed=False)
         case Rowwise(output=Replicate()):
-            whole = Change(Replicate(), Replicate())
+            whole = Redistribution(Replicate(), Replicate())
             kept = None if style.local else Output(positional=(whole,), local=False)
             return replace(style, local=True, transposed=False), kept
         case Rowwise(output=Shard() as shard) if _features(shard):

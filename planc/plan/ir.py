@@ -97,7 +97,7 @@ class Unit(Meaning):
     precision: Precision | None = None
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
-    said: frozenset[str] = field(default=frozenset(), compare=False)
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def root(self) -> bool:
@@ -174,7 +174,7 @@ class Fsdp(Meaning):
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
 
-    def beyond(self, unit: Unit | SpreadRule) -> tuple[str, ...]:
+    def extra_axes(self, unit: Unit | SpreadRule) -> tuple[str, ...]:
         """The axes of a unit that the section lacks: their ranks have the same gradients."""
         own = (*self.replicate, *self.shard)
         return tuple(a for a in unit.shard or () if a not in own)

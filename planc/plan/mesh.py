@@ -119,8 +119,8 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
         )
         return
     if item.override and not earlier:
-        told = did_you_mean(item.name, found, "take `override` away")
-        nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, told)
+        help = did_you_mean(item.name, found, "take `override` away")
+        nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, help)
     if program.scope.definitions.get(item.name):
         program.sink.error(
             "PL107",
@@ -201,15 +201,15 @@ def _fixed(sizes: _Sizes, program: Program) -> int | None:
     world, product = program.world_size, sizes.product
     if world is None or world == product:
         return 1
-    told = "make one axis `auto`"
+    help = "make one axis `auto`"
     shard = sizes.by_name.get(SHARD, 0)
     if shard and world % (product // shard) == 0:
-        told = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
+        help = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
     section = next(iter(program.named("mesh")))
     program.sink.error(
         "PL301",
         f"the mesh has {product:,} ranks, the world {world:,}: {sizes.text} = {product:,}",
         *(sizes.labels(program) or [Label(span=section.name_origin)]),
-        help=told,
+        help=help,
     )
     return None

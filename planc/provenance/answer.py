@@ -28,7 +28,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ParameterAnswer:
     """One parameter, on the rank that holds most of it.
 
     Args:
@@ -68,7 +68,7 @@ class Answer:
         cls: the module's class.
         kind: `linear`, `norm` and the like.
         like: the set of like modules that it is one of.
-        held: its own parameters, or the one.
+        parameters: of the module itself, or the one that was asked for.
         count: elements of all its parameters, with those of the modules inside it.
         load: how weights arrive, and what they are kept in.
         adapter: the adapter on the layer, or that the module is a part of.
@@ -87,7 +87,7 @@ class Answer:
     cls: str
     kind: str
     like: Modules
-    held: tuple[Held, ...]
+    parameters: tuple[ParameterAnswer, ...]
     count: int
     load: tuple[Reason, ...] = ()
     adapter: tuple[Reason, ...] = ()

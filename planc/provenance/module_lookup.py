@@ -24,13 +24,13 @@ def found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | Non
     plain = "" if plain == "root" else plain
     bare = re.sub(r"(\.|^)base_layer(?=\.|$)", "", plain)  # peft's name for a layer inside its own
     missing = plain
-    for own in dict.fromkeys((plain, bare)):
+    for path in dict.fromkeys((plain, bare)):
         try:
-            return facts.at(own), None
+            return facts.at(path), None
         except KeyError as error:
             missing = str(error.args[0])
         with contextlib.suppress(KeyError):
-            return facts.find(own)
+            return facts.find(path)
     _unknown(name, missing, facts, sink)
     return None
 

@@ -30,7 +30,7 @@ from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
 from planc.plan.ir import AdapterRule, Plan
-from planc.provenance.answer import Answer, Held, Reason
+from planc.provenance.answer import Answer, ParameterAnswer, Reason
 from planc.provenance.module_lookup import found
 from planc.source import NOWHERE, Span
 
@@ -61,8 +61,10 @@ def _adapted(facts: Facts, lowered: Lowered) -> Facts:
         for members in op.members:
             layers = Modules(members.path, facts.at(next(members.names())).module)
             four = (o for o in lowered.ops if isinstance(o, Quantize))
-            own = (o for o in four if any(phrases.layer(m).overlap(layers) for m in o.members))
-            rule = AdapterRule(modules=layers, adapt=op, quantize=next(own, None), origin=op.origin)
+            found = (o for o in four if any(phrases.layer(m).overlap(layers) for m in o.members))
+            rule = AdapterRule(
+                modules=layers, adapt=op, quantize=next(found, None), origin=op.origin
+            )
             rules.append(rule)
     load = next((op for op in lowered.ops if isinstance(op, Load)), Load())
     return with_adapters(facts, rules, load.kept) if rules else facts
@@ -92,7 +94,7 @@ class _Question:
 
     def answer(self) -> Answer:
         module = self.at.module
-        held = [self.parameter] if self.parameter else module.parameters
+        parameters = [self.parameter] if self.parameter else module.parameters
         found = {
             "tensor": tuple(self._tensor(op) for op in self.styles if self._is(op)),
             "checkpoint": tuple(self._wraps(Checkpoint)),
@@ -105,7 +107,7 @@ class _Question:
             cls=module.cls,
             kind=module.kind,
             like=_alike(self.facts, self.at),
-            held=tuple(self._held(p) for p in held),
+            parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
             adapter=tuple(self._adapted()),
@@ -139,10 +141,10 @@ class _Question:
 
     def _tensor(self, op: Parallelize) -> Reason:
         target = self._part(len(op.modules.path))
-        said = op.headline(self.lowered)
+        what = op.headline(self.lowered)
         if isinstance(op.style, Custom):
-            said += "; code of the plan's own, so shapes and bytes are those without it"
-        return self._reason(said, target, op)
+            what += "; code of the plan's own, so shapes and bytes are those without it"
+        return self._reason(what, target, op)
 
     def _part(self, length: int) -> str:
         """The name of the module around this one whose path is that long."""
@@ -152,9 +154,9 @@ class _Question:
         for op in self.styles:
             both = op.modules.inside(self.at)
             if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
-                said = f"{style_name(op.style)} {op.layouts}".strip()
+                what = f"{style_name(op.style)} {op.layouts}".strip()
                 shapes = op.sizes
-                yield self._reason(f"{said}  {shapes}".strip(), _after(both, self.at), op)
+                yield self._reason(f"{what}  {shapes}".strip(), _after(both, self.at), op)
 
     def _loaded(self) -> Iterator[Reason]:
         for op in self.lowered.ops if self.at.module.parameters else ():
@@ -170,8 +172,8 @@ class _Question:
         for four in (o for o in self.lowered.ops if isinstance(o, Quantize)):
             for members in map(phrases.layer, four.members):
                 if self.at.overlap(members) is not None:
-                    said = f"in 4 bits, {four.headline()}"
-                    yield self._reason(said, self._part(len(members.path)), four)
+                    what = f"in 4 bits, {four.headline()}"
+                    yield self._reason(what, self._part(len(members.path)), four)
 
     def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
         for op in self.lowered.ops:
@@ -203,8 +205,8 @@ class _Question:
                 both = next(filter(None, (m.inside(self.at) for m in other.members)), None)
                 if both is not None:
                     target = other.name if other.group else str(both)
-                    said = f"a unit inside it, {other.resharding}"
-                    yield self._reason(said, target, other)
+                    what = f"a unit inside it, {other.resharding}"
+                    yield self._reason(what, target, other)
 
     def _sharded(self, op: FullyShard) -> Reason:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
@@ -242,9 +244,9 @@ class _Question:
 
     def _divide(self, op: FullyShard) -> Divide | None:
         """The last that speaks of a unit, which is the one that holds."""
-        own = [o for o in self.lowered.ops if isinstance(o, Divide)]
-        own = [o for o in own if not o.units or o.units == op.members]
-        return own[-1] if own else None
+        found = [o for o in self.lowered.ops if isinstance(o, Divide)]
+        found = [o for o in found if not o.units or o.units == op.members]
+        return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:
         ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
@@ -253,8 +255,8 @@ class _Question:
     def _training(self) -> Iterator[Reason]:
         """What freezes the module or lets it train; the last word around it holds."""
         for op in self._freezing()[-1:]:
-            said = "trains" if op.trainable else "frozen"
-            yield self._reason(said, self._part(len(op.modules.path)), op)
+            what = "trains" if op.trainable else "frozen"
+            yield self._reason(what, self._part(len(op.modules.path)), op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}
@@ -292,7 +294,7 @@ class _Question:
             return "no rule, and no style on any module"
         return f"no rule: whole on every rank of {phrases.axes(axes, self.lowered)}"
 
-    def _held(self, parameter: Parameter) -> Held:
+    def _parameter(self, parameter: Parameter) -> ParameterAnswer:
         full = _joined(self.name, parameter.name)
         local, kind = parameter.shape, self.at.module.kind
         spread: tuple[tuple[int, int], ...] = ()
@@ -307,8 +309,8 @@ class _Question:
                     local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
         unit = None if self.ignored else self.shard
-        lying = (self._spread(unit) or unit) if unit else None
-        shard = kept_shape(local, lying, self.lowered)
+        placement = (self._spread(unit) or unit) if unit else None
+        shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
         if not any(isinstance(op, Adapt) for op in self.lowered.ops):  # else it is cast already
             load = (op for op in self.lowered.ops if isinstance(op, Load))
@@ -316,7 +318,7 @@ class _Question:
         computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self._freezing()]
         group = next((g for g in self.facts.ties if full in g), ())
-        return Held(
+        return ParameterAnswer(
             name=parameter.name,
             shape=parameter.shape,
             dtype=dtype,
@@ -357,12 +359,12 @@ def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int
     """(ranks, size) along the split dim, each part of it as `torch.chunk` cuts it; () when even."""
     parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
     chunks = [-(-size // ranks) for size in parts]
-    held = [
+    local = [
         sum(
             min(chunk, max(0, size - rank * chunk))
             for size, chunk in zip(parts, chunks, strict=True)
         )
         for rank in range(ranks)
     ]
-    runs = [(len(list(group)), size) for size, group in groupby(held)]
+    runs = [(len(list(group)), size) for size, group in groupby(local)]
     return tuple(runs) if len(runs) > 1 else ()

@@ -33,7 +33,7 @@ _FILES = (
 )
 
 
-def carried(body: str) -> list[str]:
+def inlined(body: str) -> list[str]:
     """The definitions that a body of Python needs, and those that they need, in their order.
 
     Args:
@@ -137,11 +137,11 @@ def _edits(text: str, lines: list[str]) -> Iterator[tuple[int, int, list[str]]]:
 
 def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
     """The head of a function, laid out as a formatter would without its types."""
-    own = node.args
-    plain = [*own.posonlyargs, *own.args]
-    given: list[ast.expr | None] = [None] * (len(plain) - len(own.defaults))
-    pairs = [*zip(plain, [*given, *own.defaults], strict=True)]
-    after = [*zip(own.kwonlyargs, own.kw_defaults, strict=True)]
+    arguments = node.args
+    plain = [*arguments.posonlyargs, *arguments.args]
+    given: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
+    pairs = [*zip(plain, [*given, *arguments.defaults], strict=True)]
+    after = [*zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
 
     def spelled(some: Iterable[tuple[ast.arg, ast.expr | None]]) -> Iterator[str]:
         for argument, default in some:
@@ -149,11 +149,13 @@ def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
             yield f"{argument.arg}{value or ''}"
 
     items = [*spelled(pairs)]
-    items[len(own.posonlyargs) : len(own.posonlyargs)] = ["/"] if own.posonlyargs else []
-    if own.vararg or own.kwonlyargs:
-        items.append(f"*{own.vararg.arg if own.vararg else ''}")
+    items[len(arguments.posonlyargs) : len(arguments.posonlyargs)] = (
+        ["/"] if arguments.posonlyargs else []
+    )
+    if arguments.vararg or arguments.kwonlyargs:
+        items.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
     items += spelled(after)
-    items += [f"**{own.kwarg.arg}"] if own.kwarg else []
+    items += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
     yield from lay(Group(f"def {node.name}(", tuple(items), "):"), " " * node.col_offset)
 
 

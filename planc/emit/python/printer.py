@@ -24,16 +24,16 @@ from planc.model.indices import Indices
 from planc.ops.call import (
     Assign,
     Attribute,
-    Call,
     Each,
+    FunctionCall,
+    ImportedName,
     Index,
     Items,
     Members,
     MeshOf,
-    Name,
     Numbered,
     Once,
-    Parameter,
+    ParameterRef,
     Shared,
     Step,
     Table,
@@ -93,7 +93,7 @@ class Printer:
             case _:
                 assert_never(step)
 
-    def call(self, call: Call, *first: Source) -> Group:
+    def call(self, call: FunctionCall, *first: Source) -> Group:
         """A call, with further arguments before its own."""
         arguments = [*first, *map(self.source, call.arguments)]
         if call.function.startswith("."):
@@ -112,9 +112,9 @@ class Printer:
                 return Group("(", tuple(map(self.source, value)), single=",")
             case Variable():
                 return value.name
-            case Name():
+            case ImportedName():
                 return self._imported(value.path)
-            case Parameter():
+            case ParameterRef():
                 return parameter(value.name)
             case Attribute():
                 return f"{self.source(value.owner)}.{value.name}"
@@ -132,7 +132,7 @@ class Printer:
                 return self._numbered(value)
             case MeshOf():
                 return self.source(mesh_source(value, self._axes))
-            case Call():
+            case FunctionCall():
                 return self.call(value)
             case Shared():
                 return self._variables[value]
@@ -190,13 +190,13 @@ def inner_first(steps: Sequence[Step]) -> list[Step]:
 
     The plan's order where nothing nests.
     """
-    own = [step for step in steps if isinstance(step, Each)]
+    each = [step for step in steps if isinstance(step, Each)]
     nested = any(
         len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
-        for a in own
-        for b in own
+        for a in each
+        for b in each
         if b.replaces
     )
-    if not nested or len(own) < len(steps):
+    if not nested or len(each) < len(steps):
         return list(steps)
     return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, Each) else 0)

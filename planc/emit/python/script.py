@@ -12,14 +12,14 @@ from itertools import groupby
 from textwrap import dedent, fill
 
 from planc.emit.python.imports import imports
-from planc.emit.python.inlined_source import carried, global_names, imported
+from planc.emit.python.inlined_source import global_names, imported, inlined
 from planc.emit.python.layout import WIDTH, Group, headed, lay, quoted, remark
-from planc.emit.python.load_weights import filled
+from planc.emit.python.load_weights import load_function
 from planc.emit.python.module_loops import Lines, looped
 from planc.emit.python.printer import Printer, inner_first
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
-from planc.ops.call import PARALLELIZE, Call, Context, Each, Step, Value
+from planc.ops.call import PARALLELIZE, Context, Each, FunctionCall, Step, Value
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -59,12 +59,12 @@ def render(lowered: Lowered, *, digest: str) -> str:
         arguments = "(model, mesh)" if "mesh" in global_names(dedent(body)) else "(model)"
         functions.append(f'def {name}{arguments}:\n    """{function.about}"""\n{body}\n')
         calls.append(f"    {name}{arguments}\n")
-    functions += filled(lowered)
-    own = carried("\n\n".join(functions))
-    packed = any(source.startswith("def repack(") for source in own)
+    functions += load_function(lowered)
+    definitions = inlined("\n\n".join(functions))
+    packed = any(source.startswith("def repack(") for source in definitions)
     if packed:  # what leaves such a model has to be put in order
-        own = carried("\n\n".join([*functions, _WHOLE]))
-    body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
+        definitions = inlined("\n\n".join([*functions, _WHOLE]))
+    body = "\n\n".join([_mesh(lowered), *definitions, *functions, _main("".join(calls))])
     needed = imports(body, printer.modules, printer.names)
     return f"{_docstring(lowered, digest, packed)}\n{needed}\n{body}"
 
@@ -98,10 +98,10 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
         needed = f"CUDA, megatron_fsdp{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:
         needed = needed.replace("alone", "and the styles of the plan's own")
-    told = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
+    note = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
-        f"{fill(told, WIDTH)}\n\n"
+        f"{fill(note, WIDTH)}\n\n"
         '    model = parallelize(model, build_mesh("cuda"))\n'
         f'{_PACKED if packed else ""}"""\n'
     )
@@ -182,7 +182,7 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
         for step in steps
     )
     plan = Group("{", tuple(entries), "}", tuple(remark(step.note) for step in steps))
-    call = printer.call(Call(PARALLELIZE), loop.item, printer.source(mesh), plan)
+    call = printer.call(FunctionCall(PARALLELIZE), loop.item, printer.source(mesh), plan)
     yield from looped(loop.head, [replace(call, notes=("", "", ""))], "")
 
 
