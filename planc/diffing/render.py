@@ -14,7 +14,7 @@ _WIDEST = (58, 64)  # columns of a subject and of what changes, before a line mo
 
 
 def render(delta: Delta) -> str:
-    """The diff as a person reads it; the last line counts, or says `No changes.`."""
+    """The diff as text; the last line has the counts, or is `No changes.`."""
     if delta.same:
         return "No changes.\n"
     signs = (("~", delta.changed), ("-", delta.removed), ("+", delta.added))
@@ -45,7 +45,9 @@ def _row(sign: str, change: Change) -> tuple[str, str, str]:
 
 
 def _place(sign: str, change: Change) -> str:
-    """The `.plan` lines; none where an axis brought the change about and the line is the same."""
+    """The lines of the `.plan` files; empty where an axis caused the change and the line is the
+    same.
+    """
     if sign == "-":
         return f"{change.old} (old)" if change.old else ""
     if sign == "+" or change.old == change.new:
@@ -62,7 +64,7 @@ def _place(sign: str, change: Change) -> str:
 
 
 def document(delta: Delta) -> dict[str, Any]:
-    """The delta as `grammars/diff.schema.json` has it."""
+    """The delta in the form of `grammars/diff.schema.json`."""
     return {
         "format_version": FORMAT_VERSION,
         "same": delta.same,

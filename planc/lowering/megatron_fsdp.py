@@ -1,4 +1,4 @@
-"""`backend = megatron` -> the one call that shards the whole model."""
+"""`backend = megatron` -> the one call that shards the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) ->
     """The operation of a section.
 
     Args:
-        plan: with adapters in place.
+        plan: with adapters applied.
         op: the operation without its units and axes.
         facts: the model.
         holdings: its parameters.
@@ -58,20 +58,19 @@ def _wide(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
 
 
 def _expert(modules: Modules) -> bool:
-    """Whether megatron_fsdp takes parameters for experts: those with `.experts.` in their names."""
+    """Whether megatron_fsdp treats the parameters as experts': `.experts.` is in their names."""
     return bool(modules.module.parameters) and _EXPERTS in modules.path[1:]
 
 
 def _at_rest(holding: Holding, op: MegatronShard, section: Fsdp, plan: Plan) -> int:
-    """Bytes of a parameter on a rank, and of the weights that the optimizer works on."""
+    """Bytes of a parameter on one rank, and of the optimizer's main weights."""
     ranks = plan.mesh.size(*section.shard)
     every = ranks * (plan.mesh.size(*section.replicate) if op.outer == "optim" else 1)
     model = holding.whole(None)
     if op.strategy == "optim_grads_params":
         in_unit = holding.unit is not None and not holding.unit.root
-        model = holding.sharded(every) + (
-            0 if in_unit else model
-        )  # what no unit holds stays gathered
+        # root parameters stay gathered
+        model = holding.sharded(every) + (0 if in_unit else model)
     if op.main_params is None or not holding.parameter.trainable:
         return model
     width = DTYPE_BYTES.get(holding.parameter.dtype, 4)

@@ -1,4 +1,4 @@
-"""The axes whose ranks have to draw random numbers alike."""
+"""The axes whose ranks must draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from planc.plan.ir import Plan
 
 
 def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
-    """One for each tensor axis: its ranks work on the same activations.
+    """One operation for each tensor axis: its ranks work on the same activations.
 
-    A rank that drops, or scatters, other parts of them than its neighbours computes another model
-    than they do. Found on four processes with seeds of their own (torch 2.13): gradients of gpt2
-    with dropout, and of mixtral with router jitter, are wrong by more than a hundredth.
+    Ranks whose dropout masks or router jitter differ compute different models. Observed on four
+    processes with different seeds (torch 2.13): gradients of gpt2 with dropout, and of mixtral with
+    router jitter, are wrong by more than 1%.
     """
     fields = random_fields(facts)
     split = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)

@@ -1,4 +1,4 @@
-"""`checkpoint_wrapper`: activations recomputed in backward."""
+"""`checkpoint_wrapper`: activations are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Op):
-    """`checkpoint_wrapper` (without reentry) around each module.
+    """`checkpoint_wrapper` (non-reentrant) around each module.
 
     Args:
-        save: what is kept in forward (selective checkpointing); empty where nothing is.
-        offload: what is kept, and what goes into the modules, waits for backward on the CPU.
-        pin: there in pinned memory, where the device is CUDA.
+        save: selective checkpointing: the operators whose outputs are saved; empty saves none.
+        offload: whether saved tensors and the inputs of the modules are kept on the CPU until the
+            backward pass.
+        pin: whether that CPU memory is pinned, where the device is CUDA.
         preserve_rng: `preserve_rng_state`.
         early_stop: `early_stop`.
     """

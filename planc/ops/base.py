@@ -1,4 +1,4 @@
-"""What every operation has, and how the values of its fields are written in JSON."""
+"""The base class of operations, and the JSON forms of their field types."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from planc.source import NOWHERE, Span
 
 
 class AxisRole(StrEnum):
-    """What the ranks along a mesh axis share out among them.
+    """What the ranks along a mesh axis split among them.
 
-    `planc.plan.mesh_axes` decides it; nothing else looks at the name of an axis.
+    `planc.plan.mesh_axes` decides it; no other module looks at the name of an axis.
     """
 
     DATA = "data"
@@ -53,16 +53,16 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """How values of an annotated type are written, and which of them are allowed.
+    """The JSON form of an annotated type, and the values that it allows.
 
     Args:
         schema: keywords of JSON Schema, beyond those that follow from the type.
-        name: of the definition in the schema that other types refer to; empty for none.
-        write: makes JSON of a value.
-        read: makes a value of JSON; raises ValueError, with a message, for what is none.
-        axis: whether the value is the name of an axis, which the mesh must have.
+        name: the name of the definition that other schemas refer to; empty for none.
+        write: converts a value to JSON.
+        read: converts JSON to a value; raises ValueError with a message for an invalid one.
+        axis: whether the value is the name of an axis, which must be in the mesh.
         pairs: whether a tuple of pairs is written as an object.
-        tag: the key by which an object says which dataclass of a union it is.
+        tag: the key that holds the kind of an object in a union of dataclasses.
     """
 
     schema: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Form:
 
 
 def text(name: str, title: str, pattern: str, *, axis: bool = False, most: int = 200) -> Form:
-    """A text of one pattern. JSON Schema's `$` also matches before a newline at the end."""
+    """A string that matches a pattern. JSON Schema's `$` also matches before a trailing newline."""
     pattern = f"^{pattern}$(?!\\n)"
     schema = {"title": title, "type": "string", "pattern": pattern, "maxLength": most}
     return Form(schema, name=name, axis=axis)
@@ -127,7 +127,7 @@ def choice(*values: object) -> Form:
 
 
 def kind_of(cls: type) -> str:
-    """What the JSON calls a dataclass of a union: `KIND`, or else its name with underscores."""
+    """The tag of a dataclass in the JSON of a union: `KIND`, or its name in snake case."""
     given = getattr(cls, "KIND", "")
     return given or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
@@ -162,44 +162,44 @@ class Op:
         return self.origin.place
 
     def origin_of(self, field: str) -> Span | None:
-        """The line that decided a field, None where it is the operation's."""
+        """The line that decided a field; None where it is the line of the operation."""
         return dict(self.origins).get(field)
 
     def problems(self) -> Iterator[tuple[Where, str]]:
-        """What is wrong with the operation and its type does not say: where in it, and what."""
+        """What is invalid beyond the types of the fields: (where in the operation, a message)."""
         yield from ()
 
     @property
     def script(self) -> ScriptFunction:
-        """The function of an emitted script that makes its calls."""
+        """The function of an emitted script that makes the calls of this operation."""
         return self.SCRIPT
 
     def calls(self, context: Context) -> Iterator[Step]:
-        """The torch calls that the operation stands for, in order."""
+        """The torch calls of the operation, in order."""
         raise NotImplementedError
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
-        """What it does, for a person; with the sizes of its axes where a mesh is given."""
+        """The operation as a person reads it; with the sizes of its axes where a mesh is given."""
         raise NotImplementedError
 
     @property
     def about(self) -> Any:
-        """The value of the field that says what it is about."""
+        """The value of the first field in `ABOUT`."""
         return getattr(self, self.ABOUT[0]) if self.ABOUT else None
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
-        """The lines that `lower` has for all operations of the kind."""
+        """The lines that `lower` prints for all operations of the kind."""
         for op in ops:
             units = op.about if isinstance(op.about, tuple) else ()
             some = f", of {', '.join(map(str, units))}" if units else ""
             yield phrases.head(cls.WORD, op.headline(mesh) + some)
 
     def entries(self, common: Set[Group]) -> Iterator[Entry]:
-        """What a diff compares.
+        """The entries that a diff compares.
 
         Args:
-            common: the groups that both sides have; any other is compared member by member.
+            common: the groups that both sides have; any other group is compared member by member.
         """
         about = self.about
         entry = Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
@@ -211,7 +211,7 @@ class Op:
 
 
 def short(value: Any) -> str:
-    """A JSON value for a message, cut where it is long."""
+    """A JSON value for a message, truncated where it is long."""
     return cut(json.dumps(value))
 
 

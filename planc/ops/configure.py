@@ -1,4 +1,4 @@
-"""A setting of the model's configuration that training needs."""
+"""A field of the model's configuration that training needs changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Field = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configure(Op):
-    """`model.config.<name> = value`, where training needs it; `reason` says why."""
+    """`model.config.<name> = value`; `reason` says why training needs it."""
 
     name: Field
     value: bool

@@ -1,4 +1,4 @@
-"""Which parameters take gradients."""
+"""Which parameters require gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freeze(Op):
-    """`module.requires_grad_(trainable)` for each module; later ones may be inside earlier ones."""
+    """`module.requires_grad_(trainable)` for each module; a later operation may be on a
+    submodule.
+    """
 
     modules: Modules
     trainable: bool = False

@@ -1,4 +1,4 @@
-"""`fully_shard`, and what is set on its units afterwards."""
+"""`fully_shard`, and the settings of its units."""
 
 from __future__ import annotations
 
@@ -51,7 +51,12 @@ _FUNCTIONS = "standalone.fsdp:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Parameters in and below modules that lie otherwise than the rest of their unit."""
+    """Parameters of a unit that are sharded over another mesh or dim than the rest of the unit.
+
+    Args:
+        modules: the parameters in these modules and in their submodules.
+        shard, replicate, shard_dim: as of the unit.
+    """
 
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = WORDS
@@ -67,22 +72,22 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(Op):
-    """`fully_shard`: one unit per module of `members[0]`, or one for a group.
+    """`fully_shard`: one unit per module of `members[0]`, or one unit for a group.
 
     Args:
-        shard: axes over which parameters are split; several are flattened to one dimension. None
-            means torch's composable `replicate`.
-        replicate: axes over which they are copied.
+        shard: the axes that parameters are sharded over; several are flattened to one mesh
+            dimension. Empty for torch's composable `replicate`.
+        replicate: the axes that parameters are replicated over.
         reshard: `reshard_after_forward`.
-        param, reduce, output: dtype names of the mixed precision policy, None for none.
+        param, reduce, output: the dtype names of the mixed precision policy, None for none.
         cast_inputs: the policy's `cast_forward_inputs`.
-        nbytes: bytes of parameters that one rank keeps of one such unit, at rest.
-        gathered: bytes of one such unit while it is gathered (in `param` precision).
-        ignored: modules inside whose parameters stay whole and belong to no unit.
-        shard_dim: the dim that is split of those parameters that have it, where it divides.
-        offload: whether shards live in host memory.
+        nbytes: bytes of one unit's parameters that one rank holds at rest.
+        gathered: bytes of one unit while it is all-gathered (in `param` precision).
+        ignored: submodules whose parameters are replicated and belong to no unit.
+        shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
+        offload: whether shards are kept in CPU memory.
         pin: whether that memory is pinned, where there is a device to copy to.
-        spreads: parameters inside that lie otherwise, outer modules before inner.
+        spreads: parameters inside that are sharded otherwise, outer modules before inner ones.
     """
 
     members: Some[Modules]
@@ -146,7 +151,7 @@ class FullyShard(Op):
 
     @property
     def precision(self) -> str:
-        """What it computes in and what its gradients are summed in."""
+        """The dtypes of the mixed precision policy."""
         kinds = (("parameters", self.param), ("gradients", self.reduce), ("output", self.output))
         words = [f"{name} {phrases.dtype(kind)}" for name, kind in kinds if kind]
         text = ", ".join(words) or "no mixed precision"
@@ -191,11 +196,11 @@ class FullyShard(Op):
 
     @property
     def paths(self) -> Group:
-        """The members of a group, in any order; of a unit that is no group nothing."""
+        """The paths of a group's members; empty for a unit that is no group."""
         return frozenset(str(m) for m in self.members) if self.group else frozenset()
 
     def _common(self) -> Table:
-        """What units have in common."""
+        """The keyword arguments that units share."""
         precision = given(
             param_dtype=dtype(self.param),
             reduce_dtype=dtype(self.reduce),
@@ -229,9 +234,9 @@ class FullyShard(Op):
         )
 
     def _spread(self, spread: Spread, context: Context) -> Value:
-        """Modules, how their parameters are split, and over what where it is not the unit's mesh.
+        """(modules, `shard_placement_fn`, mesh info) of a spread; None where they are the unit's.
 
-        Parameters of one process group must come with one and the same object for it.
+        Parameters with one process group must share the mesh info object.
         """
         info: Value = None
         if (spread.shard, spread.replicate) != (self.shard, self.replicate):
@@ -250,7 +255,7 @@ _REPLICATE = ScriptFunction("copies", "Averages the gradients of whole copies.")
 
 
 def _split(part: FullyShard | Spread, context: Context) -> FunctionCall | None:
-    """Along which dim parameters are split; None where that is torch's own choice."""
+    """The `shard_placement_fn` of a dim; None for dim 0, torch's default."""
     if not part.shard_dim:
         return None
     return FunctionCall(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
@@ -261,8 +266,8 @@ class Divide(Op):
     """`set_gradient_divide_factor` of every unit, or of some.
 
     Args:
-        factor: what summed gradients are divided by.
-        units: those that more ranks add up, after all others; empty for every unit.
+        factor: the divisor of summed gradients.
+        units: units that reduce over more ranks than the others; empty for every unit.
     """
 
     factor: Positive
@@ -294,9 +299,9 @@ class Prefetch(Op):
     """`set_modules_to_forward_prefetch` and `..._backward_prefetch` along a list of units.
 
     Args:
-        units: sets with the list's indices at one place of their paths; of one entry they run in
-            this order, outer ones before those inside them.
-        forward, backward: how many entries ahead are gathered; 0 leaves it to FSDP.
+        units: sets with the list's indices at one position of their paths; those of one block run
+            in this order, outer units before the units inside them.
+        forward, backward: how many blocks ahead are all-gathered; 0 leaves it to FSDP.
     """
 
     units: Some[Modules]
@@ -325,8 +330,9 @@ class Prefetch(Op):
 
     @property
     def returning(self) -> tuple[Modules, ...]:
-        """The units of an entry in the order of the backward pass: the last first, but a unit
-        before those inside it, as its hook is on its output."""
+        """The units of a block in the order of the backward pass: reversed, but a unit before
+        the units inside it, because its hook is on its output.
+        """
         result: list[Modules] = []
         for modules in self.units:
             around = [i for i, outer in enumerate(result) if modules.within(outer)]

@@ -1,4 +1,4 @@
-"""LoRA adapters, by peft."""
+"""LoRA adapters, through peft."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapt(Op):
-    """peft's `inject_adapter_in_model` with one `LoraConfig`; all but adapters is frozen.
+    """peft's `inject_adapter_in_model` with one `LoraConfig`; all parameters but adapters are
+    frozen.
 
     Args:
         members: the layers of one rule.
         rank, alpha, dropout: the configuration's `r`, `lora_alpha` and `lora_dropout`.
-        dtype: what A and B are cast to, None where they keep that of their layer.
+        dtype: the dtype of A and B, None for that of their layer.
         init: `default`, `gaussian` or `random`, peft's `init_lora_weights`.
-        seed: of their first values, so that every rank has the same.
+        seed: of the initial values, which are equal on every rank.
     """
 
     members: Some[Modules]
@@ -48,7 +49,7 @@ class Adapt(Op):
 
     @property
     def pattern(self) -> str:
-        """The regular expression that peft finds these layers by, and no others."""
+        """A regular expression that matches the names of these layers and no others."""
         return pattern_of(self.members)
 
     def names(self) -> Iterator[str]:
@@ -84,7 +85,7 @@ class Adapt(Op):
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
-        """As a plan writes it in brackets; defaults of planc are left out."""
+        """The adapter's settings; defaults of planc are left out."""
         parts = ["lora", f"rank {self.rank:,}", f"alpha {self.alpha:g}"]
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
         parts += [phrases.dtype(self.dtype)] if self.dtype else []

@@ -63,18 +63,19 @@ class MegatronShard(Op):
     """`megatron_fsdp.fully_shard_model` of the whole model, one call.
 
     Args:
-        members: the modules that are units, each by itself; the rest is sharded in no unit.
-        classes: theirs, by name: what the call takes.
-        shard: axes over which it shards; several are one dimension of its mesh.
-        replicate: axes of `dp_outer_dim`.
+        members: the modules that are units; all other parameters are sharded outside of units.
+        classes: the names of the units' classes, which the call takes.
+        shard: the axes that parameters are sharded over; several are flattened to one mesh
+            dimension.
+        replicate: the axes of `dp_outer_dim`.
         strategy, outer: `zero_dp_strategy` and `outer_dp_sharding_strategy`.
-        main_params, main_grads, grad_comm: dtype names of its mixed precision policy.
-        summed: `calculate_per_token_loss`: gradients are added up and not averaged.
-        experts: whether there are parameters that it takes for experts by their names, for which
-            it is given the same mesh again.
+        main_params, main_grads, grad_comm: the dtype names of its mixed precision policy.
+        summed: `calculate_per_token_loss`: gradients are summed and not averaged.
+        experts: whether some parameters have names that the package takes for experts', for which
+            it needs the same mesh a second time.
         options: further keywords that are not at their defaults.
-        nbytes: bytes that one rank keeps at rest, the optimizer's weights among them.
-        gathered: bytes of the largest unit while it is gathered.
+        nbytes: bytes that one rank holds at rest, including the optimizer's main weights.
+        gathered: bytes of the largest unit while it is all-gathered.
     """
 
     members: Some[Modules]
@@ -93,7 +94,7 @@ class MegatronShard(Op):
     gathered: Count = 0
 
     def units(self) -> Iterator[FullyShard]:
-        """Each set of units, and the root around them, as torch's own FSDP would have it."""
+        """The units and the root as FSDP2 units, for code that reads both backends."""
         whole = self.strategy == "optim_grads_params"
         for member in (*self.members, Modules((), self.members[0].module)):
             yield FullyShard(
@@ -176,7 +177,7 @@ class MegatronShard(Op):
             yield Entry(kind=f"{self.WORD} unit", modules=members, place=self.place)
 
     def _groups(self, names: tuple[str, ...], data: Shared) -> Keywords:
-        """The keywords of replicas, and of experts, which get the same mesh again."""
+        """The keywords of replicate axes, and of experts, which get the same mesh again."""
         pair = FunctionCall("._flatten", (Index(data, names[:2]), "hybrid"))
         hybrid = Shared("hybrid", FunctionCall(".get_group", (pair,)))
         keywords: Keywords = ()
@@ -189,10 +190,10 @@ class MegatronShard(Op):
         return keywords
 
     def _mesh(self, context: Context) -> tuple[tuple[str, ...], Shared]:
-        """The package's mesh: the names of its dimensions, and itself.
+        """The package's mesh: the names of its dimensions, and its value.
 
-        They are the data axes, and a tensor dimension. Axes of one rank go last, where they change
-        nothing.
+        It has the data axes and a tensor dimension of size 1. Axes of one rank are moved to the
+        end, where they do not change the order of ranks.
         """
         sizes = context.axes
         groups = [self.replicate] if self.replicate else []

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits, by bitsandbytes."""
+"""Frozen weights in 4 bits, through bitsandbytes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Op):
-    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become a column.
+    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become one column.
 
     Args:
-        members: linear layers, as peft calls those that it is around (`base_layer`).
+        members: linear layers; `base_layer` is in the path of a layer that peft wraps.
         kind: `nf4` or `fp4`.
-        storage: the dtype that the bytes are seen as, a torch dtype's name.
-        compute: what a product is computed in, None for the dtype of its input.
+        storage: the torch dtype that the bytes are viewed as.
+        compute: the dtype of the matrix product, None for that of its input.
         double: whether scales are quantized too.
-        block: the weights that share a scale.
+        block: the number of weights that share a scale.
     """
 
     members: Some[Modules]

@@ -1,4 +1,4 @@
-"""Every kind of operation."""
+"""The list of all kinds of operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS: tuple[type[Op], ...] = get_args(get_args(AnyOp)[0])
 
 
 def units_of(op: Op) -> tuple[FullyShard, ...]:
-    """The units that an operation makes."""
+    """The FSDP units of an operation; empty for other operations."""
     if isinstance(op, MegatronShard):
         return tuple(op.units())
     return (op,) if isinstance(op, FullyShard) else ()

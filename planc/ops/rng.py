@@ -1,4 +1,4 @@
-"""Which ranks draw the same random numbers."""
+"""Ranks that must draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from planc.ops.call import MESH, Context, FunctionCall, Once, ScriptFunction, St
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncRng(Op):
-    """The random state of an axis's first rank on all its ranks, so that they draw alike.
+    """Gives the random state of an axis's first rank to all its ranks.
 
     Args:
-        axis: whose ranks work on the same activations.
-        fields: what draws, as `name = value` of the configuration; for the reader.
+        axis: its ranks work on the same activations, so their dropout masks must be equal.
+        fields: `name = value` of the configuration fields that use random numbers, for the reader.
     """
 
     axis: Axis

@@ -1,6 +1,6 @@
-"""The JSON Schema of a lowered plan, generated from its types, and what it says of a document.
+"""The JSON Schema of a lowered plan, generated from its types, and the errors it finds.
 
-`python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is what it printed.
+`python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is that output.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def schema() -> Schema:
 
 @dataclass(slots=True)
 class _Definitions:
-    """Schemas of types; `made` has those that others refer to."""
+    """Schemas of types; `made` has the named definitions."""
 
     made: dict[str, Schema] = field(default_factory=dict)
 
@@ -74,7 +74,9 @@ class _Definitions:
         return {"$ref": f"#/$defs/{form.name}"}
 
     def _either(self, shape: Either) -> Schema:
-        """One schema of several: a keyword judges the values of its own type alone."""
+        """The schema of a union of plain types: keywords of JSON Schema apply to their own type
+        only.
+        """
         bodies = [self._resolved(self.of(s)) for s in (*shape.plain, shape.listed) if s]
         values = [v for body in bodies for v in body.get("enum", ())]
         if values:
@@ -113,7 +115,7 @@ class _Definitions:
         return self._named(Form(name=kind_of(record.cls)), body)
 
     def object(self, record: Record, extra: Schema) -> Schema:
-        """The schema of a dataclass as an object; `extra` are properties before its own."""
+        """The schema of a dataclass as an object; `extra` properties come first."""
         properties = dict(extra)
         descriptions = _arguments(record.cls)
         for each in record.fields:
@@ -136,7 +138,7 @@ def _first(cls: type) -> str:
 
 
 def _arguments(cls: type) -> dict[str, str]:
-    """What docstrings say of fields below `Args:`, of one or of several by commas."""
+    """The descriptions of fields in the `Args:` of docstrings; `a, b:` describes both."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         lines = (base.__doc__ or "").partition("Args:")[2]
@@ -160,7 +162,7 @@ def _validator() -> Any:
 
 
 def against_schema(data: Any) -> list[tuple[Where, str]]:
-    """All that the schema does not allow: where in the document, and what is wrong there."""
+    """All violations of the schema: where in the document, and a message."""
     found = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
     # jsonschema has a finding for each field that an object lacks; one for the object will do
     once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in found}
@@ -172,7 +174,7 @@ def _order(path: Iterable[str | int]) -> list[tuple[int, str]]:
 
 
 def _worded(problem: Any) -> str:
-    """A finding of jsonschema in the words of planc."""
+    """A jsonschema error as a message of planc."""
     value, rule = problem.instance, problem.validator_value
     match problem.validator:
         case "additionalProperties":

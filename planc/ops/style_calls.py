@@ -1,6 +1,6 @@
-"""The call that makes each style: torch's, or that of a definition which scripts inline.
+"""The call that creates each style: torch's, or a definition that scripts inline.
 
-Arguments that are at their defaults are left out.
+Arguments at their defaults are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OTHER = "standalone.tensor_styles:"
 
 
 def style_call(style: Style) -> FunctionCall:
-    """A `ParallelStyle`; it holds no state, so like modules can share it."""
+    """A `ParallelStyle`; it holds no state, so modules can share it."""
     match style:
         case Colwise() | Rowwise():
             return _weighted(style)
@@ -69,7 +69,7 @@ def style_call(style: Style) -> FunctionCall:
 
 
 def layout_call(layout: Layout) -> FunctionCall:
-    """A placement."""
+    """A DTensor placement."""
     arguments = (layout.dim,) if isinstance(layout, Shard) else ()
     return FunctionCall(f"torch.distributed.tensor:{type(layout).__name__}", arguments)
 
@@ -135,7 +135,7 @@ def _of(style: Input, side: str) -> Keywords:
 
 
 def _sides(changes: tuple[Redistribution | None, ...]) -> tuple[Value, Value]:
-    """The layouts that arrive and those that are wanted; None where nothing is said."""
+    """The source layouts and the target layouts; None where there are none."""
     if not changes:
         return None, None
     return (

@@ -1,4 +1,4 @@
-"""`parallelize_module`, and the ties that it breaks."""
+"""`parallelize_module`, and the weight ties that it breaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SCRIPT = ScriptFunction("tensor_parallel", "Splits weights and activations over
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A parameter's shape before and after an operation, on the rank that holds most."""
+    """A parameter's shape before and after an operation, on the rank with the largest shard."""
 
     name: Name
     shape: Dims
@@ -48,8 +48,8 @@ class Parallelize(Op):
     """`parallelize_module(module, mesh[axes], style)` for each module.
 
     Args:
-        axes: the part of the mesh that the style takes, outermost first.
-        shapes: of the parameters that it splits; several operations on a module split in turn.
+        axes: the mesh dimensions that the style takes, outermost first.
+        shapes: of the parameters that it shards; several operations on a module shard in turn.
     """
 
     modules: Modules
@@ -83,12 +83,14 @@ class Parallelize(Op):
 
     @property
     def layouts(self) -> str:
-        """What its style's brackets have, and whether it hands on a local tensor or a DTensor."""
+        """The style's arguments, and whether its output is a local tensor or a DTensor where not
+        default.
+        """
         return style_arguments(self.style, "local", "dtensor")
 
     @property
     def sizes(self) -> str:
-        """A weight's shape without its name, those of other parameters after it."""
+        """The shapes of all sharded parameters; a weight's comes without its name."""
         texts = ((s.name, f"{list(s.shape)} -> {list(s.local)}") for s in self.shapes)
         return ", ".join(text if name == "weight" else f"{name} {text}" for name, text in texts)
 
@@ -118,7 +120,7 @@ class Parallelize(Op):
 
 
 def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
-    """(modules, style, layouts, shapes) of each rule; names that say the same as one."""
+    """(modules, style, layouts, shapes) of each rule; modules with the same rule are merged."""
     alike: dict[tuple[str, str, tuple[str, str, str], Style], list[str]] = {}
     for op in ops:
         path, half = phrases.adapter(phrases.inside(op.modules))
@@ -131,7 +133,8 @@ def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie(Op):
-    """`parallelize_module` makes new parameters, so a tie is made again: parameter = source.
+    """Ties two parameters again (`parameter = source`), because `parallelize_module` creates new
+    ones.
 
     Both are torch names of parameters, such as `lm_head.weight`.
     """

@@ -1,8 +1,8 @@
-"""What adapters make of a plan and of its model: modules, styles and units of their own.
+"""Adapters applied to a plan and its model: modules, styles and units.
 
-peft puts a layer of its own around the adapted one, with `lora_A.default` and `lora_B.default`
-inside. Here the layer keeps its name and gets them as children, so that every rule means the same
-modules with and without adapters.
+peft wraps the adapted layer in a layer with `lora_A.default` and `lora_B.default` inside. Here the
+layer keeps its name and gets them as children, so that a rule means the same modules with and
+without adapters.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
 
 def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
-    """A plan and its model with the adapters in: new modules, frozen weights, units of their own.
+    """A plan and its model with the adapters: new modules, frozen weights, units of A and B.
 
-    Without adapters both are given back as they are.
+    Without adapters both are returned unchanged.
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
@@ -71,11 +71,11 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
 
 
 def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Facts:
-    """The model with adapters in it, all else frozen.
+    """The model with adapters, all other parameters frozen.
 
     Args:
         facts: the model.
-        rules: on its modules; their 4-bit weights have a storage.
+        rules: on its modules; those with 4-bit weights have a storage dtype.
         kept: the dtype of a parameter after `load`.
     """
     paths = tuple((rule.modules.path, rule) for rule in rules)
@@ -83,7 +83,7 @@ def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Fa
 
 
 def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
-    """`lora_A` and `lora_B` of a rule's layers, the modules that compute."""
+    """`lora_A` and `lora_B` of a rule's layers, the linear modules."""
     two = []
     for child in _children(rule.modules.module, rule)[:2]:
         inner = child.module.children[0].module
@@ -92,7 +92,7 @@ def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
 
 
 def in_out_features(module: Module) -> tuple[int, int]:
-    """(features that come in, features that go out) of a layer that an adapter can be on."""
+    """(input features, output features) of a layer that can have an adapter."""
     weight = next(p for p in module.parameters if p.name == "weight")
     one, two = weight.shape
     return (two, one) if module.kind == "linear" else (one, two)
@@ -102,7 +102,7 @@ def in_out_features(module: Module) -> tuple[int, int]:
 
 
 def _module(module: Module, rules: _Rest, kept: _Kept) -> Module:
-    """The module frozen, with the adapters of these rules, whose paths begin inside it."""
+    """The module frozen, with the adapters of the rules whose paths begin inside it."""
     own = [r for rest, r in rules if not rest]
     children = [c for child in module.children for c in _split(child, rules, kept)]
     frozen = tuple(replace(p, trainable=False, dtype=kept(p)) for p in module.parameters)
@@ -114,7 +114,7 @@ def _module(module: Module, rules: _Rest, kept: _Kept) -> Module:
 
 
 def _packed(module: Module, rule: AdapterRule) -> Module:
-    """The module with its weight in 4 bits: a column of the dtype that its bytes are seen as."""
+    """The module with its weight in 4 bits: one column of the storage dtype."""
     quant = rule.quantize
     if quant is None or module.kind != "linear":
         return module
@@ -126,10 +126,10 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
 
 
 def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
-    """How a rule's layers are quantized, with a storage; None where they are not.
+    """How a rule's layers are quantized, with a storage dtype; None where they are not.
 
-    The storage is the dtype that FSDP gathers in where the rule says none: FSDP casts what has
-    another, and packed bytes are no numbers.
+    The default storage is the dtype that FSDP gathers in: FSDP casts parameters of other dtypes,
+    and packed bytes must not be cast.
     """
     if rule.quantize is None or rule.quantize.storage:
         return rule.quantize
@@ -140,7 +140,9 @@ def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
 
 
 def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
-    """A child as it becomes; entries of a list part where only some of them are adapted."""
+    """A child with adapters; the entries of a list are split where only some of them are
+    adapted.
+    """
     if child.indices is None:
         inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
         yield replace(child, module=_module(child.module, inner, kept))
@@ -191,7 +193,7 @@ def _units(rule: AdapterRule) -> Iterator[Unit]:
 
 
 def styles(plan: Plan) -> tuple[TensorRule, ...]:
-    """The styles of adapters, which follow from those of their layers."""
+    """The styles of adapters, which follow from the styles of their layers."""
     found: list[TensorRule] = []
     for rule, base, part in adapted_tensor_rules(plan):
         derived = of_layer(base.style, rule.modules.module.kind)
@@ -207,9 +209,9 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
 
 
 def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
-    """Every adapter rule, a style of its layers' weights, and the layers that both speak of.
+    """Every adapter rule, a style of its layers' weights, and the layers that both rules have.
 
-    What changes an input or an output does so around the layer and its adapter.
+    Styles that only change inputs or outputs apply to the layer and its adapter together.
     """
     for rule in plan.adapters.rules if plan.adapters else ():
         for base in plan.tensor:
@@ -219,17 +221,17 @@ def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, 
 
 
 def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str:
-    """The styles of lora_A and lora_B beside a layer's own, or why there are none.
+    """The styles of lora_A and lora_B for a layer's style, or why there are none.
 
-    The adapter's output must have the layout of the layer's, to which it is added. What is sent is
-    of the rank's width, never of the layer's.
+    The adapter's output must have the layout of the layer's output, to which it is added.
+    Communication has the size of the rank, never of the layer's features.
 
-    - colwise: A is whole, B is split as the layer is. torch's colwise style sums the gradient of
-      its input over the ranks, so that of A is no part of a sum. Where the input comes in shards of
-      the sequence, A works on those, and B gathers what A gives.
-    - rowwise: A is split as the layer is, and its output summed; B is whole. Where the output goes
-      out in shards of the sequence, B works on those.
-    - sequence: both are whole on shards of the sequence.
+    - colwise: A is replicated, B is sharded as the layer. torch's colwise style all-reduces the
+      gradient of its input, so the gradient of A is not partial. Where the input is sharded on the
+      sequence dim, A works on the shards, and B all-gathers the output of A.
+    - rowwise: A is sharded as the layer, and its output is all-reduced; B is replicated. Where the
+      output is sharded on the sequence dim, B works on the shards.
+    - sequence: both are replicated and work on sequence shards.
 
     Args:
         style: the layer's.
@@ -264,7 +266,7 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
 
 
 def _of_embedding(style: Style) -> tuple[None, None] | str:
-    """peft's adapter of an embedding is two parameters, which no style of torch's can split."""
+    """peft's adapter of an embedding is two parameters, which no torch style can shard."""
     match style:
         case Colwise() | Rowwise() if style.output == Replicate() and style.local:
             return None, None
@@ -272,5 +274,5 @@ def _of_embedding(style: Style) -> tuple[None, None] | str:
 
 
 def _features(shard: Shard) -> bool:
-    """Whether a layout splits the features; activations are [batch, sequence, features]."""
+    """Whether a layout shards the features; activations are [batch, sequence, features]."""
     return shard.dim in (-1, 2)

@@ -1,7 +1,7 @@
-"""`planc why`: what decided one module or one parameter, and on which lines of the plan.
+"""`planc why`: the lines of the plan that decide a module or a parameter.
 
-Gathered from the lowered plan, which is what `apply` runs, so it can't say anything else; the IR
-adds what lowering leaves out because it has no effect, and the words of each line.
+The answer is built from the lowered plan, which is what `apply` runs. The IR adds the rules that
+lowering drops because they have no effect, and the text of each line.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ _LONGEST = 100
 
 
 def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
-    """What decided a module or a parameter; None after PL130, or where nothing was lowered.
+    """The decisions about a module or a parameter; None after PL130, or where the plan was not
+    lowered.
 
     Args:
-        name: a module or a parameter as torch calls it, with or without the names of wrappers;
-            `root` or nothing is the model itself.
-        compiled: the plan for a model; one that was read back from JSON has operations alone.
-        sink: receives PL130 for a name that is not there.
+        name: a module or a parameter as torch names it, with or without the names of wrappers;
+            `root` or the empty string is the model itself.
+        compiled: the plan for a model; a plan that was read from JSON has operations only.
+        sink: receives PL130 for an unknown name.
     """
     facts, lowered = compiled.facts, compiled.lowered
     if facts is None or lowered is None:
@@ -55,23 +56,22 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
 
 
 def _adapted(facts: Facts, lowered: Lowered) -> Facts:
-    """The model with the adapters that a lowered plan from JSON puts in."""
+    """The model with the adapters of a lowered plan that was read from JSON."""
     rules = []
     for op in (o for o in lowered.ops if isinstance(o, Adapt)):
         for members in op.members:
             layers = Modules(members.path, facts.at(next(members.names())).module)
             four = (o for o in lowered.ops if isinstance(o, Quantize))
             found = (o for o in four if any(phrases.layer(m).overlap(layers) for m in o.members))
-            rule = AdapterRule(
-                modules=layers, adapt=op, quantize=next(found, None), origin=op.origin
-            )
+            four_bit = next(found, None)
+            rule = AdapterRule(modules=layers, adapt=op, quantize=four_bit, origin=op.origin)
             rules.append(rule)
     load = next((op for op in lowered.ops if isinstance(op, Load)), Load())
     return with_adapters(facts, rules, load.kept) if rules else facts
 
 
 class _Question:
-    """One module, or one of its parameters, and everything that may decide it."""
+    """One module, or one of its parameters, and the operations that may decide it."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Question:
         return self._reason(what, target, op)
 
     def _part(self, length: int) -> str:
-        """The name of the module around this one whose path is that long."""
+        """The name of the ancestor whose path has that length."""
         return next(Modules(self.at.path[:length], self.at.module).names())
 
     def _inside(self) -> Iterator[Reason]:
@@ -185,12 +185,12 @@ class _Question:
                     yield self._reason(_wrapped(op), str(both), op)
 
     def _unit(self) -> FullyShard | None:
-        """The innermost unit around the module."""
+        """The innermost unit that contains the module."""
         around = [(len(m.path), u) for u in self.units for m in u.members if self.at.inside(m)]
         return max(around, key=lambda pair: pair[0])[1] if around else None
 
     def _units(self) -> Iterator[Reason]:
-        """The unit, what holds for it, and the units inside."""
+        """The unit, its settings, and the units inside the module."""
         op = self.shard
         if op and self.ignored:
             line = op.origin_of(f"ignored.{op.ignored.index(self.ignored)}") or NOWHERE
@@ -243,7 +243,7 @@ class _Question:
                 yield self._reason(f"gathers {other.headline()}", target, other)
 
     def _divide(self, op: FullyShard) -> Divide | None:
-        """The last that speaks of a unit, which is the one that holds."""
+        """The last `Divide` on the unit, which is the one in force."""
         found = [o for o in self.lowered.ops if isinstance(o, Divide)]
         found = [o for o in found if not o.units or o.units == op.members]
         return found[-1] if found else None
@@ -253,7 +253,9 @@ class _Question:
         return [op for op in ops if self.at.inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:
-        """What freezes the module or lets it train; the last word around it holds."""
+        """What freezes or unfreezes the module: the last operation on it or an ancestor is in
+        force.
+        """
         for op in self._freezing()[-1:]:
             what = "trains" if op.trainable else "frozen"
             yield self._reason(what, self._part(len(op.modules.path)), op)
@@ -267,7 +269,7 @@ class _Question:
                 yield self._reason("tied again after tensor parallelism", op.parameter, op)
 
     def _missing(self, section: str) -> str:
-        """Why nothing decides, in words."""
+        """Why nothing decides, as text."""
         match section:
             case "tensor":
                 return self._untouched()
@@ -280,7 +282,7 @@ class _Question:
         return "no section: whole on every rank"
 
     def _untouched(self) -> str:
-        """A rule over an axis of one rank has no effect, and is not in the lowered plan."""
+        """A rule over an axis of one rank has no effect and is not in the lowered plan."""
         rules = self.plan.tensor if self.plan else ()
         for rule in rules:
             if rule.modules.has(self.name) and self.lowered.axis_size(rule.axis) == 1:
@@ -342,12 +344,12 @@ def _wrapped(op: Checkpoint | Compile) -> str:
 
 
 def _alike(facts: Facts, at: Modules) -> Modules:
-    """The set of like modules in the module table that one module is in."""
+    """The entry of the module table that contains a module."""
     return next(m for m in facts.model.below() if m.overlap(at) is not None)
 
 
 def _after(inner: Modules, outer: Modules) -> str:
-    """The path of modules inside another."""
+    """The path of modules relative to another module."""
     return str(inner).removeprefix(str(outer)).removeprefix(".") if outer.path else str(inner)
 
 
@@ -356,7 +358,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
-    """(ranks, size) along the split dim, each part of it as `torch.chunk` cuts it; () when even."""
+    """The innermost spread of the unit on the module or its ancestors, inside the unit."""
     parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
     chunks = [-(-size // ranks) for size in parts]
     local = [

@@ -1,4 +1,4 @@
-"""What `planc why` found, as lines of text and as a JSON document."""
+"""The answer of `planc why` as lines of text and as a JSON document."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECTIONS = (
 
 
 def lines(answer: Answer) -> Iterator[list[Segment]]:
-    """The answer as a person reads it: what is decided, and under it the line that does."""
+    """The answer as text: each decision, and below it the line of the plan."""
     yield from _title(answer)
     yield []
     for reason in answer.load:
@@ -91,12 +91,11 @@ def _shapes(parameter: ParameterAnswer) -> str:
     return text
 
 
-def _memory(parameter: ParameterAnswer, *, named: bool) -> str:
-    name = f"{parameter.name}: " if named else ""
+def _memory(of: ParameterAnswer, *, named: bool) -> str:
+    name = f"{of.name}: " if named else ""
     return (
-        f"{name}{phrases.size(parameter.at_rest)} at rest, "
-        f"{list(parameter.shard)} {phrases.dtype(parameter.dtype)}; "
-        f"{phrases.size(parameter.gathered)} gathered, {list(parameter.local)} {phrases.dtype(parameter.computed)}"
+        f"{name}{phrases.size(of.at_rest)} at rest, {list(of.shard)} {phrases.dtype(of.dtype)}; "
+        f"{phrases.size(of.gathered)} gathered, {list(of.local)} {phrases.dtype(of.computed)}"
     )
 
 
@@ -124,7 +123,7 @@ def _head(title: str, text: str) -> list[Segment]:
 
 
 def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
-    """Reasons that say the same on one line of the plan, as one with braces."""
+    """Reasons with the same text and line of the plan, merged with braces."""
     alike: dict[tuple[str, ...], list[Reason]] = {}
     for reason in reasons:
         key = (reason.what, reason.place, phrases.parent(reason.target))
@@ -135,11 +134,11 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
 
 
 def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
-    """The answer as `grammars/why.schema.json` has it.
+    """The answer in the form of `grammars/why.schema.json`.
 
     Args:
-        answer: what was found.
-        lowered: the plan that it was found in; each reason carries its operation.
+        answer: of `why`.
+        lowered: the plan; each reason gets its operation.
     """
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]

@@ -21,7 +21,7 @@ def shapes(family, plan, overrides):
     found = []
     for name, parameter in model.named_parameters():
         answer = why(name, compiled, sink)
-        [parameter] = answer.parameters
+        [one] = answer.parameters
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        found.append((name, parameter.shard, tuple(local.shape), parameter.at_rest, local.nbytes))
+        found.append((name, one.shard, tuple(local.shape), one.at_rest, local.nbytes))
     return found

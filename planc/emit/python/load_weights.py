@@ -1,4 +1,4 @@
-"""The load section in the emitted Python: a `load_weights`."""
+"""The load section in emitted Python: the function `load_weights`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GIVEN = {"slices": "", "rank0": ", device", "checkpoint": ", folder"}
 
 
 def load_function(lowered: Lowered) -> list[str]:
-    """A function that loads as the plan says, in a list; empty where it says nothing."""
+    """The function that loads weights, in a list; empty where the plan does not set `weights`."""
     way = next((op.weights for op in lowered.ops if isinstance(op, Load) and op.weights), None)
     if way is None:
         return []
@@ -47,7 +47,7 @@ def load_function(lowered: Lowered) -> list[str]:
 
 
 def _init_adapters(op: Adapt) -> Iterator[str]:
-    """What gives adapters, which no file of the model's holds, their first values."""
+    """The call that initializes adapters, whose values are in no file of the model."""
     arguments = ("model", "unset", f'r"{op.pattern}"', f"rank={op.rank}")
     call = Group("begin_adapters(", (*arguments, f"init={literal(op.initial)}", f"seed={op.seed}"))
     yield from lay(call, IN)

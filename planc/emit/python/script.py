@@ -1,7 +1,7 @@
-"""The lowered plan as Python that needs no planc: what one would write by hand.
+"""The lowered plan as Python that needs no planc.
 
-The file imports torch alone. Its functions are the known of the plan, in order; what a line of the
-`.plan` asked for says so in a comment.
+The file imports torch alone. It has one function per kind of operation, in order; comments name the
+lines of the `.plan` file.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Weights of several projections are held rank by rank, and not in the model's own
 
 
 def render(lowered: Lowered, *, digest: str) -> str:
-    """Python source with `build_mesh` and `parallelize`; the same for the same plan.
+    """Python source with `build_mesh` and `parallelize`; deterministic.
 
     It is laid out as `ruff format` would.
 
     Args:
         lowered: the plan.
-        digest: of it, in hex, for the docstring.
+        digest: its digest in hex, for the docstring.
     """
     known: list[str] = []
     functions: list[str] = []
@@ -147,15 +147,16 @@ def _tensor(steps: Sequence[Each], printer: Printer) -> Lines:
 
 
 def _block(modules: Modules) -> tuple[Segment, ...]:
-    """The path of the repeated block that the modules are in (or are); empty for none."""
+    """The path of the block in a list that contains the modules (or is them); empty for none."""
     last = max((i + 1 for i, s in enumerate(modules.path) if isinstance(s, Indices)), default=0)
     return modules.path[:last]
 
 
 def _batches(steps: Iterable[Each], depth: int) -> list[list[Each]]:
-    """Styles that one dictionary can hold, in order; a style on the block itself goes alone.
+    """Styles that fit in one dictionary, in order; a style on the block itself is alone.
 
-    A dictionary has a module once, so an input or output style on a styled module comes after.
+    A dictionary has one style per module, so an input or output style on a styled module comes
+    later.
     """
     batches: list[list[Each]] = []
     taken: set[tuple[Segment, ...]] = {()}
@@ -170,7 +171,7 @@ def _batches(steps: Iterable[Each], depth: int) -> list[list[Each]]:
 
 
 def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
-    """One `parallelize_module` for each block, with the styles of everything inside it."""
+    """One `parallelize_module` call for each block, with the styles of all modules inside it."""
     first = steps[0].modules
     if len(steps) == 1 and len(first.path) == depth:
         yield from printer.step(steps[0])
@@ -187,5 +188,7 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
 
 
 def _key(modules: Modules, depth: int) -> str:
-    """How `parallelize_module` names a module inside another; empty for that one itself."""
+    """A module's name relative to a block, as `parallelize_module` takes it; empty for the
+    block.
+    """
     return ".".join(str(s) for s in modules.path[depth:])
