@@ -12,7 +12,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.styles import style_text
 
 KINDS = ("model", "mesh", "data", "layers", *(k.WORD for k in registry.KINDS), "spread")
-"""What a change can be about, in the order in which a diff lists it."""
+"""The kinds of changes, in the order of a diff."""
 
 
 def groups(lowered: Lowered) -> set[Group]:
@@ -46,7 +46,7 @@ def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
         after = _values(codec.facts(new.style)) | after
     for name in dict.fromkeys([*before, *after]):
         one, two = before.get(name), after.get(name)
-        if (one, type(one)) != (two, type(two)):  # resharding to 1 rank is not True
+        if (one, type(one)) != (two, type(two)):  # `reshard = 1` is not True
             yield name, one, two
 
 

@@ -49,8 +49,7 @@ def _matched(
 ) -> tuple[list[Entry], list[Entry], list[tuple[Entry, Entry]]]:
     """The unmatched entries of each side, and the matched pairs.
 
-    Each piece is matched once: of two entries on one module, each is matched with another entry
-    of the other side.
+    An entry is matched once, so two entries on a module need two entries of the other side.
     """
     pairs: list[tuple[Entry, Entry]] = []
     rest: list[Entry] = []

@@ -10,7 +10,7 @@ from planc.ops.entry import Value
 from planc.source import Span
 
 FORMAT_VERSION = 1
-_WIDEST = (58, 64)  # columns of a subject and of what changes, before a line moves on alone
+_WIDEST = (58, 64)  # widths of the first two columns
 
 
 def render(delta: Delta) -> str:
@@ -37,7 +37,7 @@ def _totals(delta: Delta) -> str:
 
 def _row(sign: str, change: Change) -> tuple[str, str, str]:
     kind = change.kind.partition(" ")[0]
-    if change.modules and kind == "tensor":  # a style says enough
+    if change.modules and kind == "tensor":  # the style shows the kind
         kind = ""
     head = " ".join(filter(None, (sign, kind, change.subject)))
     reason = f"  ({change.reason})" if change.reason else ""

@@ -76,7 +76,7 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
     if section.divide is not None:
         yield section.divide
         for unit in section.units:
-            # the ranks of a tensor axis have the same gradient, and each of them adds it
+            # ranks of a tensor axis have equal gradients, and the reduction sums all of them
             same = plan.mesh.size(*section.extra_axes(unit))
             if same > 1:
                 factor = section.divide.factor * same

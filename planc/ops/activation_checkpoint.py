@@ -37,7 +37,7 @@ class Checkpoint(Op):
     early_stop: bool = field(default=True, metadata=OMIT)
 
     SCRIPT: ClassVar = ScriptFunction(
-        "checkpoint", "Computes activations again in backward, to save memory."
+        "checkpoint", "Recomputes activations in the backward pass, to save memory."
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:

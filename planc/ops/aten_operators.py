@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "gather": ("_c10d_functional.all_gather_into_tensor.default",),
     "exchange": ("_c10d_functional.all_to_all_single.default",),
 }
-"""What a plan calls several operators by. Those that a build of torch lacks count for nothing.
+"""Groups of operators by their names in a plan. Operators that a build of torch lacks are ignored.
 
 Source: the save list of torchtitan's selective checkpointing, and the operators that torch's
 attention, flash-attn and the functional collectives dispatch to.

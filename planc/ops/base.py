@@ -24,7 +24,7 @@ class AxisRole(StrEnum):
     """
 
     DATA = "data"
-    """Samples: each rank reads other ones."""
+    """Samples: each rank reads different ones."""
     SEQUENCE = "sequence"
     """The tokens of one sample."""
     TENSOR = "tensor"
@@ -36,7 +36,7 @@ class AxisRole(StrEnum):
 
 
 Where = tuple[str | int, ...]
-"""A place in a JSON document: the keys and indices that lead there."""
+"""A path in a JSON document: keys and indices."""
 
 OMIT = {"omit": True}
 """Metadata of a dataclass field that is left out of the JSON at its default."""
@@ -135,24 +135,24 @@ def kind_of(cls: type) -> str:
 Origin = Annotated[Span, Form({"type": "string"}, write=attrgetter("place"), read=Span.at)]
 """A part of a `.plan` file, in JSON as `name:line`."""
 Origins = Annotated[Pairs[Origin], Form(name="origins")]
-"""By field, `ignored.0` for the first entry of `ignored`."""
+"""Spans by field; `ignored.0` is the first entry of `ignored`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """Args:
-    origin: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
-    origins: the lines of fields that another line decided; `precision` is FSDP's whole policy.
+    origin: the `.plan` line that it is from, as `name:line`; empty for what planc adds by itself.
+    origins: the lines of fields that another line decided; `precision` is all of FSDP's policy.
     """
 
     SCRIPT: ClassVar[ScriptFunction]
     KIND: ClassVar[str] = ""
     WORD: ClassVar[str]
-    """What `lower` and `diff` call the kind."""
+    """The name of the kind in `lower` and `diff`."""
     ABOUT: ClassVar[tuple[str, ...]] = ()
-    """The fields that say what it is about, the first one first; all others are facts of a diff."""
+    """The fields that identify the subject, the main one first; all others are facts of a diff."""
     WORDS: ClassVar[Words] = {}
-    """How a diff words its facts, where not by their names and values alone."""
+    """The words of a diff for facts, where they are not the names and values."""
 
     origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
     origins: Origins = field(default=(), compare=False, repr=False, metadata=OMIT)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Keywords = tuple[tuple[str, "Value"], ...]
 
 PARALLELIZE = "torch.distributed.tensor.parallel:parallelize_module"
-"""The one function whose calls a script gathers, one dictionary of styles for each block."""
+"""The only function whose calls a script merges: one dictionary of styles per block."""
 
 # Values ------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
 
 
 def _dimension(some: tuple[str, ...], axes: Mapping[str, int]) -> Value:
-    # an axis of one rank adds nothing but another process group
+    # an axis of one rank would only add a process group
     wide = tuple(a for a, size in axes.items() if a in some and size > 1)
     if len(wide) < 2:
         return Index(MESH, (wide or some)[:1])

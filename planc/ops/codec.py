@@ -187,7 +187,7 @@ def _joined(forms: list[Form]) -> Form:
     named = next((f for f in reversed(forms) if f.name), last)
     made = next((f for f in forms if f.write is not _NONE.write), last)
     schema = {k: v for f in forms for k, v in f.schema.items()}
-    # what narrows a named form has no name of its own
+    # a narrowed form is not the named definition
     name = named.name if named is last else ""
     axis = any(f.axis for f in forms)
     return Form(schema, name=name, write=made.write, read=made.read, axis=axis)
@@ -208,7 +208,9 @@ def _record(cls: type) -> Record:
             default=f.default,
             compared=f.compare,
         )
-        for f in sorted(every, key=lambda f: f.name in inherited)  # its own fields first
+        for f in sorted(
+            every, key=lambda f: f.name in inherited
+        )  # fields of the class before inherited ones
     ]
     return Record(cls, tuple(fields), row=bool(every) and not any(f.kw_only for f in every))
 

@@ -19,7 +19,7 @@ class Compile(Op):
     modules: Modules
     fullgraph: bool = False
 
-    SCRIPT: ClassVar = ScriptFunction("compile_blocks", "Compiles the blocks, each by itself.")
+    SCRIPT: ClassVar = ScriptFunction("compile_blocks", "Compiles each block.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         call = FunctionCall(".compile", (), given(fullgraph=self.fullgraph or None))

@@ -12,7 +12,7 @@ from planc.ops.call import MODEL, Assign, Attribute, Context, ScriptFunction, St
 
 Field = Annotated[
     str,
-    text("field", "`use_cache`, of the configuration or of one inside it", r"(\w+\.)*use_cache"),
+    text("field", "`use_cache`, of the configuration or of a nested one", r"(\w+\.)*use_cache"),
 ]
 
 
@@ -24,7 +24,7 @@ class Configure(Op):
     value: bool
     reason: str = field(default="", compare=False)
 
-    SCRIPT: ClassVar = ScriptFunction("configure", "Sets what training needs of the configuration.")
+    SCRIPT: ClassVar = ScriptFunction("configure", "Sets configuration fields that training needs.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         target = Attribute(MODEL, f"config.{self.name}")

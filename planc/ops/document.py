@@ -12,7 +12,7 @@ from planc.ops.codec import Reader, dump, shape_of
 from planc.ops.lowered import FORMAT_VERSION, Lowered
 
 _SHAPE = shape_of(Lowered)
-_MOST = 50  # findings; more of them help nobody
+_MOST = 50  # findings that are listed
 
 
 def dumps(lowered: Lowered) -> str:
@@ -71,7 +71,7 @@ def loads(text: str, name: str, sink: Sink) -> Lowered | None:
 
 def _read(data: dict[str, Any]) -> tuple[list[tuple[Where, str]], Lowered | None]:
     """The problems of a document and, where there are none, the lowered plan."""
-    from planc.ops.schema import against_schema  # slow to import, and for reading alone
+    from planc.ops.schema import against_schema  # slow to import, and only needed to read
 
     try:
         problems = against_schema(data)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from planc.model.facts import Modules
 
 Group = frozenset[str]
-"""The paths of the members of a group that is one FSDP unit."""
+"""The paths of the members of a group (one FSDP unit)."""
 
 Value = str | int | float | bool | tuple[int, ...] | tuple[str, ...] | None
 Words = Mapping[str, tuple[str, Callable[[Any], str]]]
-"""For fields by their names in the JSON: what a diff calls them, and how it writes a value."""
+"""By the name of a field in the JSON: its name in a diff, and the text of a value."""
 
 
 class Fact(NamedTuple):

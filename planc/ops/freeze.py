@@ -21,7 +21,7 @@ class Freeze(Op):
     modules: Modules
     trainable: bool = False
 
-    SCRIPT: ClassVar = ScriptFunction("freeze", "Says which parameters take gradients.")
+    SCRIPT: ClassVar = ScriptFunction("freeze", "Sets which parameters require gradients.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         call = FunctionCall(".requires_grad_", (self.trainable,))

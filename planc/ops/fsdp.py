@@ -109,7 +109,7 @@ class FullyShard(Op):
 
     def problems(self) -> Iterator[tuple[Where, str]]:
         if not self.shard and not self.replicate:
-            yield (), "a unit works over no axis"
+            yield (), "a unit has no axis"
         if not self.group and len(self.members) > 1:
             yield ("members",), "only a group has several members"
 
@@ -139,14 +139,14 @@ class FullyShard(Op):
 
     @property
     def name(self) -> str:
-        """What a plan calls the unit."""
+        """The unit as a plan writes it."""
         paths = [str(m) for m in self.members]
         inner = phrases.together(p for p in paths if phrases.parent(p))
         names = ", ".join([*inner, *(p for p in paths if not phrases.parent(p))])
         return f"group({names})" if self.group else names
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
-        """What it has in common with other units: axes, precision and where shards live."""
+        """What units share: axes, precision and where shards are kept."""
         return f"{where(self, mesh)}, {self.precision}{offloading(self)}"
 
     @property
@@ -163,7 +163,7 @@ class FullyShard(Op):
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
-        """The units in the order of their calls, with a new head where the axes change."""
+        """The units in the order of their calls, with a heading where the axes change."""
         for _, same in groupby(ops, key=lambda op: (op.shard, op.replicate)):
             units = list(same)
             word = cls.WORD if units[0].shard else "replicate"
@@ -173,17 +173,17 @@ class FullyShard(Op):
             row = ("spread", str(spread.modules), spread.headline(mesh))
             yield from phrases.listing([row])
         ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
-        note = "whole on every rank, in no unit"
+        note = "replicated, in no unit"
         yield from phrases.listing(("ignored", path, note) for path in ignored)
 
     def entries(self, common: Set[Group]) -> Iterator[Entry]:
-        """Its spreads, and the unit: a group that both sides have by its name."""
+        """Its spreads, and the unit; a group that both sides have is one entry, with its name."""
         for spread in self.spreads:
             entry = Entry(kind="spread", place=self.place, brief=spread.headline(), source=spread)
             for modules in filter(None, map(spread.modules.inside, self.members)):
                 yield replace(entry, modules=modules)
         name, away = self.name if self.group else "", "offloaded" if self.offload else ""
-        size = f"{phrases.size(self.nbytes)} a rank"
+        size = f"{phrases.size(self.nbytes)} per rank"
         brief = ", ".join(filter(None, (self.resharding, size, along(self), away)))
         entry = Entry(kind=self.WORD, place=self.place, brief=brief, source=self)
         if self.paths in common:
@@ -209,7 +209,7 @@ class FullyShard(Op):
         )
         policy = FunctionCall("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
         ignored = FunctionCall(f"{_FUNCTIONS}parameters_of", (Members(self.ignored),))
-        # without a device nothing can pin memory
+        # memory can only be pinned with a device
         pin = FunctionCall("torch:cuda.is_available") if self.pin else False
         host = FunctionCall("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
         return Table(
@@ -251,7 +251,7 @@ class FullyShard(Op):
         return Members((spread.modules,)), _split(spread, context), info
 
 
-_REPLICATE = ScriptFunction("copies", "Averages the gradients of whole copies.")
+_REPLICATE = ScriptFunction("copies", "Averages the gradients of replicated parameters.")
 
 
 def _split(part: FullyShard | Spread, context: Context) -> FunctionCall | None:
@@ -273,7 +273,7 @@ class Divide(Op):
     factor: Positive
     units: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
-    SCRIPT: ClassVar = ScriptFunction("divide", "Sets what summed gradients are divided by.")
+    SCRIPT: ClassVar = ScriptFunction("divide", "Sets the divisor of summed gradients.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         if not self.units:
@@ -308,9 +308,7 @@ class Prefetch(Op):
     forward: Depth = 0
     backward: Depth = 0
 
-    SCRIPT: ClassVar = ScriptFunction(
-        "prefetch", "Gathers the parameters of the next blocks ahead of time."
-    )
+    SCRIPT: ClassVar = ScriptFunction("prefetch", "Prefetches the parameters of the next blocks.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         ways = (("forward", self.forward, self.units), ("backward", self.backward, self.returning))
@@ -324,7 +322,7 @@ class Prefetch(Op):
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
-        """How far it gathers ahead."""
+        """How many blocks ahead are all-gathered."""
         ways = (("forward", self.forward), ("backward", self.backward))
         return ", ".join(f"{depth} ahead in {way}" for way, depth in ways if depth)
 

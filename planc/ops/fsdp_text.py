@@ -32,7 +32,7 @@ WORDS: Words = {
     "param": ("parameters", phrases.value),
     "reduce": ("gradients", phrases.value),
     "cast_inputs": ("cast inputs", phrases.value),
-    "nbytes": ("a rank", phrases.value),
+    "nbytes": ("per rank", phrases.value),
     "group": ("unit", lambda group: group or "alone"),
     "shard_dim": ("dim", phrases.value),
     "pin": ("pinned", phrases.value),
@@ -68,12 +68,12 @@ def rows(ops: Sequence[FullyShard]) -> Iterator[tuple[str, str, str, str]]:
     widths = [max(map(len, column)) for column in columns]
     for (op, _), *cells in zip(folded, *columns, strict=True):
         times, rest, whole = (c.rjust(w) for c, w in zip(cells, widths, strict=True))
-        numbers = f"{times}{rest} a rank, {whole} gathered"
+        numbers = f"{times}{rest} per rank, {whole} gathered"
         precision = op.precision if op.precision != common else ""
         yield (
             op.name,
             op.resharding if op.shard else "",
-            numbers if op.nbytes or op.gathered else "nothing of its own",
+            numbers if op.nbytes or op.gathered else "no parameters of its own",
             ", ".join(filter(None, (precision, along(op)))),
         )
 

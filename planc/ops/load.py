@@ -44,7 +44,7 @@ class Load(Op):
         return pattern_of(self.fp32)
 
     SCRIPT: ClassVar = ScriptFunction(
-        "prepare", "Says where weights begin, and what type they are kept in."
+        "prepare", "Prepares parameters for loading: their device and dtype."
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:

@@ -23,7 +23,7 @@ from planc.ops.call import (
 from planc.ops.peft_pattern import pattern_of
 
 HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-"""The parts of peft's layer that are an adapter's; those of a layer of another kind are empty."""
+"""The adapter's submodules of a peft layer; those for other kinds of layers are empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Adapt(Op):
         return (name for members in self.members for name in members.names())
 
     SCRIPT: ClassVar = ScriptFunction(
-        "add_adapters", "Puts LoRA around layers, and freezes all else."
+        "add_adapters", "Adds LoRA adapters, and freezes all other parameters."
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
@@ -68,7 +68,7 @@ class Adapt(Op):
             init_lora_weights=self.initial if self.init != "default" else None,
             target_modules=self.pattern,
         )
-        # the values are the same on every rank
+        # initial values are equal on every rank
         call = FunctionCall("standalone.lora:inject_lora", (MODEL, self.seed), config)
         yield Once(call=call, replaces=self.members, note=self.place)
         if self.dtype is None:

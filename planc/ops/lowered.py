@@ -132,7 +132,7 @@ class Lowered:
         """The axes that gradients are averaged over: data and sequence axes."""
         units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
-        # a unit may lie on tensor ranks too, which have the same gradients
+        # a unit may be sharded over tensor ranks too, which have equal gradients
         context = (a.name for a in self.axes if a.role is AxisRole.SEQUENCE)
         names &= {*self.data, *context}
         return tuple(a.name for a in self.axes if a.name in names)

@@ -43,7 +43,7 @@ OPTIONS = {
     "enable_fine_grained_param_gather": False,
     "maxpool_double_buffer": False,
 }
-"""The keywords of `fully_shard_model` that a plan can set, and their defaults there."""
+"""The keywords of `fully_shard_model` that a plan can set, and their defaults."""
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OUTER = ("no_shard", "optim")
@@ -55,7 +55,7 @@ _SETTABLE = Form(
 )
 
 TENSOR = "tp_of_one"
-"""The tensor dimension of the package's mesh: it asks for one, if only of one rank."""
+"""The tensor dimension of the package's mesh, which it requires even for one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class MegatronShard(Op):
                 origin=self.origin,
             )
 
-    SCRIPT: ClassVar = ScriptFunction("shard", "Hands the whole model to Megatron-FSDP.")
+    SCRIPT: ClassVar = ScriptFunction("shard", "Shards the model with Megatron-FSDP.")
 
     def calls(self, context: Context) -> Iterator[Step]:
         names, data = self._mesh(context)
@@ -147,7 +147,7 @@ class MegatronShard(Op):
     WORDS: ClassVar[Words] = {name: WORDS[name] for name in ("shard", "replicate", "nbytes")}
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
-        """The axes, the strategy and the types."""
+        """The axes, the strategy and the dtypes."""
         parts = [f"on {phrases.axes(self.shard, mesh)}"]
         if self.replicate:
             outer = f", {self.outer}" if self.outer != "no_shard" else ""
@@ -160,7 +160,7 @@ class MegatronShard(Op):
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
-        """The one call: its units, and what becomes of the rest."""
+        """The call: its units, and the parameters outside of them."""
         for op in ops:
             yield phrases.head(cls.WORD, op.headline(mesh))
             count = sum(map(len, op.members))
@@ -171,7 +171,7 @@ class MegatronShard(Op):
             yield from phrases.table([(paths, note), ("the rest", f"in no unit{kept}")])
 
     def entries(self, _common: Set[Group]) -> Iterator[Entry]:
-        """The call by itself, and its units."""
+        """The call, and its units."""
         yield Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
         for members in self.members:
             yield Entry(kind=f"{self.WORD} unit", modules=members, place=self.place)
@@ -207,7 +207,7 @@ class MegatronShard(Op):
         if wide != sorted(wide):
             ranks = FunctionCall(".permute", (ranks, *used, *rest))
         ranks = FunctionCall(".reshape", (ranks, *map(context.size, groups), 1))
-        note = "a mesh of its own, with the tensor dimension that the package asks for"
+        note = "a separate mesh, with the tensor dimension that the package requires"
         arguments = (DEVICE_TYPE, Shared("ranks", ranks, note=note))
         made = FunctionCall(
             "torch.distributed.device_mesh:DeviceMesh", arguments, (("mesh_dim_names", names),)

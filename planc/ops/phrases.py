@@ -16,7 +16,7 @@ class AxisSizes(Protocol):
     def axis_size(self, *names: str) -> int: ...
 
 
-_BRACES = 40  # columns of a name with braces, before it is two
+_BRACES = 40  # width of a name with braces before it is split
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
@@ -26,7 +26,7 @@ def size(count: int) -> str:
     value = float(count)
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     for unit in units:
-        # what would be rounded up to 1024.0 is better said in the next unit
+        # a value that rounds to 1024.0 is written in the next unit
         if unit == units[-1] or value < (1024 if unit == "B" else 1023.95):
             break
         value /= 1024
@@ -89,13 +89,6 @@ def listing(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 def dtype(name: str) -> str:
     return SHORT.get(name, name)
-
-
-def reshard(value: bool | int) -> str:
-    """What a unit does with its gathered parameters after the forward pass."""
-    if value is True:
-        return "reshard after forward"
-    return "keep" if value is False else f"reshard to {value} after forward"
 
 
 def layer(modules: Modules) -> Modules:

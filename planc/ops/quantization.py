@@ -43,10 +43,10 @@ class Quantize(Op):
     double: bool = False
     block: Annotated[int, choice(*(2**i for i in range(5, 13)))] = 64
 
-    SCRIPT: ClassVar = ScriptFunction("quantize_weights", "Keeps frozen weights in 4 bits.")
+    SCRIPT: ClassVar = ScriptFunction("quantize_weights", "Quantizes frozen weights to 4 bits.")
 
     def calls(self, context: Context) -> Iterator[Step]:
-        # each weight by itself, where the mesh is: a model on meta gets room for it alone
+        # one weight at a time, on the device of the mesh: a model on meta is materialized weight by weight
         name = "quantize_filled" if context.fills else "quantize"
         options = given(
             compute=dtype(self.compute),

@@ -35,5 +35,5 @@ class SyncRng(Op):
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
-        said = f"drawn alike on all ranks of {self.axis}, from the first one's state"
-        return f"{said}: {', '.join(self.fields)}" if self.fields else said
+        text = f"state of the first rank of {self.axis} on all its ranks"
+        return f"{text}: {', '.join(self.fields)}" if self.fields else text

@@ -120,7 +120,7 @@ class _Definitions:
         descriptions = _arguments(record.cls)
         for each in record.fields:
             about = {"description": descriptions[each.name]} if each.name in descriptions else {}
-            # what is left out at its default is not written at its default
+            # a field that is omitted at its default must not state it
             omit = {"not": {"const": dump(each.default, each.shape)}} if each.omit else {}
             properties[each.key] = {**about, **self.of(each.shape), **omit}
         return {
@@ -155,7 +155,7 @@ def _validator() -> Any:
     import jsonschema
 
     base = jsonschema.Draft202012Validator
-    # the schema language takes 8.0 for an integer; torch does not
+    # JSON Schema accepts 8.0 as an integer; torch does not
     strict = base.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
     kind = jsonschema.validators.create(base.META_SCHEMA, base.VALIDATORS, type_checker=strict)
     return kind(schema())
@@ -164,7 +164,7 @@ def _validator() -> Any:
 def against_schema(data: Any) -> list[tuple[Where, str]]:
     """All violations of the schema: where in the document, and a message."""
     found = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
-    # jsonschema has a finding for each field that an object lacks; one for the object will do
+    # jsonschema has an error for each missing field of an object; one per object is enough
     once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in found}
     return [(tuple(p.absolute_path), _worded(p)) for p in once.values()]
 

@@ -52,7 +52,7 @@ def style_call(style: Style) -> FunctionCall:
             arrives, wanted = _sides(style.positional)
             keywords = given(output_layouts=arrives, desired_output_layouts=wanted, **_local(style))
             return FunctionCall(f"{_TORCH}PrepareModuleOutput", (), keywords)
-        case Replicated():  # one that only says so is not lowered
+        case Replicated():  # `replicate` alone is a no-op and is not lowered
             return FunctionCall(f"{_OTHER}SummedGradient")
         case MlaKv():
             return FunctionCall(f"{_OTHER}RotaryGradient", (style.rope,))
@@ -86,7 +86,7 @@ def _weighted(style: Colwise | Rowwise) -> FunctionCall:
         **_local(style),
     )
     made = FunctionCall(f"{_TORCH}{type(style).__name__}Parallel", (), keywords)
-    parts = 1 if style.interleaved else style.parts  # what alternates stays in its order
+    parts = 1 if style.interleaved else style.parts  # interleaved parts are not reordered
     if not style.transposed and parts == 1:
         return made
     name = "TransposedParallel" if style.transposed else "PackedParallel"

@@ -52,7 +52,7 @@ Layout = Annotated[
 ]
 
 Parts = Size | Some[Size]
-"""What lies side by side in one dim: a number of equal parts, or the size of each."""
+"""The projections packed in one dim: a number of equal parts, or the size of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

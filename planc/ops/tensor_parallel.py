@@ -27,7 +27,7 @@ from planc.ops.entry import Entry, Group
 from planc.ops.style_calls import style_call
 from planc.ops.styles import Input, Output, Style, mesh_dims, style_arguments, style_name
 
-_SCRIPT = ScriptFunction("tensor_parallel", "Splits weights and activations over the tensor axes.")
+_SCRIPT = ScriptFunction("tensor_parallel", "Shards weights and activations over the tensor axes.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Parallelize(Op):
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
-        """What is inside one list of blocks stands together."""
+        """Rules inside one list of blocks are listed together."""
         for axes in dict.fromkeys(op.axes for op in ops):
             yield phrases.head(cls.WORD, f"on {phrases.axes(axes, mesh)}")
             blocks: dict[str, list[Self]] = {}
@@ -145,7 +145,7 @@ class Tie(Op):
     SCRIPT: ClassVar = _SCRIPT
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        note = "a split weight is a new parameter: what was one is tied again"
+        note = "sharding creates new parameters, so the tie is restored"
         target, source = ParameterRef(self.parameter), ParameterRef(self.source)
         yield Assign(target=target, value=source, note=note)
 
@@ -158,7 +158,7 @@ class Tie(Op):
 
     @classmethod
     def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
-        """One line for all parameters that modules share, for blocks may share tens of them."""
+        """One line for all ties between two modules: blocks may share tens of parameters."""
         shared: dict[tuple[str, str], list[str]] = {}
         for op in ops:
             names = zip(op.parameter.split(".")[:0:-1], op.source.split(".")[:0:-1], strict=False)

@@ -38,16 +38,15 @@ from planc.ops.styles import (
 )
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
-NAME = "default"  # of the adapter, as peft has it where no other is given
-BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
+NAME = "default"  # of the adapter: peft's default
+BASE_LAYER = "base_layer"  # the layer that peft wraps
 FOUR_BIT = "FourBit"  # the class of a quantized layer
 
 KINDS = ("linear", "conv1d", "embedding")
-"""The modules that take an adapter; that of an embedding is parameters, not modules."""
+"""The kinds of modules that can have an adapter; that of an embedding is parameters, not modules."""
 
 PARAMETERLESS = (Input, Output, MlaKv, Attributes)
-"""Styles that change what comes in or goes out, of a layer and its adapter together, and none of
-its weights."""
+"""Styles that change the inputs or outputs of a layer and its adapter, and no weights."""
 
 _Kept = Callable[[Parameter], str]
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
@@ -62,7 +61,7 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
         return plan, facts
     rules = tuple(replace(r, quantize=_stored(r, plan)) for r in plan.adapters.rules)
     facts = with_adapters(facts, rules, plan.dtype)
-    # the cast of `load` comes before the adapters, and is in the facts by now
+    # `load` casts before adapters are added, so the facts have its dtypes
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
     if plan.adapters and plan.adapters.own and plan.fsdp is not None:
         own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
@@ -163,7 +162,7 @@ def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
 
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
     if module.kind not in KINDS:
-        return ()  # which a check has said
+        return ()  # a check reports it
     weight = next(p for p in module.parameters if p.name == "weight")
     dtype = rule.adapt.dtype or weight.dtype
     one, two = in_out_features(module)
@@ -198,7 +197,7 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
     for rule, base, part in adapted_tensor_rules(plan):
         derived = of_layer(base.style, rule.modules.module.kind)
         if isinstance(derived, str) or rule.modules.module.kind not in KINDS[:2]:
-            continue  # what is wrong, a check has said
+            continue  # a check reports it
         two = lora_modules(replace(rule, modules=part))
         for half, style in zip(two, derived, strict=True):
             if style is not None:
@@ -224,7 +223,7 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
     """The styles of lora_A and lora_B for a layer's style, or why there are none.
 
     The adapter's output must have the layout of the layer's output, to which it is added.
-    Communication has the size of the rank, never of the layer's features.
+    Only tensors of the adapter's rank are communicated, never all features of the layer.
 
     - colwise: A is replicated, B is sharded as the layer. torch's colwise style all-reduces the
       gradient of its input, so the gradient of A is not partial. Where the input is sharded on the

@@ -9,7 +9,7 @@ from planc.ops.styles import Split, part_sizes, weight_split
 from planc.plan.ir import Plan, TensorRule
 
 AUTO = -1
-"""`shard_dim = auto`, until it is settled."""
+"""`shard_dim = auto`, until it is resolved."""
 
 
 def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable
 from planc.ops.base import AxisRole
 
 DATA = "dp"
-SHARD = "dp_shard"  # the axis that most plans leave the rest of the ranks to
+SHARD = "dp_shard"  # the axis that is `auto` in most plans
 DERIVED = {
     DATA: ("dp_replicate", "dp_shard"),  # ranks that read different data
-    "dp_shard_cp": ("dp_shard", "cp"),  # ranks that FSDP splits parameters over
+    "dp_shard_cp": ("dp_shard", "cp"),  # ranks that FSDP shards parameters over
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # ranks that a loss is averaged over
-    # Experts are split over no tensor axis, so its ranks share them too. (`ep` of these ranks
-    # would exchange tokens; without expert parallelism there is 1.)
+    # FSDP shards experts over the tensor axis too, because no style does. (`ep` of these ranks
+    # would exchange tokens; without expert parallelism it is 1.)
     "ep_shard": ("dp_shard", "cp", "tp"),
 }
 
@@ -27,7 +27,7 @@ _ROLES = {
     "cp": AxisRole.SEQUENCE,
     "ep": AxisRole.EXPERT,
 }
-"""Axes whose name alone says what they are for; the names are torchtitan's."""
+"""The roles that follow from the name of an axis; the names are torchtitan's."""
 
 
 def role_of(name: str, *, tensor: Collection[str], data: Collection[str]) -> AxisRole:

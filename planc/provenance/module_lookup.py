@@ -22,7 +22,7 @@ def found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | Non
     """
     plain = re.sub(r"\[(\d+)\]", r".\1", _WRAPPERS.sub("", name)).removeprefix(".")
     plain = "" if plain == "root" else plain
-    bare = re.sub(r"(\.|^)base_layer(?=\.|$)", "", plain)  # peft's name for a layer inside its own
+    bare = re.sub(r"(\.|^)base_layer(?=\.|$)", "", plain)  # the layer that peft wraps
     missing = plain
     for path in dict.fromkeys((plain, bare)):
         try:

@@ -143,7 +143,7 @@ class _Question:
         target = self._part(len(op.modules.path))
         what = op.headline(self.lowered)
         if isinstance(op.style, Custom):
-            what += "; code of the plan's own, so shapes and bytes are those without it"
+            what += "; a user-defined style, so shapes and bytes are those without it"
         return self._reason(what, target, op)
 
     def _part(self, length: int) -> str:
@@ -195,10 +195,10 @@ class _Question:
         if op and self.ignored:
             line = op.origin_of(f"ignored.{op.ignored.index(self.ignored)}") or NOWHERE
             target = self._part(len(self.ignored.path))
-            yield self._reason("ignored: whole on every rank", target, op, line)
+            yield self._reason("ignored: replicated", target, op, line)
         elif op:
             yield self._sharded(op)
-            yield from self._lies(op)
+            yield from self._placement(op)
             yield from self._settings(op)
         for other in self.units if self.parameter is None else ():
             if other is not op:
@@ -217,18 +217,18 @@ class _Question:
         return self._reason(", ".join(filter(None, parts)) + offloading(op), target, op)
 
     def _spread(self, op: FullyShard) -> Spread | None:
-        """What says that the module lies otherwise than the rest of its unit."""
+        """The innermost spread on the module or its ancestors, inside the unit."""
         depth = max(len(m.path) for m in op.members if self.at.inside(m))
         around = [s for s in op.spreads if self.at.inside(s.modules)]
         around = [s for s in around if len(s.modules.path) > depth]
         return max(around, key=lambda s: len(s.modules.path), default=None)
 
-    def _lies(self, op: FullyShard) -> Iterator[Reason]:
+    def _placement(self, op: FullyShard) -> Iterator[Reason]:
         spread = self._spread(op)
         if spread is not None:
             line = op.origin_of(f"spreads.{op.spreads.index(spread)}") or NOWHERE
             target = self._part(len(spread.modules.path))
-            yield self._reason(f"lies {spread.headline(self.lowered)}", target, op, line)
+            yield self._reason(f"spread {spread.headline(self.lowered)}", target, op, line)
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
         if isinstance(self.owner[id(op)], MegatronShard):
@@ -278,8 +278,8 @@ class _Question:
             case "compile":
                 return "no rule: it runs as written"
         if self.units:
-            return "no unit is around it: whole on every rank, and its gradient is not averaged"
-        return "no section: whole on every rank"
+            return "no unit contains it: replicated, and its gradient is not averaged"
+        return "no section: replicated"
 
     def _untouched(self) -> str:
         """A rule over an axis of one rank has no effect and is not in the lowered plan."""
@@ -294,7 +294,7 @@ class _Question:
             return "no rule"
         if not axes:
             return "no rule, and no style on any module"
-        return f"no rule: whole on every rank of {phrases.axes(axes, self.lowered)}"
+        return f"no rule: replicated over {phrases.axes(axes, self.lowered)}"
 
     def _parameter(self, parameter: Parameter) -> ParameterAnswer:
         full = _joined(self.name, parameter.name)
@@ -306,7 +306,7 @@ class _Question:
                     split = weight_split(op.style, kind, shape.name, len(shape.local))
                     ranks = self.lowered.axis_size(*op.axes)
                     if self.at.module.cls == FOUR_BIT and shape.name == "weight":
-                        local = (-(-local[0] // ranks), 1)  # of a column of bytes
+                        local = (-(-local[0] // ranks), 1)  # a column of bytes
                         continue
                     local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
@@ -314,7 +314,9 @@ class _Question:
         placement = (self._spread(unit) or unit) if unit else None
         shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
-        if not any(isinstance(op, Adapt) for op in self.lowered.ops):  # else it is cast already
+        if not any(
+            isinstance(op, Adapt) for op in self.lowered.ops
+        ):  # else the facts are cast already
             load = (op for op in self.lowered.ops if isinstance(op, Load))
             dtype = next(load, Load()).kept(parameter)
         computed = (unit.param if unit else None) or dtype
@@ -339,7 +341,7 @@ def _wrapped(op: Checkpoint | Compile) -> str:
     if isinstance(op, Checkpoint):
         how = op.headline()
         kept = "" if how == "full" else f"{how}: "
-        return f"{kept}activations are computed again in backward"
+        return f"{kept}activations are recomputed in backward"
     return "compiled as one graph, or fails" if op.fullgraph else "compiled"
 
 
@@ -358,7 +360,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
-    """The innermost spread of the unit on the module or its ancestors, inside the unit."""
+    """(ranks, size) along the sharded dim, each part cut as by `torch.chunk`; () where even."""
     parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
     chunks = [-(-size // ranks) for size in parts]
     local = [

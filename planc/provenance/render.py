@@ -14,7 +14,7 @@ from planc.provenance.answer import Answer, ParameterAnswer, Reason
 
 FORMAT_VERSION = 1
 Segment = tuple[str, str]
-"""A piece of text and the name of its style for a terminal; `""` is plain."""
+"""Text and the name of its terminal style; `""` is plain."""
 
 _HEAD = 12
 SECTIONS = (

@@ -10,11 +10,11 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 
-_ONE_FORM = "Another form than the model's own, such as experts one by one, is an error.\n    "
+_ONE_FORM = "A checkpoint in another format, such as one tensor per expert, is an error.\n    "
 _ABOUT = {
-    "slices": "Fills the model from a folder of safetensors; each rank reads its slices.",
-    "rank0": "Fills the model from a folder of safetensors; rank 0 reads and sends.",
-    "checkpoint": "Fills the model from a distributed checkpoint, whatever its ranks were.",
+    "slices": "Loads a folder of safetensors; each rank reads its slices.",
+    "rank0": "Loads a folder of safetensors; rank 0 reads and sends.",
+    "checkpoint": "Loads a distributed checkpoint, saved on any number of ranks.",
 }
 _CHECKED = {
     "slices": "checked_files(model, folder)",

@@ -29,8 +29,8 @@ from planc.ops.quantization import Quantize
 _FRAME = {"init_device_mesh": "torch.distributed.device_mesh"}
 _WHOLE = "full_state_dict"
 _PACKED = """
-Weights of several projections are held rank by rank, and not in the model's own order:
-`full_state_dict(model)` gives them in that order.
+Packed weights of several projections are stored in the order of ranks:
+`full_state_dict(model)` returns them in the model's order.
 """
 
 
@@ -62,7 +62,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
     functions += load_function(lowered)
     definitions = inlined("\n\n".join(functions))
     packed = any(source.startswith("def repack(") for source in definitions)
-    if packed:  # what leaves such a model has to be put in order
+    if packed:  # its state dict must be reordered
         definitions = inlined("\n\n".join([*functions, _WHOLE]))
     body = "\n\n".join([_mesh(lowered), *definitions, *functions, _main("".join(calls))])
     needed = imports(body, printer.modules, printer.names)
@@ -97,7 +97,7 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     if any(isinstance(op, MegatronShard) for op in lowered.ops):
         needed = f"CUDA, megatron_fsdp{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:
-        needed = needed.replace("alone", "and the styles of the plan's own")
+        needed = needed.replace("alone", "and the user-defined styles")
     note = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
@@ -124,7 +124,7 @@ def _mesh(lowered: Lowered) -> str:
 def _main(calls: str) -> str:
     return (
         "def parallelize(model, mesh=None):\n"
-        '    """Spreads the model over the mesh, in place, and returns it."""\n'
+        '    """Parallelizes the model over the mesh, in place, and returns it."""\n'
         "    mesh = build_mesh() if mesh is None else mesh\n"
         f"{calls}    return model\n"
     )
