@@ -230,7 +230,7 @@ def test_settings_of_the_fsdp_section(tmp_path):
     assert not frozen.parameters[0].trainable and frozen.training[0].text == "model : frozen"
     ignored = ask(compiled, "model.embed_tokens")
     assert [(r.what, r.text) for r in ignored.unit] == [
-        ("ignored: whole on every rank", "ignore model.embed_tokens")
+        ("ignored: replicated", "ignore model.embed_tokens")
     ]
     assert ignored.parameters[0].shard == ignored.parameters[0].shape and ignored.unit_bytes is None
     for answer in (linear, frozen, ignored, ask(compiled, "root")):
