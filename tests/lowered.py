@@ -18,20 +18,20 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
-from planc.ops.rng import Draw
+from planc.ops.rng import SyncRng
 from planc.ops.styles import (
     Attributes,
-    Change,
     Colwise,
     Custom,
     Experts,
     Features,
-    Held,
     Input,
     MlaKv,
     Output,
+    ParameterLayout,
     Parameters,
     Partial,
+    Redistribution,
     Replicate,
     Replicated,
     Rowwise,
@@ -80,7 +80,7 @@ def styles(layers, tp):
     def own(path, *rest, **more):
         return rule(f"{block}.{path}", *rest, tp=tp, **more)
 
-    into = Change(Shard(1), Replicate())
+    into = Redistribution(Shard(1), Replicate())
     return (
         own("self_attn.q_proj", Colwise(), 4096, 4096, split=0, line=17),
         own("self_attn.k_proj", Colwise(), 1024, 4096, split=0, line=17),
@@ -186,7 +186,7 @@ def moved(lowered, lines=100):
 
 AXES = ("dp_shard", "tp", "ep")
 layouts = st.sampled_from([Replicate(), Partial(), Shard(0), Shard(1), Shard(-1)])
-changes = st.builds(Change, layouts, layouts)
+changes = st.builds(Redistribution, layouts, layouts)
 counts = st.integers(0, 2**40)
 words = st.sampled_from(["weight", "bias", "place", "reason", "x"])
 sizes = st.integers(1, 4) | st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -203,7 +203,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=2).map(tuple),
     max_leaves=3,
 )
-held = st.builds(Held, layout=layouts, parts=sizes, interleaved=st.booleans())
+held = st.builds(ParameterLayout, layout=layouts, parts=sizes, interleaved=st.booleans())
 bare = st.dictionaries(words, held, min_size=1, max_size=2).map(lambda d: tuple(d.items()))
 any_style = st.one_of(
     st.builds(Colwise, **weighted),
@@ -218,8 +218,8 @@ any_style = st.one_of(
     st.just(Features()),
     st.builds(Attributes, names=st.lists(words, min_size=1, max_size=2, unique=True).map(tuple)),
     st.builds(MlaKv, rope=st.integers(1, 64)),
-    st.builds(Parameters, held=bare),
-    st.builds(Experts, held=bare, input=layouts, output=layouts, local=st.booleans()),
+    st.builds(Parameters, layouts=bare),
+    st.builds(Experts, layouts=bare, input=layouts, output=layouts, local=st.booleans()),
     st.builds(Sequence, dim=st.integers(-3, 3), local=st.booleans()),
     st.builds(
         Input,
@@ -341,7 +341,7 @@ any_op = st.one_of(
         units=st.lists(paths, max_size=2, unique_by=str).map(tuple),
         origin=places,
     ),
-    st.builds(Draw, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
+    st.builds(SyncRng, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
     st.builds(
         Prefetch,
         units=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),

@@ -289,7 +289,7 @@ def test_a_diff_and_why_of_4_bits():
     sink = Sink()
     done = Compiled(facts=load("llama-3.1-8b", sink), lowered=four)
     answer = why("model.layers.3.self_attn.q_proj", done, sink)
-    (held,) = answer.held
+    (held,) = answer.parameters
     assert (held.shape, held.local, held.shard) == ((4194304, 1), (2097152, 1), (524288, 1))
     assert held.at_rest == 4096 * 4096 // 2 // 8
     assert [r.what for r in answer.adapter][1] == "in 4 bits, nf4 in bf16, blocks of 64"
@@ -382,8 +382,8 @@ def test_why_names_the_layer_and_its_adapter():
     sink = Sink()
     done = Compiled(facts=facts, plan=plan, applied=(plan, facts), lowered=lower(plan, facts))
     base = why("model.layers.3.self_attn.q_proj", done, sink)
-    assert base.tensor[0].what == "colwise, on tp = 2" and not base.held[0].trainable
+    assert base.tensor[0].what == "colwise, on tp = 2" and not base.parameters[0].trainable
     assert [(r.what, r.place) for r in base.adapter] == [("lora, rank 4, alpha 4", "t.plan:12")]
     half = why("model.layers.3.self_attn.q_proj.lora_B.default", done, sink)
-    assert half.held[0].local == (2048, 4) and half.held[0].trainable
+    assert half.parameters[0].local == (2048, 4) and half.parameters[0].trainable
     assert half.tensor[0].place == "t.plan:12" and not list(sink)

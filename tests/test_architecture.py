@@ -194,7 +194,7 @@ def test_what_is_slow_is_the_numerics_on_processes_but_for_a_sample():
     ("addition", "words"),
     [
         ("A style", r'\bFeatures\b|\bFeaturesParallel\b|"features"'),
-        ("An operation", r"\bDraw\b|\bdraw_alike\b|\blowering\.rng\b"),
+        ("An operation", r"\bSyncRng\b|\bsync_rng_state\b|\blowering\.rng\b"),
     ],
 )
 def test_the_tour_names_every_file_that_an_addition_takes(addition, words):

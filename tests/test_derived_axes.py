@@ -106,7 +106,7 @@ def test_a_spread_is_no_unit():
     assert "spread      model.layers[0:32].mlp.experts  on dp_shard * tp = 8" in text
     source = script(plan, digest="0" * 64)
     compile(source, "emitted.py", "exec")
-    assert "HSDPMeshInfo(" in source and "shard_placement_fn=spread(lying)" in source
+    assert "HSDPMeshInfo(" in source and "shard_placement_fn=spread(spreads)" in source
 
 
 def test_a_spread_in_a_diff():

@@ -20,10 +20,10 @@ from planc.ops.document import digest, dumps, loads
 from planc.ops.load import Load
 from planc.ops.lowered import MeshAxis
 from planc.ops.styles import (
-    Change,
     Colwise,
     Input,
     Output,
+    Redistribution,
     Replicate,
     Rowwise,
     Sequence,
@@ -207,7 +207,7 @@ def test_a_layout_that_changes_is_named():
 
 def test_an_argument_that_changes_is_named():
     def style(source, target, **more):
-        return Input(named=(("x", Change(source, target)),), **more)
+        return Input(named=(("x", Redistribution(source, target)),), **more)
 
     old = [rule("a", style(Shard(1), Replicate())), rule("b", style(Shard(1), Replicate()))]
     new = [rule("a", style(Shard(0), Replicate())), rule("b", Output(positional=(None,)))]
@@ -249,7 +249,7 @@ def test_precision_and_sizes():
 
 def test_bytes_that_read_the_same_are_told_only_alone():
     old, new = unit("a", nbytes=2**20), unit("a", nbytes=2**20 + 1)
-    assert difference([old], [new]) == ["  ~ fsdp a  a rank 1,048,576 B -> 1,048,577 B"]
+    assert difference([old], [new]) == ["  ~ fsdp a  per rank 1,048,576 B -> 1,048,577 B"]
     assert difference([old], [dataclasses.replace(new, reshard=False)]) == [
         "  ~ fsdp a  reshard after forward -> keep"
     ]
@@ -265,7 +265,7 @@ def test_units_that_become_a_group_are_told_member_by_member():
     old = [unit("m.norm"), unit("m.embed")]
     assert difference(old, [unit("m.norm", "m.embed", "m.head")]) == [
         "  ~ fsdp m.{norm,embed}  unit alone -> group(m.{norm,embed,head})",
-        "  + fsdp m.head          in group(m.{norm,embed,head}), reshard after forward, 0 B a rank",
+        "  + fsdp m.head          in group(m.{norm,embed,head}), reshard after forward, 0 B per rank",
     ]
 
 

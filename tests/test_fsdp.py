@@ -121,7 +121,7 @@ def test_the_text_says_it_all():
         "frozen      model.embed_tokens",
         "offloaded to unpinned host memory",
         "split along dim 1",
-        "ignored     model.embed_tokens  whole on every rank, in no unit",
+        "ignored     model.embed_tokens  replicated, in no unit",
         "gradients are summed, then divided by 2.5",
         "2 ahead in forward, of model.layers[0:32]",
     ):

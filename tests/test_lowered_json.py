@@ -13,7 +13,7 @@ from planc.diagnostic import Sink
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps, loads
 from planc.ops.schema import schema as generated
-from planc.ops.styles import Change, Colwise, Input, Replicate, Shard
+from planc.ops.styles import Colwise, Input, Redistribution, Replicate, Shard
 from planc.resources import GRAMMARS
 
 
@@ -83,7 +83,7 @@ def test_digest_sees_an_argument_with_the_name_of_what_it_ignores(name):
     def plan(change):
         return with_ops(llama(), rule("lm_head", Input(named=((name, change),))))
 
-    one, two = Change(Shard(1), Replicate()), Change(Shard(0), Replicate())
+    one, two = Redistribution(Shard(1), Replicate()), Redistribution(Shard(0), Replicate())
     assert digest(plan(one)) != digest(plan(two))
 
 

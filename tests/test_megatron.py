@@ -158,9 +158,9 @@ def test_why_names_the_unit_and_the_call():
     done = Compiled(facts=known, plan=plan, applied=(plan, known), lowered=low)
     inside = why("model.layers.3.mlp.up_proj.weight", done, Sink())
     assert "Megatron-FSDP, on dp_shard = 8" in inside.unit[0].what
-    assert inside.unit[0].target == "model.layers.3" and inside.held[0].shard == (1792, 4096)
+    assert inside.unit[0].target == "model.layers.3" and inside.parameters[0].shard == (1792, 4096)
     rest = why("lm_head", done, Sink())
-    assert rest.unit[0].target == "root" and rest.held[0].shard == (16032, 4096)
+    assert rest.unit[0].target == "root" and rest.parameters[0].shard == (16032, 4096)
 
 
 # The call ----------------------------------------------------------------------------------------

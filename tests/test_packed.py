@@ -4,7 +4,7 @@ import pytest
 from helpers import facts
 
 from planc.model.facts import Modules
-from planc.ops.styles import Colwise, Experts, Held, Rowwise, Shard, style_text
+from planc.ops.styles import Colwise, Experts, ParameterLayout, Rowwise, Shard, style_text
 from planc.plan.local_shapes import local_shape
 
 
@@ -16,7 +16,10 @@ from planc.plan.local_shapes import local_shape
         (Colwise(parts=2, interleaved=True, local=False), None),
         (
             Experts(
-                held=(("up", Held(layout=Shard(1), parts=2)), ("down", Held(layout=Shard(2)))),
+                layouts=(
+                    ("up", ParameterLayout(layout=Shard(1), parts=2)),
+                    ("down", ParameterLayout(layout=Shard(2))),
+                ),
                 output=Shard(0),
             ),
             "experts(up = shard(1, parts = 2), down = shard(2), -> shard(0))",
@@ -32,8 +35,11 @@ def test_local_shapes():
     known = facts("mixtral-8x7b")
     experts = next(m for m in known.model.below() if m.path and m.path[-1] == "experts")
     shapes = {p.name: p for p in experts.module.parameters}
-    held = (("gate_up_proj", Held(layout=Shard(1), parts=2)), ("down_proj", Held(layout=Shard(2))))
-    rule, plan = lowered_rule(experts, Experts(held=held))
+    held = (
+        ("gate_up_proj", ParameterLayout(layout=Shard(1), parts=2)),
+        ("down_proj", ParameterLayout(layout=Shard(2))),
+    )
+    rule, plan = lowered_rule(experts, Experts(layouts=held))
     assert local_shape(shapes["gate_up_proj"], (rule,), plan) == (8, 2 * 14336 // 4, 4096)
     assert local_shape(shapes["down_proj"], (rule,), plan) == (8, 4096, 14336 // 4)
 

@@ -16,7 +16,7 @@ from planc.lowering import lower
 from planc.ops.document import dumps, loads
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import MeshAxis
-from planc.ops.styles import Colwise, Held, Parameters, Shard
+from planc.ops.styles import Colwise, ParameterLayout, Parameters, Shard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Mesh, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
@@ -88,7 +88,7 @@ def test_the_parts_of_a_packed_dim_are_split_in_turn():
     span = Source("t.plan", "x").span(0, 1)
     axes = tuple(MeshAxis(name=n, size=s, origin=span) for n, s in (("a", 4), ("b", 2), ("c", 1)))
     plan = Plan(name="t", families=(), options={}, mesh=Mesh(axes=axes, origin=span), origin=span)
-    style = Parameters(held=(("weight", Held(layout=Shard(0), parts=(6, 10))),))
+    style = Parameters(layouts=(("weight", ParameterLayout(layout=Shard(0), parts=(6, 10))),))
     rules = [TensorRule(modules=head, axis=a, style=style, origin=span) for a in "abc"]
     weight = type(head.module.parameters[0])(name="weight", shape=(16, 3), dtype="float32")
     assert local_shape(weight, rules[:1], plan) == (2 + 3, 3)

@@ -17,10 +17,10 @@ from planc.ops.document import digest
 from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.registry import KINDS
 from planc.ops.styles import (
-    Change,
     Colwise,
     Input,
     Output,
+    Redistribution,
     Replicate,
     Rowwise,
     Sequence,
@@ -127,7 +127,7 @@ def test_names_that_say_something_else_have_their_own_line(other):
 
 
 def test_layouts_are_shown_where_they_are_not_the_default():
-    arrives = Change(Shard(1), Replicate())
+    arrives = Redistribution(Shard(1), Replicate())
     rows = text(
         rule("a", Colwise()),
         rule("b", Rowwise(output=Shard(1), local=False)),
@@ -213,15 +213,15 @@ def test_units_are_in_the_order_of_their_calls():
     )
     assert rows == [
         "fsdp        on dp_shard = 8, parameters bf16, gradients fp32",
-        "  b[0:31]  reshard after forward       31 x 1.0 MiB a rank,  8.0 MiB gathered",
-        "  b[31]    reshard to 8 after forward       1.0 MiB a rank,  8.0 MiB gathered",
-        "  a        reshard after forward            1.5 KiB a rank, 12.0 KiB gathered  "
+        "  b[0:31]  reshard after forward       31 x 1.0 MiB per rank,  8.0 MiB gathered",
+        "  b[31]    reshard to 8 after forward       1.0 MiB per rank,  8.0 MiB gathered",
+        "  a        reshard after forward            1.5 KiB per rank, 12.0 KiB gathered  "
         "output fp32",
         "fsdp        on dp_shard = 8, replicated over pp = 1, parameters bf16, gradients fp32, "
         "inputs not cast",
-        "  group(norm, head)  reshard after forward  nothing of its own",
+        "  group(norm, head)  reshard after forward  no parameters of its own",
         "fsdp        on dp_shard = 8, parameters bf16, gradients fp32",
-        "  root  keep  nothing of its own",
+        "  root  keep  no parameters of its own",
     ]
 
 

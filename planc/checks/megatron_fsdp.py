@@ -163,7 +163,7 @@ def _resharding(unit: Unit, own: MegatronShard) -> Iterator[_Finding]:
     """Megatron-FSDP reshards units after forward and keeps root parameters unsharded (ZeRO-3
     only).
     """
-    if "reshard" not in unit.said:
+    if "reshard" not in unit.explicit:
         return
     gathers = own.strategy == _WHOLE and not unit.root
     if unit.reshard is gathers:

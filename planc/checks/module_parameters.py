@@ -25,7 +25,7 @@ def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
     own = {p.name: p for p in rule.modules.module.parameters}
-    for name, held in style.held:
+    for name, stated in style.layouts:
         if name not in own:
             there = one_of((f"`{n}`" for n in own), last="and") if own else "no parameters"
             sink.error(
@@ -37,14 +37,14 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
             )
             continue
         dims = len(own[name].shape)
-        if isinstance(held.layout, Shard) and not -dims <= held.layout.dim < dims:
+        if isinstance(stated.layout, Shard) and not -dims <= stated.layout.dim < dims:
             sink.error(
                 "PL222",
-                f"`{rule.modules}.{name}` has no dim {held.layout.dim}",
+                f"`{rule.modules}.{name}` has no dim {stated.layout.dim}",
                 rule.origin,
                 facts=[f"its shape is {list(own[name].shape)}"],
             )
-    left = [n for n in own if n not in dict(style.held)]
+    left = [n for n in own if n not in dict(style.layouts)]
     if left and isinstance(style, Experts):
         names = one_of((f"`{n}`" for n in left), last="and")
         sink.error(

@@ -8,7 +8,7 @@ from planc.checks.queries import active, axis_label, ranks, splits_output
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
-from planc.ops.styles import Change, Colwise, Input, Output, Rowwise, Sequence, Shard
+from planc.ops.styles import Colwise, Input, Output, Redistribution, Rowwise, Sequence, Shard
 from planc.plan.ir import Plan, TensorRule
 
 
@@ -57,7 +57,7 @@ def _beside_split(rule: TensorRule, peers: Iterable[TensorRule]) -> bool:
 
 def _splits(rule: TensorRule, dim: int) -> bool:
     """Whether a rule takes or returns an activation that is sharded along a dim."""
-    changes: tuple[Change | None, ...]
+    changes: tuple[Redistribution | None, ...]
     match rule.style:
         case Colwise() | Rowwise():
             return Shard(dim) in (rule.style.input, rule.style.output)

@@ -18,7 +18,7 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
     found = [o for o in owned(plan, facts) if o.unit is not None]
     for spread in section.spreads:
         own = [o.unit for o in found if o.spread is spread and o.unit]
-        same = plan.mesh.size(*section.beyond(spread))
+        same = plan.mesh.size(*section.extra_axes(spread))
         if section.divide is not None and same > 1:
             sink.error(
                 "PL384",

@@ -72,7 +72,7 @@ def _styled(
     Styled parameters are DTensors on their axis' mesh, which FSDP places beside its own
     (`_init_sharding_spec_tp` in torch's `_fsdp_param`); the two cannot share an axis.
     """
-    beyond = [a for a in section.beyond(part) if plan.mesh.size(a) > 1]
+    beyond = [a for a in section.extra_axes(part) if plan.mesh.size(a) > 1]
     if not beyond or "tensor" in plan.broken:
         return
     own = [o for o in found if (o.spread or o.unit) is part]

@@ -42,7 +42,7 @@ def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
     """Parameters that FSDP shards over the tensor axis."""
     section = plan.fsdp
-    if section is None or not any(section.beyond(part) for part in section.parts):
+    if section is None or not any(section.extra_axes(part) for part in section.parts):
         return []
     own = ((o.modules, o.spread or o.unit) for o in owned(plan, facts))
     return [m for m, part in own if part and axis in section.axes(part)[0]]

@@ -1,1 +1,1 @@
-"""Two lowered plans -> what changes. (Not `diff`, which is the function `planc.diff`.)"""
+"""Two lowered plans -> what changes. (Not `diff`, the function `planc.diff`.)"""

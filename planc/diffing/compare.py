@@ -1,7 +1,7 @@
-"""What changes from one lowered plan to another, as data.
+"""The changes between two lowered plans, as data.
 
-Operations are compared by kind and module, whatever their order. A set of modules is compared with
-what it meets on the other side, so `layers[0:32]` against `layers[0:16]` is a removal of
+Operations are compared by kind and module, in any order. A set of modules is compared with the
+sets that it overlaps on the other side, so `layers[0:32]` against `layers[0:16]` is a removal of
 `layers[16:32]` and nothing else.
 """
 
@@ -30,13 +30,13 @@ class Change:
     Args:
         kind: one of `planc.diffing.entries.KINDS`.
         over: the axes of a tensor-parallel style.
-        label: what it is about, where that is not a set of modules.
-        modules: the sets that change alike; they differ in their last name alone.
-        subject: the same for a person: `self_attn.{q,k,v}_proj`.
-        parts: what is different, or all that an added or removed operation says.
-        summary: the same for a person, without what follows from the rest.
-        reason: the axes whose sizes alone brought it about, as `tp 4 -> 8`; else empty.
-        old, new: the `.plan` lines; empty where there is none.
+        label: the subject, where that is not a set of modules.
+        modules: the sets with the same change; their paths differ only in the last name.
+        subject: the label, or the modules as text: `self_attn.{q,k,v}_proj`.
+        parts: the differences, or all statements of an added or removed operation.
+        summary: the parts as text, without those that follow from others.
+        reason: the axes whose sizes alone cause the change, as `tp 4 -> 8`; else empty.
+        old, new: the lines of the `.plan` files; empty where there is none.
     """
 
     kind: str
@@ -53,12 +53,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """All that changes.
+    """All changes.
 
     Args:
-        added, removed, changed: in a fixed order: by kind, then by place in the plan.
-        parameters: bytes of parameters that a rank holds at rest, before and after.
-        gathered: bytes of the largest unit while it is gathered, before and after.
+        added, removed, changed: sorted by kind, then by the plan's order.
+        parameters: bytes of parameters that one rank holds at rest, before and after.
+        gathered: bytes of the largest unit while it is all-gathered, before and after.
     """
 
     added: tuple[Change, ...] = ()
@@ -73,9 +73,9 @@ class Delta:
 
 
 def compare(old: Lowered, new: Lowered) -> Delta:
-    """The changes that lead from one lowered plan to another.
+    """The changes from one lowered plan to another.
 
-    Only what `apply` does and what a rank holds counts: a plan whose lines moved is the same.
+    Only what `apply` does and the memory of a rank count: moved lines change nothing.
     """
     common = groups(old) & groups(new)
     pairs = Pairs(tuple(entries(old, common)), tuple(entries(new, common)))
@@ -105,9 +105,9 @@ _WORDS: dict[str, Words] = {
 def _differing(
     kind: str, sides: Mapping[str, tuple[Value, Value]], **more: Any
 ) -> Iterator[Change]:
-    """What is not the same on both sides, as one change."""
-    said = ((name, old, new) for name, (old, new) in sides.items() if old != new)
-    parts = tuple(worded(*each, _WORDS[kind]) for each in said)
+    """All differences between two sides, as one change."""
+    differing = ((name, old, new) for name, (old, new) in sides.items() if old != new)
+    parts = tuple(worded(*each, _WORDS[kind]) for each in differing)
     if parts:
         yield Change(kind=kind, parts=parts, summary=summary(parts), **more)
 
@@ -125,7 +125,7 @@ def _model(old: Lowered, new: Lowered) -> Iterator[Change]:
 
 
 def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
-    """The mesh as one change: an axis seldom changes alone."""
+    """The differences of the mesh as one change, because axes rarely change alone."""
     before, after = ({a.name: a for a in side.axes} for side in (old, new))
     sizes = [{n: a.size for n, a in side.items()} for side in (before, after)]
     sides: dict[str, tuple[Value, Value]]
@@ -144,9 +144,11 @@ def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
 
 
 def _stated(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
-    """The places of some axes that someone gave a size; `auto` follows from the rest."""
-    own = (axes[name] for name in names if name in axes)
-    return ", ".join(dict.fromkeys(a.place for a in own if a.place and not a.inferred))
+    """The lines that set some axes' sizes; `auto` axes are left out, they follow from the
+    others.
+    """
+    changed = (axes[name] for name in names if name in axes)
+    return ", ".join(dict.fromkeys(a.place for a in changed if a.place and not a.inferred))
 
 
 # Reasons -----------------------------------------------------------------------------------------
@@ -164,22 +166,22 @@ class _Reasons:
         self.resized = any(_model(old, new)) or any(n.endswith(".shape") for n in shapes)
 
     def moved(self, names: Iterable[str]) -> str:
-        """`tp 4 -> 8` for the axes among these whose size changed."""
+        """`tp 4 -> 8` for the given axes whose size changed."""
         sizes = ((n, *self.sizes.get(n, (1, 1))) for n in dict.fromkeys(names))
         return ", ".join(f"{n} {a} -> {b}" for n, a, b in sizes if a != b)
 
     def to_one(self, names: Iterable[str]) -> str:
-        """The same for axes that have one rank on one side, where lowering leaves things out."""
+        """As `moved`, for axes with one rank on one side, where lowering leaves operations out."""
         return self.moved(n for n in names if 1 in self.sizes.get(n, (1, 1)))
 
     def absent(self, entry: Entry) -> str:
-        """Why an operation comes or goes."""
+        """The reason why an operation is added or removed."""
         if entry.kind.startswith("tensor"):
             return self.to_one(entry.over)
         return self.to_one(self.tensor) if entry.kind in ("tie", "random") else ""
 
     def between(self, old: Entry, parts: Iterable[Part]) -> str:
-        """Why an operation changes."""
+        """The reason why an operation changes."""
         parts = list(parts)
         telling = [p for p in parts if not phrases.alike(p.old, p.new)] or parts
         names = {p.name: p for p in telling}
@@ -212,12 +214,12 @@ def _names(value: Value) -> set[str]:
 
 
 def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
-    """An operation that only one side has, and where it stands."""
-    said: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
-    said += [(f.name, f.value) for f in entry.facts if f.value is not None and not f.usual]
+    """An operation that only one side has, and its position."""
+    values: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
+    values += [(f.name, f.value) for f in entry.facts if f.value is not None and not f.usual]
     over = f" on {phrases.axes(entry.over)}" if entry.over and not reason else ""
     style = style_text(entry.style) + over if entry.style else ""
-    parts = tuple(Part(name=n, old=v if gone else None, new=None if gone else v) for n, v in said)
+    parts = tuple(Part(name=n, old=v if gone else None, new=None if gone else v) for n, v in values)
     summary = ", ".join(filter(None, (style, entry.brief)))
     place = {"old" if gone else "new": entry.place}
     return _change(entry, parts, summary=summary, reason=reason, **place), entry.at
@@ -226,9 +228,9 @@ def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
 def _both(old: Entry, new: Entry, why: _Reasons) -> tuple[Change, int]:
     words = old.source.WORDS if old.source else {}
     parts = tuple(worded(*each, words) for each in differences(old, new))
-    said, reason = summary(parts), why.between(old, parts)
-    change = _change(old, parts, summary=said, reason=reason, old=old.place, new=new.place)
-    return change, new.at
+    reason = why.between(old, parts)
+    places = {"old": old.place, "new": new.place}
+    return _change(old, parts, summary=summary(parts), reason=reason, **places), new.at
 
 
 def _change(entry: Entry, parts: tuple[Part, ...], **more: Any) -> Change:
@@ -244,7 +246,7 @@ def _change(entry: Entry, parts: tuple[Part, ...], **more: Any) -> Change:
 
 
 def _together(changes: Iterable[tuple[Change, int]]) -> tuple[Change, ...]:
-    """Changes that say the same as one, where their modules are one set but for the last name."""
+    """Changes with the same content, merged where their modules differ only in the last name."""
     alike: dict[Change, list[tuple[Modules, int]]] = {}
     result: list[Change] = []
     for change, at in changes:
@@ -260,13 +262,13 @@ def _together(changes: Iterable[tuple[Change, int]]) -> tuple[Change, ...]:
             families.setdefault(phrases.parent(path), {})[path] = modules
         for family in families.values():
             for paths in phrases.chunks(list(family)):
-                own = tuple(family[p] for p in sorted(paths))
-                result.append(replace(content, modules=own, subject=phrases.braced(paths)))
+                like = tuple(family[p] for p in sorted(paths))
+                result.append(replace(content, modules=like, subject=phrases.braced(paths)))
     return tuple(sorted(result, key=_order))
 
 
 def _boxes(sets: Iterable[tuple[Modules, int]]) -> list[Modules]:
-    """Sets of modules as few, first ones first: where one set of indices differs they are one."""
+    """Sets of modules, merged where only one set of indices differs; the first ones first."""
     boxes: list[tuple[Modules, int]] = []
     for modules, at in sets:
         whole, first, i = modules, at, 0
@@ -283,7 +285,7 @@ def _boxes(sets: Iterable[tuple[Modules, int]]) -> list[Modules]:
 
 
 def _order(change: Change) -> tuple[object, ...]:
-    """By kind, then as the plan has them, then by name."""
+    """A sort key: by kind, then by the plan's order, then by name."""
     at = Span.parse_place(change.new or change.old)
     paths = (len(change.modules), [str(m) for m in change.modules])
     return (KINDS.index(change.kind.split()[0]), at, change.label, paths, repr(change.parts))

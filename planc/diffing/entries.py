@@ -1,4 +1,4 @@
-"""One side of a diff: what a lowered plan says of each set of modules, whatever its order."""
+"""One side of a diff: the statements of a lowered plan about each set of modules."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from planc.ops.lowered import Lowered
 from planc.ops.styles import style_text
 
 KINDS = ("model", "mesh", "data", "layers", *(k.WORD for k in registry.KINDS), "spread")
-"""What a change can be about, in the order in which a diff lists it."""
+"""The kinds of changes, in the order of a diff."""
 
 
 def groups(lowered: Lowered) -> set[Group]:
-    """The groups that are one FSDP unit, by the paths of their members."""
+    """The groups that are one FSDP unit, as the paths of their members."""
     return {op.paths for op in lowered.ops if isinstance(op, FullyShard) and op.group}
 
 
 def entries(lowered: Lowered, common: Set[Group]) -> Iterator[Entry]:
-    """Each operation as entries.
+    """The entries of all operations.
 
     Args:
         lowered: one side.
-        common: the groups that both sides have; any other is compared member by member.
+        common: the groups that both sides have; any other group is compared member by member.
     """
     for at, entry in enumerate(entry for op in lowered.ops for entry in op.entries(common)):
         source = entry.source
@@ -34,9 +34,9 @@ def entries(lowered: Lowered, common: Set[Group]) -> Iterator[Entry]:
 
 
 def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
-    """(what, before, after) of all that two entries on the same modules say differently.
+    """(name, before, after) of all differences between two entries on the same modules.
 
-    A style is compared layout by layout where both sides have the same one; else as a whole.
+    Styles of one kind are compared field by field, others as a whole.
     """
     before, after = (_values(entry.facts) for entry in (old, new))
     if type(old.style) is not type(new.style):
@@ -46,7 +46,7 @@ def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
         after = _values(codec.facts(new.style)) | after
     for name in dict.fromkeys([*before, *after]):
         one, two = before.get(name), after.get(name)
-        if (one, type(one)) != (two, type(two)):  # resharding to 1 rank is not True
+        if (one, type(one)) != (two, type(two)):  # `reshard = 1` is not True
             yield name, one, two
 
 

@@ -1,4 +1,4 @@
-"""Which entries of two lowered plans speak of the same modules."""
+"""Matches entries of two lowered plans that are on the same modules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Pairs:
         old, new: all entries of each side.
 
     Attributes:
-        changed: pairs of entries cut to the modules that both speak of, and differently.
-        removed, added: entries cut to the modules that the other side says nothing of.
+        changed: pairs of entries that differ, cut to the modules that both sides have.
+        removed, added: entries cut to the modules that the other side lacks.
     """
 
     def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
@@ -30,7 +30,7 @@ class Pairs:
         one, two = _by_subject(old), _by_subject(new)
         for subject in dict.fromkeys([*one, *two]):
             left, right = one.get(subject, []), two.get(subject, [])
-            left, right, _ = _matched(left, right, lambda a, b: a.said == b.said)
+            left, right, _ = _matched(left, right, lambda a, b: a.content == b.content)
             left, right, changed = _matched(left, right, lambda a, b: True)
             self.changed += changed
             self.removed += left
@@ -47,10 +47,9 @@ def _by_subject(side: Iterable[Entry]) -> dict[tuple[object, ...], list[Entry]]:
 def _matched(
     left: list[Entry], right: list[Entry], fits: Callable[[Entry, Entry], bool]
 ) -> tuple[list[Entry], list[Entry], list[tuple[Entry, Entry]]]:
-    """What is left of each side, and the pairs that were taken out of both.
+    """The unmatched entries of each side, and the matched pairs.
 
-    Each piece is used once, so that a side which says two things of a module loses one of them
-    to each thing that the other side says.
+    An entry is matched once, so two entries on a module need two entries of the other side.
     """
     pairs: list[tuple[Entry, Entry]] = []
     rest: list[Entry] = []
@@ -82,23 +81,23 @@ def _without(entry: Entry, modules: Modules) -> list[Entry]:
 
 
 def grown(
-    side: Iterable[Entry], layers: int, own: Sequence[Entry], other: Sequence[Entry]
+    side: Iterable[Entry], layers: int, same: Sequence[Entry], other: Sequence[Entry]
 ) -> Iterator[Entry]:
-    """Entries, with those on layers that the other model lacks as one, if they are like the rest.
+    """Entries, where those on layers that the other model lacks are merged, if they match the rest.
 
     Args:
         side: added (or removed) entries.
-        layers: how many layers the other model has.
-        own: all entries of the side they come from.
-        other: all entries of the other side; what it lacks altogether is told as it is.
+        layers: the number of layers of the other model.
+        same: all entries of the side that `side` is from.
+        other: all entries of the other side; subjects that it lacks altogether are not merged.
     """
     shared = {entry.subject for entry in other}
-    before = {(e.subject, e.said) for e in own if any(not b for _, b in _cut(e, layers))}
+    before = {(e.subject, e.content) for e in same if any(not b for _, b in _cut(e, layers))}
     stacks: dict[str, Entry] = {}
     kinds: dict[str, set[str]] = {}
     for entry in side:
         for part, beyond in _cut(entry, layers):
-            usual = part.subject in shared and (part.subject, part.said) in before
+            usual = part.subject in shared and (part.subject, part.content) in before
             if not beyond or not usual or part.kind in ("fsdp", "spread") or part.modules is None:
                 yield part
                 continue
@@ -113,12 +112,12 @@ def grown(
 
 
 def _list(modules: Modules) -> int:
-    """Where the outermost list is in a path, or -1."""
+    """The position of the outermost list in a path, or -1."""
     return next((i for i, s in enumerate(modules.path) if isinstance(s, Indices)), -1)
 
 
 def _cut(entry: Entry, layers: int) -> Iterator[tuple[Entry, bool]]:
-    """An entry as what lies below a number of layers, and (True) what lies beyond."""
+    """An entry as its part below a number of layers, and (True) its part above."""
     at = -1 if entry.modules is None else _list(entry.modules)
     if at < 0:
         yield entry, False

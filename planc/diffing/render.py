@@ -10,11 +10,11 @@ from planc.ops.entry import Value
 from planc.source import Span
 
 FORMAT_VERSION = 1
-_WIDEST = (58, 64)  # columns of a subject and of what changes, before a line moves on alone
+_WIDEST = (58, 64)  # widths of the first two columns
 
 
 def render(delta: Delta) -> str:
-    """The diff as a person reads it; the last line counts, or says `No changes.`."""
+    """The diff as text; the last line has the counts, or is `No changes.`."""
     if delta.same:
         return "No changes.\n"
     signs = (("~", delta.changed), ("-", delta.removed), ("+", delta.added))
@@ -37,7 +37,7 @@ def _totals(delta: Delta) -> str:
 
 def _row(sign: str, change: Change) -> tuple[str, str, str]:
     kind = change.kind.partition(" ")[0]
-    if change.modules and kind == "tensor":  # a style says enough
+    if change.modules and kind == "tensor":  # the style shows the kind
         kind = ""
     head = " ".join(filter(None, (sign, kind, change.subject)))
     reason = f"  ({change.reason})" if change.reason else ""
@@ -45,7 +45,9 @@ def _row(sign: str, change: Change) -> tuple[str, str, str]:
 
 
 def _place(sign: str, change: Change) -> str:
-    """The `.plan` lines; none where an axis brought the change about and the line is the same."""
+    """The lines of the `.plan` files; empty where an axis caused the change and the line is the
+    same.
+    """
     if sign == "-":
         return f"{change.old} (old)" if change.old else ""
     if sign == "+" or change.old == change.new:
@@ -62,7 +64,7 @@ def _place(sign: str, change: Change) -> str:
 
 
 def document(delta: Delta) -> dict[str, Any]:
-    """The delta as `grammars/diff.schema.json` has it."""
+    """The delta in the form of `grammars/diff.schema.json`."""
     return {
         "format_version": FORMAT_VERSION,
         "same": delta.same,

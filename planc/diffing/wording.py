@@ -1,4 +1,4 @@
-"""What changes, part by part, in words."""
+"""The text of each difference."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BYTES = {"nbytes", "gathered", "parameters"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What is different, named as in the lowered JSON; None where one side has no such thing.
+    """A difference, named as in the lowered JSON; None where one side has no such value.
 
     Args:
-        text: what changes, for a person.
+        text: the difference as text.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Part:
 
 
 def worded(name: str, old: Value, new: Value, words: Words) -> Part:
-    """A part with its text; a weight's shape is told without its name."""
+    """A part with its text; the shape of a weight comes without its name."""
     plain = name.removeprefix("weight.").replace(".", " ")
     title, value = words.get(name, (plain, phrases.value))
     if name in _BYTES and isinstance(old, int) and isinstance(new, int):
@@ -37,14 +37,16 @@ def worded(name: str, old: Value, new: Value, words: Words) -> Part:
 
 
 def summary(parts: Sequence[Part]) -> str:
-    """Before and after, part by part; what says nothing new is left to the JSON."""
+    """The text of all parts; those that follow from others are only in the JSON."""
     split = {p.name: p for p in parts}
     telling = [p for p in parts if not _follows(p, split)] or parts
     return ", ".join(p.text for p in telling)
 
 
 def _follows(part: Part, parts: dict[str, Part]) -> bool:
-    """Bytes that round to the same, and a local shape that is the same share of a new shape."""
+    """Whether a part follows: bytes that round to the same text, or a local shape that is the
+    same share of the new shape.
+    """
     if part.name in _BYTES:
         return phrases.alike(part.old, part.new)
     whole = parts.get(f"{part.name.removesuffix('.local')}.shape")
@@ -54,7 +56,7 @@ def _follows(part: Part, parts: dict[str, Part]) -> bool:
 
 
 def _shares(whole: Value, local: Value) -> list[float]:
-    """How many ranks each dim is split over."""
+    """The number of ranks that each dim is sharded over."""
     if not isinstance(whole, tuple) or not isinstance(local, tuple):
         return []
     dims = [(a, b) for a, b in zip(whole, local, strict=False)]

@@ -1,1 +1,1 @@
-"""Lowered ops -> text, Python, diff."""
+"""Lowered operations -> text, Python."""

@@ -1,6 +1,6 @@
-"""The lowered plan as text: what a person reads before a run.
+"""The lowered plan as text, to be read before a run.
 
-Sections are in the order in which `apply` works; what each has is with its operation.
+Sections are in the order in which `apply` runs them; each operation writes its own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _WIDTH = 100
 
 
 def render(lowered: Lowered, *, digest: str) -> str:
-    """The text of a lowered plan; the same plan gives the same bytes.
+    """The text of a lowered plan; deterministic.
 
     Args:
         lowered: the plan.
-        digest: of it, in hex; its beginning is shown.
+        digest: its digest in hex; the first 12 digits are printed.
     """
     return "".join(f"{line.rstrip()}\n" for line in _lines(lowered, digest))
 
@@ -47,7 +47,7 @@ def _title(lowered: Lowered, digest: str) -> str:
 
 
 def _data(lowered: Lowered) -> str:
-    """How many samplers there are: what a batch size is multiplied with."""
+    """The number of samplers, by which a rank's batch size is multiplied."""
     names = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
     if not names:
         return "the same on every rank"

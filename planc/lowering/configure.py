@@ -1,4 +1,4 @@
-"""What comes before anything is made of the model: its configuration, for training."""
+"""Changes to the model's configuration that training needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from planc.ops.configure import Configure
 
 
 def configure(facts: Facts) -> Iterator[Configure]:
-    """A key/value cache is for generation; in training it costs memory and breaks checkpointing.
+    """Disables the key/value cache, which costs memory and breaks activation checkpointing in
+    training.
 
-    A model of several towers has the field in the configuration of each (`text_config`).
+    A multimodal model has the field in the configuration of each part (`text_config`).
     """
     inner = {
         f"{name}.": value for name, value in facts.config.items() if isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""Units -> `fully_shard` operations, inner before outer, and what is set on them afterwards."""
+"""FSDP units -> `fully_shard` operations in topological order, and the settings of units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planc.plan.unit_lists import lists
 
 
 def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
-    """The operations of a section's units, in an order in which torch can run them."""
+    """The operations of a section's units, nested units first."""
     for unit in _inner_first(section.units):
         precision = unit.precision or section.precision
         shard, replicate = _wide(unit, section, holdings.plan)
@@ -49,7 +49,10 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
 
 
 def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> list[SpreadRule]:
-    """What lies otherwise in a unit; the same words for like units, so that they stay one."""
+    """The spreads of a unit's parameters, outer modules first.
+
+    They keep the modules of their rule, so that units of one line stay equal and can be merged.
+    """
     there = [h.spread for h in holdings.all if h.unit is unit]
     found = [s for s in section.spreads if any(s is other for other in there)]
     return sorted(found, key=lambda s: len(s.modules.path))
@@ -66,15 +69,15 @@ def _leaves(unit: Unit, ignored: Modules) -> bool:
 
 
 def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
-    """What is set on all units, once they are."""
+    """The settings of units: gradient divide factors and prefetching."""
     section = plan.fsdp
     if section is None or section.megatron is not None:
         return
     if section.divide is not None:
         yield section.divide
         for unit in section.units:
-            # the ranks of a tensor axis have the same gradient, and each of them adds it
-            same = plan.mesh.size(*section.beyond(unit))
+            # ranks of a tensor axis have equal gradients, and the reduction sums all of them
+            same = plan.mesh.size(*section.extra_axes(unit))
             if same > 1:
                 factor = section.divide.factor * same
                 yield replace(section.divide, factor=factor, units=unit.members)
@@ -86,9 +89,9 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
 def _wide(
     unit: Unit | SpreadRule, section: Fsdp, plan: Plan
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of more than one rank: the rest would only cost process groups.
+    """The axes of more than one rank: others would only add process groups.
 
-    FSDP keeps one axis to work over even of one rank, where it still casts and sums gradients.
+    FSDP keeps one axis even of one rank, because it still casts parameters and reduces gradients.
     """
     split, copied = section.axes(unit)
     shard = tuple(a for a in split if plan.mesh.size(a) > 1)
@@ -99,7 +102,7 @@ def _wide(
 
 
 def _inner_first(units: Iterable[Unit]) -> list[Unit]:
-    """The plan's order, but a unit never before one inside it; the root comes last by that."""
+    """Topological order: nested units first, the root last; else the plan's order."""
     rest = list(units)
     ordered: list[Unit] = []
     while rest:

@@ -1,4 +1,4 @@
-"""The adapters section -> operations: LoRA around layers, and their weights in 4 bits."""
+"""The adapters section -> operations: LoRA on layers, and their weights in 4 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planc.plan.ir import AdapterRule, Plan
 
 
 def adapt(plan: Plan) -> Iterator[Adapt]:
-    """One for each rule, with a seed of its own: two rules would begin with the same values."""
+    """One operation per rule, each with another seed, so that rules start with different values."""
     rules = plan.adapters.rules if plan.adapters else ()
     for number, op in enumerate(_by_line((r.adapt, r.modules) for r in rules)):
         assert plan.adapters is not None
@@ -24,7 +24,7 @@ def adapt(plan: Plan) -> Iterator[Adapt]:
 
 
 def quantize(plan: Plan) -> list[Quantize]:
-    """One for each rule whose layers are in 4 bits."""
+    """One operation per rule whose layers are in 4 bits."""
     rules = plan.adapters.rules if plan.adapters else ()
     return _by_line(
         (r.quantize, Modules((*r.modules.path, BASE_LAYER), r.modules.module))
@@ -37,7 +37,7 @@ Rule = TypeVar("Rule", Adapt, Quantize)
 
 
 def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
-    """The operation of each line, on all of its modules."""
+    """One operation per line of the plan, on all of its modules."""
     found: dict[tuple[Rule, str], list[Modules]] = {}
     for op, modules in rules:
         found.setdefault((op, op.place), []).append(modules)
@@ -45,7 +45,7 @@ def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
 
 
 def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of modules as few, where unlike blocks parted them."""
+    """Sets of modules, merged where different blocks had separated them."""
     result: list[Modules] = []
     for modules in sets:
         for i, other in enumerate(result):
@@ -59,9 +59,9 @@ def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
 
 
 def scales(plan: Plan) -> int:
-    """Bytes of the scales of 4-bit weights on a rank: no unit shards them.
+    """Bytes of the scales of 4-bit weights on one rank: FSDP does not shard them.
 
-    A scale is a float32; with `double` a byte, and a float32 for 256 of them.
+    A scale is a float32; with `double` it is a byte, plus one float32 for 256 of them.
     """
     total = 0
     for rule in plan.adapters.rules if plan.adapters else ():
@@ -69,8 +69,8 @@ def scales(plan: Plan) -> int:
             continue
         split = [
             (part, plan.mesh.size(base.axis))
-            for own, base, part in adapted_tensor_rules(plan)
-            if own is rule and isinstance(base.style, Colwise | Rowwise)
+            for other, base, part in adapted_tensor_rules(plan)
+            if other is rule and isinstance(base.style, Colwise | Rowwise)
         ]
         whole = len(rule.modules) - sum(len(part) for part, _ in split)
         total += whole * _scales(rule, 1)

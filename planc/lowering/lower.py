@@ -1,15 +1,15 @@
-"""IR -> lowered ops. The order of a parallel program is decided here and nowhere else:
+"""IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (inner
-before outer, the root last), and what is set on its units.
+mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (nested
+units first, the root last), and the settings of units.
 
-Adapters come first because peft reads the size of a layer off its weight, of which a split one
-shows a rank's part. Tensor parallelism comes before FSDP, which shards what it leaves; a
-checkpoint wrapper goes inside compile and FSDP so that recomputing happens while the unit's
+Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
+the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
+checkpoint wrapper goes inside compile and FSDP so that recomputation happens while the unit's
 parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. Freezing
-comes after tensor parallelism, which may make new parameters, and before FSDP, which looks at
-them; so do 4-bit weights, of which no style knows how to split one. (The order of torchtitan's
-`parallelize_llama`.)
+comes after tensor parallelism, which may create new parameters, and before FSDP, which reads
+`requires_grad`; so does 4-bit quantization, because no style can shard a 4-bit weight. (The order
+of torchtitan's `parallelize_llama`.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
-from planc.lowering.rng import draws
+from planc.lowering.rng import sync_rng
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -45,11 +45,11 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
 
     Args:
         plan: resolved, free of errors, with its adapters applied.
-        facts: the model that it was resolved for, with the plan's adapters in it.
+        facts: the model that it was resolved for, with the plan's adapters.
 
     Returns:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
-        `replicate`, which only says that a module stays as it is.
+        `replicate`, which is a no-op.
     """
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
@@ -68,7 +68,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *_joined(plan.compile),
         *units,
         *settings(plan, facts),
-        *draws(plan, facts),
+        *sync_rng(plan, facts),
     ]
     stage = Stage(
         parameters=at_rest(units, holdings) + scales(plan),
@@ -100,7 +100,7 @@ Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard)
 
 
 def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
-    """Like operations on like paths as one: to wrap a block it does not matter what is inside."""
+    """Equal operations on modules whose paths differ in one set of indices, merged."""
     result: list[Wrap] = []
     for op in ops:
         for i, other in enumerate(result):
@@ -138,9 +138,9 @@ def _layers(root: Module) -> int:
 
 
 def _data(plan: Plan) -> tuple[str, ...]:
-    """The axes along which ranks read different data: those that average gradients.
+    """The axes whose ranks read different data: those that average gradients.
 
-    Context parallelism also shards parameters over its axis, but its ranks share a sample.
+    Context parallelism shards parameters over its axis too, but its ranks share a sample.
     """
     if plan.fsdp is None:
         return ()
@@ -151,10 +151,10 @@ def _data(plan: Plan) -> tuple[str, ...]:
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
-    """The plan's order, with all that is inside one list of blocks together.
+    """The plan's order, with the rules inside one list of blocks together.
 
-    Of the styles on one module what comes in is first, what goes out last: `parallelize_module`
-    installs hooks, and torch runs them in the order of their installation.
+    Of the styles on one module, an input style is first and an output style last:
+    `parallelize_module` installs hooks, and torch runs them in the order of installation.
     """
     rules = list(rules)
     blocks = list(dict.fromkeys(_block(r) for r in rules))
@@ -168,14 +168,15 @@ def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
 
 
 def _block(rule: TensorRule) -> tuple[str, ...]:
-    """The list of blocks that a rule's modules are in, or nothing."""
+    """The list of blocks that contains a rule's modules; empty for none."""
     key = rule.modules.key
     return key[: len(key) - key[::-1].index("[]")] if "[]" in key else ()
 
 
 def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
-    """The operations of rules in their order; one over another axis splits what those before it
-    leave, so that its modules are parted by the rules on them."""
+    """The operations of rules in order. A rule over another axis shards the local tensors of the
+    rules before it, so its modules are split by those rules.
+    """
     for i, rule in enumerate(rules):
         module = rule.modules.module
         earlier = [r for r in rules[:i] if r.axis != rule.axis]
@@ -198,9 +199,10 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
 
 
 def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
-    """The rules on the modules that they mean: a layer with an adapter is inside peft's.
+    """The rules on the modules that are adapted: peft wraps a layer, which becomes its
+    `base_layer`.
 
-    What changes an input or an output stays outside, where it is the adapter's too.
+    Styles that change inputs or outputs stay on the wrapper, where they apply to the adapter too.
     """
     for rule in rules:
         if isinstance(rule.style, PARAMETERLESS):
@@ -217,7 +219,9 @@ def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
 
 
 def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
-    """What `SequenceParallel` unfreezes: torch 2.13 keeps `requires_grad` in its other styles."""
+    """Freezes again what `SequenceParallel` unfreezes: torch 2.13's other styles keep
+    `requires_grad`.
+    """
     whole = [r for r in tensor if isinstance(r.style, Sequence) and r.modules.module.parameters]
     frozen = plan.adapters is not None and bool(plan.adapters.rules)
     for rule in _on_layers(_ordered(whole), plan):
@@ -226,10 +230,10 @@ def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
 
 
 def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
-    """`parallelize_module` makes a new parameter of each half of a tie, so it is tied again.
+    """`parallelize_module` creates new parameters and breaks ties, so parameters are tied again.
 
-    What is new is what all of them become: a head's bias that its parent names too is split as the
-    head's.
+    All are tied to the first one that a rule creates: a head's bias that its parent names too is
+    sharded as the head's.
     """
 
     def now(parameter: str) -> str:
@@ -246,14 +250,18 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
-    """Whether a rule makes a parameter (by torch's name) anew; a style replaces whole ones too."""
+    """Whether a rule creates a parameter (a torch name); a style also replaces replicated
+    parameters.
+    """
     if isinstance(rule.style, PARAMETERLESS):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
 
 
 def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """The plan's order, but nothing after what it is inside: a wrapper is no module's parent."""
+    """Topological order, nested modules first: after wrapping, a path through the wrapper is
+    invalid.
+    """
     rules = list(rules)
     nested = any(
         len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)

@@ -1,4 +1,4 @@
-"""A lowered plan from a file, for a run that may ask for something else."""
+"""A lowered plan from a file, and whether it fits a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoweredFile:
 
 
 def read(path: str, sink: Sink) -> LoweredFile | None:
-    """The lowered plan of a JSON file, or None after PL006 (can't be read) or PL007."""
+    """The lowered plan in a JSON file, or None after PL006 (unreadable) or PL007."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -38,13 +38,13 @@ def fitted(
     settings: Sequence[str],
     sink: Sink,
 ) -> Lowered | None:
-    """The lowered plan, or None where it is not for this run.
+    """The lowered plan, or None where it does not fit this run.
 
     Args:
-        file: what `read` gave.
-        facts: the model that it is meant for, None where that could not be read.
-        world_size: the number of ranks that was asked for; a lowered plan has one of its own.
-        settings: what was to be set; nothing of a lowered plan can be.
+        file: from `read`.
+        facts: the model of the run, None where that could not be read.
+        world_size: the number of ranks of the run; None for that of the lowered plan.
+        settings: the `--set` arguments, all of which are errors.
         sink: receives PL106, PL301 and PL650.
     """
     path, lowered = file.name, file.lowered

@@ -1,4 +1,4 @@
-"""`backend = megatron` -> the one call that shards the whole model."""
+"""`backend = megatron` -> the one call that shards the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from planc.plan.ir import Fsdp, Plan
 _EXPERTS = "experts"
 
 
-def megatron(plan: Plan, own: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
+def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
     """The operation of a section.
 
     Args:
-        plan: with adapters in place.
-        own: the operation without its units and axes.
+        plan: with adapters applied.
+        op: the operation without its units and axes.
         facts: the model.
         holdings: its parameters.
     """
@@ -31,17 +31,17 @@ def megatron(plan: Plan, own: MegatronShard, facts: Facts, holdings: Holdings) -
     replicate = _wide(section.replicate, plan)
     reduce = section.precision.reduce if section.precision else None
     return replace(
-        own,
+        op,
         members=tuple(members),
         classes=tuple(dict.fromkeys(m.module.cls for m in members)),
         shard=shard,
         replicate=replicate,
-        outer=own.outer if replicate else "no_shard",
-        main_grads=own.main_grads or reduce,
-        grad_comm=own.grad_comm or (reduce if own.main_grads not in (None, reduce) else None),
+        outer=op.outer if replicate else "no_shard",
+        main_grads=op.main_grads or reduce,
+        grad_comm=op.grad_comm or (reduce if op.main_grads not in (None, reduce) else None),
         summed=section.divide is not None,
         experts=any(_expert(m) for m in facts.model.below()),
-        nbytes=sum(len(h.modules) * _at_rest(h, own, section, plan) for h in holdings.all),
+        nbytes=sum(len(h.modules) * _at_rest(h, op, section, plan) for h in holdings.all),
         gathered=max((_gathered(m, holdings) for m in members), default=0),
     )
 
@@ -58,25 +58,26 @@ def _wide(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
 
 
 def _expert(modules: Modules) -> bool:
-    """Whether megatron_fsdp takes parameters for experts: those with `.experts.` in their names."""
+    """Whether megatron_fsdp treats the parameters as experts': `.experts.` is in their names."""
     return bool(modules.module.parameters) and _EXPERTS in modules.path[1:]
 
 
-def _at_rest(own: Holding, said: MegatronShard, section: Fsdp, plan: Plan) -> int:
-    """Bytes of a parameter on a rank, and of the weights that the optimizer works on."""
+def _at_rest(holding: Holding, op: MegatronShard, section: Fsdp, plan: Plan) -> int:
+    """Bytes of a parameter on one rank, and of the optimizer's main weights."""
     ranks = plan.mesh.size(*section.shard)
-    every = ranks * (plan.mesh.size(*section.replicate) if said.outer == "optim" else 1)
-    model = own.whole(None)
-    if said.strategy == "optim_grads_params":
-        held = own.unit is not None and not own.unit.root
-        model = own.sharded(every) + (0 if held else model)  # what no unit holds stays gathered
-    if said.main_params is None or not own.parameter.trainable:
+    every = ranks * (plan.mesh.size(*section.replicate) if op.outer == "optim" else 1)
+    model = holding.whole(None)
+    if op.strategy == "optim_grads_params":
+        in_unit = holding.unit is not None and not holding.unit.root
+        # root parameters stay gathered
+        model = holding.sharded(every) + (0 if in_unit else model)
+    if op.main_params is None or not holding.parameter.trainable:
         return model
-    width = DTYPE_BYTES.get(own.parameter.dtype, 4)
-    main = own.whole(None) if said.strategy == "no_shard" else own.sharded(every)
-    return model + main // width * DTYPE_BYTES[said.main_params]
+    width = DTYPE_BYTES.get(holding.parameter.dtype, 4)
+    main = holding.whole(None) if op.strategy == "no_shard" else holding.sharded(every)
+    return model + main // width * DTYPE_BYTES[op.main_params]
 
 
 def _gathered(member: Modules, holdings: Holdings) -> int:
-    own = [h for h in holdings.all if h.unit and not h.unit.root and h.modules.within(member)]
-    return sum(len(h.modules) * h.whole(None) for h in own) // len(member)
+    inside = [h for h in holdings.all if h.unit and not h.unit.root and h.modules.within(member)]
+    return sum(len(h.modules) * h.whole(None) for h in inside) // len(member)

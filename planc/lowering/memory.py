@@ -1,7 +1,7 @@
-"""Bytes of parameters on a rank: what a plan is for, in numbers.
+"""Bytes of parameters on one rank.
 
-Counted on the compressed module table, so the cost does not grow with depth. A parameter belongs
-to the innermost unit around it; a tied one counts once, where it is first named.
+They are counted on the compressed module table, so the cost does not grow with depth. A parameter
+belongs to the innermost unit that contains it; a tied parameter counts once, at its first name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from planc.plan.parameter_owners import owned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Like parameters of like modules.
+    """Equal parameters of equal modules.
 
     Args:
-        modules: who holds them.
-        unit: who shards them, None where no unit does.
-        spread: what says how they lie in the unit, where they don't lie as it does.
-        parameter: as the model has it.
-        local: its shape after tensor parallelism, on the rank that holds most.
-        count: how many of the modules have one of their own, and not another's by a second name.
+        modules: that have the parameter.
+        unit: that shards it, None for none.
+        spread: the rule that overrides the unit's placement, None for none.
+        parameter: in the model.
+        local: its shape after tensor parallelism, on the rank with the largest shard.
+        count: the number of modules that own the parameter; the others share it by a tie.
     """
 
     modules: Modules
@@ -41,16 +41,18 @@ class Holding:
     count: int
 
     def sharded(self, ranks: int) -> int:
-        """Bytes at rest when FSDP splits a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
+        """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 is padded, as by
+        torch.chunk).
+        """
         first, *rest = self.local or (1,)
         width = DTYPE_BYTES.get(self.parameter.dtype, 4)
-        own = self.spread or self.unit
-        if own is not None and split_dim(self.local, own.shard_dim, ranks):
+        placement = self.spread or self.unit
+        if placement is not None and split_dim(self.local, placement.shard_dim, ranks):
             return prod(self.local) // ranks * width
         return -(-first // ranks) * prod(rest) * width
 
     def whole(self, dtype: str | None) -> int:
-        """Bytes when gathered, in the precision that FSDP gathers in."""
+        """Bytes when all-gathered, in the dtype that FSDP gathers in."""
         return prod(self.local) * DTYPE_BYTES.get(dtype or self.parameter.dtype, 4)
 
 
@@ -64,33 +66,33 @@ class Holdings:
         self.all = [
             Holding(
                 modules=part,
-                unit=own.unit,
-                spread=own.spread,
+                unit=owner.unit,
+                spread=owner.spread,
                 parameter=replace(parameter, dtype=plan.dtype(parameter)),
                 local=local,
                 count=count,
             )
-            for own in owned(plan, facts)
-            for part, on in ruled(own.modules, rules)
+            for owner in owned(plan, facts)
+            for part, on in ruled(owner.modules, rules)
             for parameter in part.module.parameters
             if (count := tied.own(part, parameter))
             for local in [_local(part, parameter, on, plan)]
         ]
 
-    def ranks(self, held: Holding) -> int:
-        """How many ranks share what a unit holds."""
-        own = held.spread or held.unit
-        if held.unit is None or own is None or self.plan.fsdp is None:
+    def ranks(self, holding: Holding) -> int:
+        """The number of ranks that a unit shards the parameter over."""
+        placement = holding.spread or holding.unit
+        if holding.unit is None or placement is None or self.plan.fsdp is None:
             return 1
-        return self.plan.mesh.size(*self.plan.fsdp.axes(own)[0])
+        return self.plan.mesh.size(*self.plan.fsdp.axes(placement)[0])
 
     def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int]:
-        """Bytes of one call's parameters: at rest on a rank, and gathered."""
+        """Bytes of the parameters of one call: at rest on one rank, and all-gathered."""
         param = precision.param if precision else None
-        own = [h for h in self.all if h.unit is unit]
+        inside = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
-        rest = sum(h.count * h.sharded(self.ranks(h)) for h in own)
-        return rest // calls, sum(h.count * h.whole(param) for h in own) // calls
+        rest = sum(h.count * h.sharded(self.ranks(h)) for h in inside)
+        return rest // calls, sum(h.count * h.whole(param) for h in inside) // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
@@ -103,7 +105,7 @@ class Holdings:
 def _local(
     part: Modules, parameter: Parameter, rules: tuple[TensorRule, ...], plan: Plan
 ) -> tuple[int, ...]:
-    """The shape that rules leave; of a 4-bit weight, whose dims are gone, its share of bytes."""
+    """The shape after the rules; a 4-bit weight has lost its dims, so a share of its bytes."""
     if not rules or part.module.cls != FOUR_BIT or parameter.name != "weight":
         return local_shape(parameter, rules, plan)
     left = parameter.shape[0]
@@ -116,7 +118,7 @@ def _local(
 def kept_shape(
     local: tuple[int, ...], unit: FullyShard | Spread | None, lowered: Lowered
 ) -> tuple[int, ...]:
-    """The shape of what a rank keeps of a parameter that a unit splits."""
+    """The shape of a rank's shard of a parameter in a unit."""
     ranks = lowered.axis_size(*unit.shard) if unit else 1
     if unit is None or not local:
         return local
@@ -125,9 +127,9 @@ def kept_shape(
 
 
 class _Tied:
-    """Which parameters are another's by a second name.
+    """Which parameters are another parameter by a second name.
 
-    Modules are gone through one by one only where some of their like are tied.
+    Modules are visited one by one only where some of their set are tied.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -138,7 +140,7 @@ class _Tied:
         }
 
     def own(self, modules: Modules, parameter: Parameter) -> int:
-        """How many of the modules have a parameter of their own."""
+        """The number of modules that own the parameter."""
         if (*modules.key, parameter.name) not in self.keys:
             return len(modules)
         full = (".".join(filter(None, [name, parameter.name])) for name in modules.names())

@@ -1,4 +1,4 @@
-"""`checkpoint_wrapper`: activations recomputed in backward."""
+"""`checkpoint_wrapper`: activations are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.aten_operators import Save
-from planc.ops.base import OMIT, Mesh, Op
-from planc.ops.call import Call, Context, Each, Name, ScriptFunction, Step, given
+from planc.ops.base import OMIT, AxisSizes, Op
+from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
 
 _FUNCTIONS = "standalone.activation_checkpoint:"
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
@@ -18,12 +18,13 @@ _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Op):
-    """`checkpoint_wrapper` (without reentry) around each module.
+    """`checkpoint_wrapper` (non-reentrant) around each module.
 
     Args:
-        save: what is kept in forward (selective checkpointing); empty where nothing is.
-        offload: what is kept, and what goes into the modules, waits for backward on the CPU.
-        pin: there in pinned memory, where the device is CUDA.
+        save: selective checkpointing: the operators whose outputs are saved; empty saves none.
+        offload: whether saved tensors and the inputs of the modules are kept on the CPU until the
+            backward pass.
+        pin: whether that CPU memory is pinned, where the device is CUDA.
         preserve_rng: `preserve_rng_state`.
         early_stop: `early_stop`.
     """
@@ -36,7 +37,7 @@ class Checkpoint(Op):
     early_stop: bool = field(default=True, metadata=OMIT)
 
     SCRIPT: ClassVar = ScriptFunction(
-        "checkpoint", "Computes activations again in backward, to save memory."
+        "checkpoint", "Recomputes activations in the backward pass, to save memory."
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
@@ -47,11 +48,13 @@ class Checkpoint(Op):
         )
         if self.offload:
             options = given(
-                checkpoint_fn=Call(f"{_FUNCTIONS}offloading", (), (("pin", self.pin), *options))
+                checkpoint_fn=FunctionCall(
+                    f"{_FUNCTIONS}offloading", (), (("pin", self.pin), *options)
+                )
             )
-        how = Name(f"{_WRAPPER}:CheckpointImpl.NO_REENTRANT")
+        how = ImportedName(f"{_WRAPPER}:CheckpointImpl.NO_REENTRANT")
         keywords = (("checkpoint_impl", how), *options)
-        call = Call(f"{_WRAPPER}:checkpoint_wrapper", (), keywords)
+        call = FunctionCall(f"{_WRAPPER}:checkpoint_wrapper", (), keywords)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
 
     WORD: ClassVar = "checkpoint"
@@ -61,7 +64,7 @@ class Checkpoint(Op):
         "pin": ("pinned", phrases.value),
     }
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         """`full`, or `ops(save = [...], offload = cpu)`."""
         words = [f"save = [{', '.join(map(str, self.save))}]"] if self.save else []
         words += ["offload = cpu"] if self.offload else []
@@ -71,14 +74,14 @@ class Checkpoint(Op):
         return f"{kind}({', '.join(words)})" if words else kind
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         notes = ((op, op.headline()) for op in ops)
         return phrases.listing(
             (cls.WORD, str(op.modules), "" if how == "full" else how) for op, how in notes
         )
 
-    def _saving(self) -> Call:
+    def _saving(self) -> FunctionCall:
         groups = tuple((save.every, save.ops) for save in self.save)
         if self.offload:
-            return Call(f"{_FUNCTIONS}saving_on_cpu", (self.pin, *groups))
-        return Call(f"{_FUNCTIONS}saving", groups)
+            return FunctionCall(f"{_FUNCTIONS}saving_on_cpu", (self.pin, *groups))
+        return FunctionCall(f"{_FUNCTIONS}saving", groups)

@@ -1,7 +1,7 @@
-"""Torch's operators by name: the groups that a plan can name, and which names torch has.
+"""Torch operators: the groups that a plan can name, and the names that torch has.
 
-What is saved by op is what a dispatch mode sees below autograd: `aten.linear` never gets there, it
-is an `aten.mm` or `aten.addmm` by then.
+Selective checkpointing saves what a dispatch mode sees below autograd. `aten.linear` never gets
+there: it is decomposed into `aten.mm` or `aten.addmm` first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "gather": ("_c10d_functional.all_gather_into_tensor.default",),
     "exchange": ("_c10d_functional.all_to_all_single.default",),
 }
-"""What a plan calls several operators by. Those that a build of torch lacks count for nothing.
+"""Groups of operators by their names in a plan. Operators that a build of torch lacks are ignored.
 
 Source: the save list of torchtitan's selective checkpointing, and the operators that torch's
 attention, flash-attn and the functional collectives dispatch to.
@@ -46,12 +46,12 @@ attention, flash-attn and the functional collectives dispatch to.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """Operators whose results are kept in forward, and not computed again.
+    """Operators whose outputs are saved in the forward pass and not recomputed.
 
     Args:
         name: a group of `GROUPS`, or the operator itself.
-        every: of their calls in one module, one in so many is kept, the first one first.
-        ops: torch's names: namespace, operator, overload.
+        every: of N calls in one module one is saved, the first one first.
+        ops: names in torch: namespace, operator, overload.
     """
 
     name: Operator
@@ -64,7 +64,7 @@ class Save:
 
 @cache
 def _table() -> dict[str, bool]:
-    """Each operator of torch's own that a dispatch mode could see, and whether it does."""
+    """Each operator in the lists of torch, and whether a dispatch mode sees it."""
     known: dict[str, bool] = {}
     for line in (GRAMMARS / "operators.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -76,20 +76,20 @@ def _table() -> dict[str, bool]:
 
 
 def listed(name: str) -> bool:
-    """Whether the name is in a namespace whose operators planc has a list of."""
+    """Whether planc has a list of the operators in the name's namespace."""
     return name.partition(".")[0] in ("aten", "_c10d_functional")
 
 
 def seen(name: str) -> bool | None:
-    """Whether a dispatch mode sees the operator; None where torch has none of that name."""
+    """Whether a dispatch mode sees the operator; None where torch has no operator of that name."""
     return _table().get(name)
 
 
 def like(name: str) -> list[str]:
-    """Operators of the same base name, or else all."""
+    """Operators with the same base name; all operators where there are none."""
     base = name.removesuffix(".default").removesuffix(".")
-    own = [n for n in _table() if n.rpartition(".")[0] == base]
-    return own or list(_table())
+    same = [n for n in _table() if n.rpartition(".")[0] == base]
+    return same or list(_table())
 
 
 __all__ = ["GROUPS", "Save", "like", "listed", "seen"]

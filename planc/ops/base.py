@@ -1,4 +1,4 @@
-"""What every operation has, and how the values of its fields are written in JSON."""
+"""The base class of operations, and the JSON forms of their field types."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
 from planc.ops.entry import Entry, Group, Words
-from planc.ops.phrases import Mesh as Mesh  # noqa: PLC0414 - for every operation
+from planc.ops.phrases import AxisSizes as AxisSizes  # noqa: PLC0414 - for every operation
 from planc.source import NOWHERE, Span
 
 
 class AxisRole(StrEnum):
-    """What the ranks along a mesh axis share out among them.
+    """What the ranks along a mesh axis split among them.
 
-    `planc.plan.mesh_axes` decides it; nothing else looks at the name of an axis.
+    `planc.plan.mesh_axes` decides it; no other module looks at the name of an axis.
     """
 
     DATA = "data"
-    """Samples: each rank reads other ones."""
+    """Samples: each rank reads different ones."""
     SEQUENCE = "sequence"
     """The tokens of one sample."""
     TENSOR = "tensor"
@@ -36,7 +36,7 @@ class AxisRole(StrEnum):
 
 
 Where = tuple[str | int, ...]
-"""A place in a JSON document: the keys and indices that lead there."""
+"""A path in a JSON document: keys and indices."""
 
 OMIT = {"omit": True}
 """Metadata of a dataclass field that is left out of the JSON at its default."""
@@ -53,16 +53,16 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """How values of an annotated type are written, and which of them are allowed.
+    """The JSON form of an annotated type, and the values that it allows.
 
     Args:
         schema: keywords of JSON Schema, beyond those that follow from the type.
-        name: of the definition in the schema that other types refer to; empty for none.
-        write: makes JSON of a value.
-        read: makes a value of JSON; raises ValueError, with a message, for what is none.
-        axis: whether the value is the name of an axis, which the mesh must have.
+        name: the name of the definition that other schemas refer to; empty for none.
+        write: converts a value to JSON.
+        read: converts JSON to a value; raises ValueError with a message for an invalid one.
+        axis: whether the value is the name of an axis, which must be in the mesh.
         pairs: whether a tuple of pairs is written as an object.
-        tag: the key by which an object says which dataclass of a union it is.
+        tag: the key that holds the kind of an object in a union of dataclasses.
     """
 
     schema: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Form:
 
 
 def text(name: str, title: str, pattern: str, *, axis: bool = False, most: int = 200) -> Form:
-    """A text of one pattern. JSON Schema's `$` also matches before a newline at the end."""
+    """A string that matches a pattern. JSON Schema's `$` also matches before a trailing newline."""
     pattern = f"^{pattern}$(?!\\n)"
     schema = {"title": title, "type": "string", "pattern": pattern, "maxLength": most}
     return Form(schema, name=name, axis=axis)
@@ -127,7 +127,7 @@ def choice(*values: object) -> Form:
 
 
 def kind_of(cls: type) -> str:
-    """What the JSON calls a dataclass of a union: `KIND`, or else its name with underscores."""
+    """The tag of a dataclass in the JSON of a union: `KIND`, or its name in snake case."""
     given = getattr(cls, "KIND", "")
     return given or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
@@ -135,24 +135,24 @@ def kind_of(cls: type) -> str:
 Origin = Annotated[Span, Form({"type": "string"}, write=attrgetter("place"), read=Span.at)]
 """A part of a `.plan` file, in JSON as `name:line`."""
 Origins = Annotated[Pairs[Origin], Form(name="origins")]
-"""By field, `ignored.0` for the first entry of `ignored`."""
+"""Spans by field; `ignored.0` is the first entry of `ignored`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """Args:
-    origin: the `.plan` line that asked for it, as `name:line`; empty for what planc adds itself.
-    origins: the lines of fields that another line decided; `precision` is FSDP's whole policy.
+    origin: the `.plan` line that it is from, as `name:line`; empty for what planc adds by itself.
+    origins: the lines of fields that another line decided; `precision` is all of FSDP's policy.
     """
 
     SCRIPT: ClassVar[ScriptFunction]
     KIND: ClassVar[str] = ""
     WORD: ClassVar[str]
-    """What `lower` and `diff` call the kind."""
+    """The name of the kind in `lower` and `diff`."""
     ABOUT: ClassVar[tuple[str, ...]] = ()
-    """The fields that say what it is about, the first one first; all others are facts of a diff."""
+    """The fields that identify the subject, the main one first; all others are facts of a diff."""
     WORDS: ClassVar[Words] = {}
-    """How a diff words its facts, where not by their names and values alone."""
+    """The words of a diff for facts, where they are not the names and values."""
 
     origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
     origins: Origins = field(default=(), compare=False, repr=False, metadata=OMIT)
@@ -162,44 +162,44 @@ class Op:
         return self.origin.place
 
     def origin_of(self, field: str) -> Span | None:
-        """The line that decided a field, None where it is the operation's."""
+        """The line that decided a field; None where it is the line of the operation."""
         return dict(self.origins).get(field)
 
     def problems(self) -> Iterator[tuple[Where, str]]:
-        """What is wrong with the operation and its type does not say: where in it, and what."""
+        """What is invalid beyond the types of the fields: (where in the operation, a message)."""
         yield from ()
 
     @property
     def script(self) -> ScriptFunction:
-        """The function of an emitted script that makes its calls."""
+        """The function of an emitted script that makes the calls of this operation."""
         return self.SCRIPT
 
     def calls(self, context: Context) -> Iterator[Step]:
-        """The torch calls that the operation stands for, in order."""
+        """The torch calls of the operation, in order."""
         raise NotImplementedError
 
-    def headline(self, mesh: Mesh | None = None) -> str:
-        """What it does, for a person; with the sizes of its axes where a mesh is given."""
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        """The operation as a person reads it; with the sizes of its axes where a mesh is given."""
         raise NotImplementedError
 
     @property
     def about(self) -> Any:
-        """The value of the field that says what it is about."""
+        """The value of the first field in `ABOUT`."""
         return getattr(self, self.ABOUT[0]) if self.ABOUT else None
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
-        """The lines that `lower` has for all operations of the kind."""
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+        """The lines that `lower` prints for all operations of the kind."""
         for op in ops:
             units = op.about if isinstance(op.about, tuple) else ()
             some = f", of {', '.join(map(str, units))}" if units else ""
             yield phrases.head(cls.WORD, op.headline(mesh) + some)
 
     def entries(self, common: Set[Group]) -> Iterator[Entry]:
-        """What a diff compares.
+        """The entries that a diff compares.
 
         Args:
-            common: the groups that both sides have; any other is compared member by member.
+            common: the groups that both sides have; any other group is compared member by member.
         """
         about = self.about
         entry = Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
@@ -211,7 +211,7 @@ class Op:
 
 
 def short(value: Any) -> str:
-    """A JSON value for a message, cut where it is long."""
+    """A JSON value for a message, truncated where it is long."""
     return cut(json.dumps(value))
 
 

@@ -1,8 +1,8 @@
-"""Torch calls as data: operations yield them, one printer writes them, one executor makes them.
+"""Torch calls as data: operations yield them, a printer writes them, an executor makes them.
 
-A function is named by `package.module:name`, or by `.name` where it is a method of its first
-argument. `standalone.file:name` is a definition of `planc/runtime/standalone/`, which emitted
-scripts inline.
+A function is named `package.module:name`, or `.name` for a method of its first argument.
+`standalone.file:name` is a definition in `planc/runtime/standalone/`, which emitted scripts
+inline.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 Keywords = tuple[tuple[str, "Value"], ...]
 
 PARALLELIZE = "torch.distributed.tensor.parallel:parallelize_module"
-"""The one function whose calls a script gathers, one dictionary of styles for each block."""
+"""The only function whose calls a script merges: one dictionary of styles per block."""
 
 # Values ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What every stage of a script is given: `model`, or `mesh`, the mesh of all axes."""
+    """An argument of every function in a script: `model`, or `mesh`, the mesh of all axes."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """Something to import that is not called, such as a dtype: `package.module:name`."""
+class ImportedName:
+    """An imported object that is not called, such as a dtype: `package.module:name`."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ParameterRef:
     """A parameter of the model by its torch name, such as `lm_head.weight`."""
 
     name: str
@@ -69,32 +69,35 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A dictionary with texts as keys."""
+    """A dictionary with strings as keys."""
 
     entries: Keywords
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """A list of all modules of some sets."""
+    """The list of all modules in some sets."""
 
     sets: tuple[Modules, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A list of pairs: the index of an entry of the outermost list, and a module in that entry."""
+    """A list of pairs: the index of a block in the outermost list, and a module inside that
+    block.
+    """
 
     modules: Modules
 
 
 @dataclass(frozen=True, slots=True)
 class MeshOf:
-    """The device mesh of some axes, as `fully_shard` takes it.
+    """The device mesh over some axes, as `fully_shard` takes it.
 
     Args:
-        shard: one dimension; several axes are flattened to it, in the order of the mesh.
-        replicate: axes of a dimension before it, flattened too; with `shard` empty the only one.
+        shard: the axes of the shard dimension; several are flattened in the order of the mesh.
+        replicate: the axes of the replicate dimension, which comes first, flattened as well; the
+            only dimension where `shard` is empty.
     """
 
     shard: tuple[str, ...]
@@ -102,11 +105,13 @@ class MeshOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A function and what it is called with.
+class FunctionCall:
+    """A function and its arguments.
 
     Args:
-        keywords: by name; a value under an empty name is a `Table` of further ones.
+        function: its name, see the module's docstring.
+        arguments: positional.
+        keywords: by name; a value under an empty name is a `Table` that is unpacked (`**`).
     """
 
     function: str
@@ -116,11 +121,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A value that is made once and used by several calls; a variable of the script.
+    """A value that is created once and used by several calls: a variable of the script.
 
     Args:
-        name: of the variable; different values of one name are numbered.
-        note: a comment on it.
+        name: the variable's name; different values with one name are numbered.
+        value: what it is assigned.
+        note: a comment on the assignment.
     """
 
     name: str
@@ -136,8 +142,8 @@ Value = (
     | str
     | tuple["Value", ...]
     | Variable
-    | Name
-    | Parameter
+    | ImportedName
+    | ParameterRef
     | Attribute
     | Index
     | Items
@@ -145,7 +151,7 @@ Value = (
     | Members
     | Numbered
     | MeshOf
-    | Call
+    | FunctionCall
     | Shared
 )
 
@@ -161,12 +167,12 @@ class Each:
     """Calls for each module of a set, with the module as their first argument.
 
     Args:
-        replaces: whether the result of the only call takes the place of the module.
-        note: a comment: the plan's line that asked for it.
+        replaces: whether the result of the only call replaces the module.
+        note: a comment: the line of the plan that asked for it.
     """
 
     modules: Modules
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     replaces: bool = False
     note: str = ""
 
@@ -176,17 +182,17 @@ class Once:
     """One call.
 
     Args:
-        replaces: modules in whose places the call puts others, under the same names.
+        replaces: the modules that the call replaces, under the same names.
     """
 
-    call: Call
+    call: FunctionCall
     replaces: tuple[Modules, ...] = ()
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assign:
-    target: Parameter | Attribute
+    target: ParameterRef | Attribute
     value: Value
     note: str = ""
 
@@ -196,10 +202,10 @@ Step = Each | Once | Assign
 
 @dataclass(frozen=True, slots=True)
 class ScriptFunction:
-    """The function of a script that holds the calls of one kind of operation.
+    """The function of an emitted script with the calls of one kind of operation.
 
     Args:
-        name: of the function; a stage that comes again is numbered.
+        name: of the function; a second function of one name gets a number.
         about: its docstring.
     """
 
@@ -209,11 +215,11 @@ class ScriptFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What calls depend on beside their operation.
+    """What the calls of an operation depend on besides its fields.
 
     Args:
         axes: the sizes of the mesh's axes by name, outermost first.
-        fills: whether weights are read into the model afterwards.
+        fills: whether weights are loaded into the model afterwards.
     """
 
     axes: Mapping[str, int]
@@ -232,7 +238,7 @@ class Context:
 
 
 def values_of(step: Step) -> tuple[Value, ...]:
-    """The values of a step."""
+    """The values that a step uses."""
     match step:
         case Each():
             return step.calls
@@ -243,10 +249,10 @@ def values_of(step: Step) -> tuple[Value, ...]:
 
 
 def inside(value: Value) -> Iterator[Value]:
-    """What a value is made of."""
+    """The values that a value is built from."""
     if isinstance(value, tuple):
         yield from value
-    elif isinstance(value, Attribute | Index | Items | Table | Call | Shared):
+    elif isinstance(value, Attribute | Index | Items | Table | FunctionCall | Shared):
         yield from (getattr(value, part.name) for part in fields(value))
 
 
@@ -275,19 +281,19 @@ def given(**keywords: Value) -> Keywords:
     return tuple((name, value) for name, value in keywords.items() if value is not None)
 
 
-def dtype(name: str | None) -> Name | None:
-    """A dtype by torch's name for it."""
-    return None if name is None else Name(f"torch:{name}")
+def dtype(name: str | None) -> ImportedName | None:
+    """A dtype by its name in torch."""
+    return None if name is None else ImportedName(f"torch:{name}")
 
 
 def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
-    """The calls that make a mesh out of the one of all axes.
+    """The calls that build a submesh of the mesh of all axes.
 
-    The root mesh gives its axes in their order alone, so other pairs of dimensions are put together
-    as FSDP itself does it (torch.distributed.fsdp._fully_shard._fsdp_init).
+    Torch slices a root mesh only in the order of its axes. Other pairs of dimensions are
+    concatenated as FSDP does it (torch.distributed.fsdp._fully_shard._fsdp_init).
 
     Args:
-        mesh: what is wanted.
+        mesh: the submesh.
         axes: the sizes of all axes by name, outermost first.
     """
     if not mesh.replicate or not mesh.shard:
@@ -297,14 +303,14 @@ def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
         return Index(MESH, names)
     pair = Items((_dimension(mesh.replicate, axes), _dimension(mesh.shard, axes)))
     return Shared(
-        "hsdp_mesh", Call("torch.distributed.device_mesh:DeviceMesh._concatenate", (pair,))
+        "hsdp_mesh", FunctionCall("torch.distributed.device_mesh:DeviceMesh._concatenate", (pair,))
     )
 
 
 def _dimension(some: tuple[str, ...], axes: Mapping[str, int]) -> Value:
-    # an axis of one rank adds nothing but another process group
+    # an axis of one rank would only add a process group
     wide = tuple(a for a, size in axes.items() if a in some and size > 1)
     if len(wide) < 2:
         return Index(MESH, (wide or some)[:1])
     name = "_".join(wide)
-    return Shared(f"{name}_mesh", Call("._flatten", (Index(MESH, wide), name)))
+    return Shared(f"{name}_mesh", FunctionCall("._flatten", (Index(MESH, wide), name)))

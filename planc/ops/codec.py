@@ -1,10 +1,10 @@
-"""Dataclasses as JSON and back, by the types of their fields.
+"""Dataclasses to JSON and back, by the types of their fields.
 
 A dataclass is an object, or an array where its fields are positional; a member of a union of
 dataclasses also has a tag, the name of its kind. A tuple is an array, or an object where its type
-says that it is one of pairs. Modules and layouts are texts. A field with `OMIT` is left out at its
-default; one that equality ignores is no part of the digest. Nothing else is said of an operation
-to write it, to read it and to generate the schema. (The idea is sqlglot's serde.py.)
+is annotated with `pairs`. Modules and layouts are strings. A field with `OMIT` is left out at its
+default; a field that equality ignores is no part of the digest. Writing, reading and the schema
+need nothing else. (The idea is from sqlglot's serde.py.)
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _INDEX = r"\[[0-9]{1,5}(:[0-9]{1,5}){0,2}(,[0-9]{1,5}(:[0-9]{1,5}){0,2})*\]"
 
 
 def modules_of(path: str) -> Modules:
-    """A set of modules as it is written; its structure is not known.
+    """A set of modules from its text; the structure of the modules is unknown.
 
     Raises:
-        ValueError: the text is no set of modules, or is written in another way.
+        ValueError: the text is no set of modules, or not in canonical form.
     """
     try:
         modules = Modules(parse_path(path), _UNKNOWN)
@@ -61,7 +61,7 @@ _PLAIN: dict[Any, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value that is one text, number or truth value in JSON."""
+    """A value that is one string, number or boolean in JSON."""
 
     form: Form
 
@@ -76,7 +76,7 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An object whose keys are names; a tuple of pairs."""
+    """An object whose keys are names: a tuple of pairs in Python."""
 
     name: Shape
     item: Shape
@@ -85,11 +85,11 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """Plain values, or an array.
+    """A union of plain values and an array.
 
     Args:
-        plain: values that are themselves in JSON.
-        listed: the array, where there may be one.
+        plain: types whose values are written as they are.
+        listed: the array, None where the union has none.
     """
 
     plain: tuple[Leaf, ...]
@@ -118,7 +118,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A dataclass; `row` where it is an array of its fields."""
+    """A dataclass; `row` for one that is written as an array of its fields."""
 
     cls: type
     fields: tuple[Field, ...]
@@ -127,7 +127,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A union of dataclasses; `key` has the name of the kind."""
+    """A union of dataclasses; the value under `key` is the name of the kind."""
 
     key: str
     kinds: Mapping[str, Record]
@@ -139,10 +139,10 @@ Shape = Leaf | Many | Named | Either | Record | Tagged
 
 @cache
 def shape_of(hint: Any) -> Shape:
-    """The JSON of a type.
+    """The JSON form of a type.
 
     Raises:
-        TypeError: the type has no form in JSON.
+        TypeError: the type has no JSON form.
     """
     if get_origin(hint) is Annotated:
         inner, *forms = get_args(hint)
@@ -182,12 +182,12 @@ def _annotated(inner: Any, forms: list[Form]) -> Shape:
 
 
 def _joined(forms: list[Form]) -> Form:
-    """One form of several; the last name and functions hold."""
+    """Several forms merged into one; the last name and the last functions win."""
     *_, last = forms
     named = next((f for f in reversed(forms) if f.name), last)
     made = next((f for f in forms if f.write is not _NONE.write), last)
     schema = {k: v for f in forms for k, v in f.schema.items()}
-    # what narrows a named form has no name of its own
+    # a narrowed form is not the named definition
     name = named.name if named is last else ""
     axis = any(f.axis for f in forms)
     return Form(schema, name=name, write=made.write, read=made.read, axis=axis)
@@ -208,7 +208,9 @@ def _record(cls: type) -> Record:
             default=f.default,
             compared=f.compare,
         )
-        for f in sorted(every, key=lambda f: f.name in inherited)  # its own fields first
+        for f in sorted(
+            every, key=lambda f: f.name in inherited
+        )  # fields of the class before inherited ones
     ]
     return Record(cls, tuple(fields), row=bool(every) and not any(f.kw_only for f in every))
 
@@ -217,8 +219,8 @@ def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
     """A value as JSON.
 
     Args:
-        value: of the type that `shape` is the JSON of.
-        compared: leave out the fields that equality ignores.
+        value: of the type that `shape` describes.
+        compared: whether to leave out the fields that equality ignores.
     """
     match shape:
         case Leaf():
@@ -245,17 +247,21 @@ def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
 
 
 def facts(record: Any, *, without: tuple[str, ...] = ()) -> Iterator[Fact]:
-    """The fields of a dataclass, flat: what equality compares, but for some.
+    """The fields of a dataclass that equality compares, flattened.
 
-    What has a name is called by it: an option, the shapes of a parameter (`weight.shape`), the
+    A value with a name is called by it: an option, the shapes of a parameter (`weight.shape`), the
     layouts of an argument (`hidden_states.source`).
+
+    Args:
+        record: the dataclass.
+        without: the names of fields to leave out.
     """
     kind: Any = type(record)
     for f in _record(kind).fields:
         value = getattr(record, f.name)
         if f.compared and f.name not in without:
             usual = f.omit and value == f.default
-            yield from (Fact(name, said, usual) for name, said in _flat(f.key, value, f.shape))
+            yield from (Fact(name, flat, usual) for name, flat in _flat(f.key, value, f.shape))
 
 
 def _flat(name: str, value: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
@@ -285,24 +291,25 @@ def _flat(name: str, value: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
 
 
 def _one_text(shape: Shape) -> bool:
-    """Whether the dataclass has a text that says all of it."""
+    """Whether `str` writes all fields of the dataclass."""
     return isinstance(shape, Record) and not shape.row and "__str__" in vars(shape.cls)
 
 
 @dataclass(slots=True)
 class Reader:
-    """Makes values of JSON that fits their schema, and notes what no schema can say.
+    """Builds values from JSON that the schema accepts, and collects problems that no schema can
+    state.
 
     Args:
-        problems: where in the document, and what is wrong there.
-        axes: every name of an axis, and where it is.
+        problems: where in the document, and a message.
+        axes: where in the document an axis is named, and its name.
     """
 
     problems: list[tuple[Where, str]] = field(default_factory=list)
     axes: list[tuple[Where, str]] = field(default_factory=list)
 
     def load(self, data: Any, shape: Shape, at: Where = ()) -> Any:
-        """A value; of no use where problems were found."""
+        """A value; meaningless where problems were found."""
         match shape:
             case Leaf():
                 return self._leaf(data, shape.form, at)
@@ -337,12 +344,12 @@ class Reader:
             for f in record.fields
             if f.key in data
         }
-        own = [name for where, name in self.axes[axes:] if len(where) <= len(at) + 2]
-        if len(set(own)) < len(own):
-            self.problems.append((at, f"an axis is named twice: {', '.join(own)}"))
+        names = [name for where, name in self.axes[axes:] if len(where) <= len(at) + 2]
+        if len(set(names)) < len(names):
+            self.problems.append((at, f"an axis is named twice: {', '.join(names)}"))
         if len(self.problems) > problems:
             return None
         made = record.cls(**values)
         if hasattr(made, "problems"):
-            self.problems += [((*at, *where), said) for where, said in made.problems()]
+            self.problems += [((*at, *where), problem) for where, problem in made.problems()]
         return made

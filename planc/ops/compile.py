@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Mesh, Op
-from planc.ops.call import Call, Context, Each, ScriptFunction, Step, given
+from planc.ops.base import AxisSizes, Op
+from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step, given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +19,10 @@ class Compile(Op):
     modules: Modules
     fullgraph: bool = False
 
-    SCRIPT: ClassVar = ScriptFunction("compile_blocks", "Compiles the blocks, each by itself.")
+    SCRIPT: ClassVar = ScriptFunction("compile_blocks", "Compiles each block.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        call = Call(".compile", (), given(fullgraph=self.fullgraph or None))
+        call = FunctionCall(".compile", (), given(fullgraph=self.fullgraph or None))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "compile"
@@ -31,9 +31,9 @@ class Compile(Op):
         "fullgraph": ("", lambda full: "full graph" if full else "graph with breaks")
     }
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return "as one graph, or fail" if self.fullgraph else ""
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         return phrases.listing((cls.WORD, str(op.modules), op.headline()) for op in ops)

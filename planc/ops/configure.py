@@ -1,4 +1,4 @@
-"""A setting of the model's configuration that training needs."""
+"""A field of the model's configuration that training needs changed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Self
 
 from planc.ops import phrases
-from planc.ops.base import Mesh, Op, text
+from planc.ops.base import AxisSizes, Op, text
 from planc.ops.call import MODEL, Assign, Attribute, Context, ScriptFunction, Step
 
 Field = Annotated[
     str,
-    text("field", "`use_cache`, of the configuration or of one inside it", r"(\w+\.)*use_cache"),
+    text("field", "`use_cache`, of the configuration or of a nested one", r"(\w+\.)*use_cache"),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configure(Op):
-    """`model.config.<name> = value`, where training needs it; `reason` says why."""
+    """`model.config.<name> = value`; `reason` says why training needs it."""
 
     name: Field
     value: bool
     reason: str = field(default="", compare=False)
 
-    SCRIPT: ClassVar = ScriptFunction("configure", "Sets what training needs of the configuration.")
+    SCRIPT: ClassVar = ScriptFunction("configure", "Sets configuration fields that training needs.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         target = Attribute(MODEL, f"config.{self.name}")
@@ -34,11 +34,11 @@ class Configure(Op):
     ABOUT: ClassVar[tuple[str, ...]] = ("name",)
     WORDS: ClassVar = {"value": ("", phrases.value)}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return f"= {str(self.value).lower()}"
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         for op in ops:
             reason = f": {' '.join(op.reason.split())}".removesuffix(": ")
             yield phrases.head(cls.WORD, f"{op.name} {op.headline()}{reason}")

@@ -1,4 +1,4 @@
-"""The lowered plan as JSON: versioned, checked by a schema, the same bytes for the same plan."""
+"""The lowered plan as JSON: versioned, validated by a schema, deterministic."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from planc.ops.codec import Reader, dump, shape_of
 from planc.ops.lowered import FORMAT_VERSION, Lowered
 
 _SHAPE = shape_of(Lowered)
-_MOST = 50  # findings; more of them help nobody
+_MOST = 50  # findings that are listed
 
 
 def dumps(lowered: Lowered) -> str:
     """The lowered plan as JSON text.
 
-    Keys are in a fixed order, indented by two spaces; a field of an operation stays on its line;
-    a newline ends the text.
+    Keys have a fixed order, the indent is two spaces, each field of an operation is on one line,
+    and a newline ends the text.
     """
     return f"{_written({'format_version': FORMAT_VERSION, **dump(lowered, _SHAPE)})}\n"
 
 
 def digest(lowered: Lowered) -> str:
-    """The sha256, in hex, of the canonical JSON of what equality compares.
+    """The sha256, in hex, of the canonical JSON of all fields that equality compares.
 
-    Places in the `.plan` file and reasons are not compared, so neither a comment nor a line that
-    moved changes it.
+    Origins (lines of the `.plan` file) and reasons are not compared, so an edited comment or a
+    moved line leaves the digest unchanged.
     """
     content = dump(lowered, _SHAPE, compared=True)
     text = json.dumps(
@@ -40,29 +40,29 @@ def digest(lowered: Lowered) -> str:
 def loads(text: str, name: str, sink: Sink) -> Lowered | None:
     """The lowered plan that `dumps` wrote, or None after findings (PL007).
 
-    The modules know their paths alone: their `module` is empty.
+    Sets of modules have their paths only: `module` of each is empty.
 
     Args:
         text: JSON.
-        name: what messages call it.
-        sink: receives PL007 for text that is no JSON, of another version, against the schema, or
-            that names an axis which its mesh lacks.
+        name: the document's name in messages.
+        sink: receives PL007 for invalid JSON, another format version, a violation of the schema, or
+            an axis that the mesh lacks.
     """
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        said = "it nests too deep" if isinstance(error, RecursionError) else str(error)
+        message = "it nests too deep" if isinstance(error, RecursionError) else str(error)
         sink.error(
             "PL007",
-            f"{name} is not JSON: {said[:1].lower()}{said[1:]}",
+            f"{name} is not JSON: {message[:1].lower()}{message[1:]}",
             help="`planc lower --format json` writes a lowered plan",
         )
         return None
     if not _known(data, name, sink):
         return None
     problems, lowered = _read(data)
-    for where, said in problems[:_MOST]:
-        sink.error("PL007", f"{name}, at {_path(where)}: {said}")
+    for where, problem in problems[:_MOST]:
+        sink.error("PL007", f"{name}, at {_path(where)}: {problem}")
     if len(problems) > _MOST:
         more = len(problems) - _MOST
         sink.error("PL007", f"{name}, at further places: {more:,} more findings")
@@ -70,8 +70,8 @@ def loads(text: str, name: str, sink: Sink) -> Lowered | None:
 
 
 def _read(data: dict[str, Any]) -> tuple[list[tuple[Where, str]], Lowered | None]:
-    """What is wrong in a document, or what it holds."""
-    from planc.ops.schema import against_schema  # slow to import, and for reading alone
+    """The problems of a document and, where there are none, the lowered plan."""
+    from planc.ops.schema import against_schema  # slow to import, and only needed to read
 
     try:
         problems = against_schema(data)
@@ -104,7 +104,7 @@ def _path(where: Where) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; Python would drop all but the last of its like keys in silence."""
+    """A JSON object; `json` itself would silently keep only the last of several equal keys."""
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [n for n, _ in pairs]
@@ -114,7 +114,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _known(data: Any, name: str, sink: Sink) -> bool:
-    """Whether the format is one that this planc reads."""
+    """Whether this planc reads the format version."""
     version = data.get("format_version") if isinstance(data, dict) else None
     if type(version) is int and version == FORMAT_VERSION:
         return True
@@ -129,7 +129,7 @@ def _known(data: Any, name: str, sink: Sink) -> bool:
 
 
 def _written(value: Any, indent: str = "", levels: int = 5) -> str:
-    """JSON with a line for each field of an operation; what is inside a field stays on its line."""
+    """JSON with one line for each field of an operation."""
     if not levels or not isinstance(value, dict | list) or not value:
         return json.dumps(value)
     inner = f"{indent}  "

@@ -1,4 +1,4 @@
-"""What a diff compares: what an operation says of a set of modules."""
+"""The unit of comparison of a diff: what an operation states about a set of modules."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 from planc.model.facts import Modules
 
 Group = frozenset[str]
-"""The paths of the members of a group that is one FSDP unit."""
+"""The paths of the members of a group (one FSDP unit)."""
 
 Value = str | int | float | bool | tuple[int, ...] | tuple[str, ...] | None
 Words = Mapping[str, tuple[str, Callable[[Any], str]]]
-"""For fields by their names in the JSON: what a diff calls them, and how it writes a value."""
+"""By the name of a field in the JSON: its name in a diff, and the text of a value."""
 
 
 class Fact(NamedTuple):
-    """What is said, named as in the lowered JSON; `usual` where the JSON leaves it out."""
+    """A statement with its name in the lowered JSON; `usual` for a default that the JSON leaves
+    out.
+    """
 
     name: str
     value: Value
@@ -26,19 +28,19 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a plan says of a set of modules.
+    """What a plan states about a set of modules.
 
     Args:
         kind: one of `planc.diffing.entries.KINDS`.
         over: the axes of a tensor-parallel style.
-        label: what it is about, where that is not a set of modules.
+        label: the subject, where that is not a set of modules.
         modules: the set.
         style: of a tensor-parallel rule.
-        facts: the rest of what it says.
-        place: the `.plan` line.
-        brief: what a diff says where only one side has it.
-        source: the operation, or the part of one, whose fields are facts too but for those in its
-            `ABOUT`; None for nothing.
+        facts: all other statements.
+        place: the line of the `.plan` file.
+        brief: the text of a diff where only one side has the entry.
+        source: the operation, or the part of one, whose fields are facts too, except those in its
+            `ABOUT`; None for none.
         at: its position in the plan, which only orders names.
     """
 
@@ -55,15 +57,15 @@ class Entry:
 
     @property
     def subject(self) -> tuple[object, ...]:
-        """Entries with the same subject are compared, as far as their indices meet."""
+        """Entries with the same subject are compared where their indices overlap."""
         key = None if self.modules is None else self.modules.key
         return (self.kind, self.over, self.label, key)
 
     @property
-    def said(self) -> str:
-        """All that it says, strictly: to reshard to 1 rank is not to reshard to all."""
+    def content(self) -> str:
+        """All statements, strictly typed: `reshard` to 1 rank differs from `reshard = True`."""
         return repr((self.style, self.facts))
 
     def order(self) -> tuple[str, str]:
-        """A fixed order of entries, so that the order of operations does not matter."""
-        return (str(self.modules), self.said)
+        """A sort key that does not depend on the order of operations."""
+        return (str(self.modules), self.content)

@@ -1,4 +1,4 @@
-"""Which parameters take gradients."""
+"""Which parameters require gradients."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Mesh, Op
-from planc.ops.call import Call, Context, Each, ScriptFunction, Step
+from planc.ops.base import AxisSizes, Op
+from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freeze(Op):
-    """`module.requires_grad_(trainable)` for each module; later ones may be inside earlier ones."""
+    """`module.requires_grad_(trainable)` for each module; a later operation may be on a
+    submodule.
+    """
 
     modules: Modules
     trainable: bool = False
 
-    SCRIPT: ClassVar = ScriptFunction("freeze", "Says which parameters take gradients.")
+    SCRIPT: ClassVar = ScriptFunction("freeze", "Sets which parameters require gradients.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        call = Call(".requires_grad_", (self.trainable,))
+        call = FunctionCall(".requires_grad_", (self.trainable,))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "training"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {"trainable": ("", lambda state: "trainable" if state else "frozen")}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return "trainable" if self.trainable else "frozen"
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         return phrases.listing((op.headline(), str(op.modules), "") for op in ops)

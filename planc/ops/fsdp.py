@@ -1,4 +1,4 @@
-"""`fully_shard`, and what is set on its units afterwards."""
+"""`fully_shard`, and the settings of its units."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from planc.ops.base import (
     OMIT,
     Axes,
     Axis,
+    AxisSizes,
     Count,
     Dtype,
     Form,
-    Mesh,
     Op,
     Positive,
     ShardDim,
@@ -27,9 +27,9 @@ from planc.ops.base import (
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
-    Call,
     Context,
     Each,
+    FunctionCall,
     Keywords,
     Members,
     MeshOf,
@@ -51,7 +51,12 @@ _FUNCTIONS = "standalone.fsdp:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Parameters in and below modules that lie otherwise than the rest of their unit."""
+    """Parameters of a unit that are sharded over another mesh or dim than the rest of the unit.
+
+    Args:
+        modules: the parameters in these modules and in their submodules.
+        shard, replicate, shard_dim: as of the unit.
+    """
 
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = WORDS
@@ -61,28 +66,28 @@ class Spread:
     replicate: Axes = field(default=(), metadata=OMIT)
     shard_dim: ShardDim = field(default=0, metadata=OMIT)
 
-    def headline(self, mesh: Mesh | None = None) -> str:
+    def headline(self, mesh: AxisSizes | None = None) -> str:
         return ", ".join(filter(None, (where(self, mesh), along(self))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(Op):
-    """`fully_shard`: one unit per module of `members[0]`, or one for a group.
+    """`fully_shard`: one unit per module of `members[0]`, or one unit for a group.
 
     Args:
-        shard: axes over which parameters are split; several are flattened to one dimension. None
-            means torch's composable `replicate`.
-        replicate: axes over which they are copied.
+        shard: the axes that parameters are sharded over; several are flattened to one mesh
+            dimension. Empty for torch's composable `replicate`.
+        replicate: the axes that parameters are replicated over.
         reshard: `reshard_after_forward`.
-        param, reduce, output: dtype names of the mixed precision policy, None for none.
+        param, reduce, output: the dtype names of the mixed precision policy, None for none.
         cast_inputs: the policy's `cast_forward_inputs`.
-        nbytes: bytes of parameters that one rank keeps of one such unit, at rest.
-        gathered: bytes of one such unit while it is gathered (in `param` precision).
-        ignored: modules inside whose parameters stay whole and belong to no unit.
-        shard_dim: the dim that is split of those parameters that have it, where it divides.
-        offload: whether shards live in host memory.
+        nbytes: bytes of one unit's parameters that one rank holds at rest.
+        gathered: bytes of one unit while it is all-gathered (in `param` precision).
+        ignored: submodules whose parameters are replicated and belong to no unit.
+        shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
+        offload: whether shards are kept in CPU memory.
         pin: whether that memory is pinned, where there is a device to copy to.
-        spreads: parameters inside that lie otherwise, outer modules before inner.
+        spreads: parameters inside that are sharded otherwise, outer modules before inner ones.
     """
 
     members: Some[Modules]
@@ -104,7 +109,7 @@ class FullyShard(Op):
 
     def problems(self) -> Iterator[tuple[Where, str]]:
         if not self.shard and not self.replicate:
-            yield (), "a unit works over no axis"
+            yield (), "a unit has no axis"
         if not self.group and len(self.members) > 1:
             yield ("members",), "only a group has several members"
 
@@ -118,13 +123,15 @@ class FullyShard(Op):
         function = "torch.distributed.fsdp:fully_shard"
         if not self.shard:
             function = "torch.distributed._composable.replicate_with_fsdp:replicate"
-        keywords = (("", Shared("fsdp", self._common())), *self._own(context))
+        keywords = (("", Shared("fsdp", self._common())), *self._keywords(context))
         if self.group:
-            call = Call(function, (Members(self.members),), keywords)
+            call = FunctionCall(function, (Members(self.members),), keywords)
             yield Once(call=call, note=self.place)
             return
         for modules in self.members:
-            yield Each(modules=modules, calls=(Call(function, (), keywords),), note=self.place)
+            yield Each(
+                modules=modules, calls=(FunctionCall(function, (), keywords),), note=self.place
+            )
 
     WORD: ClassVar = "fsdp"
     ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")
@@ -132,19 +139,19 @@ class FullyShard(Op):
 
     @property
     def name(self) -> str:
-        """What a plan calls the unit."""
+        """The unit as a plan writes it."""
         paths = [str(m) for m in self.members]
         inner = phrases.together(p for p in paths if phrases.parent(p))
         names = ", ".join([*inner, *(p for p in paths if not phrases.parent(p))])
         return f"group({names})" if self.group else names
 
-    def headline(self, mesh: Mesh | None = None) -> str:
-        """What it has in common with other units: axes, precision and where shards live."""
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        """What units share: axes, precision and where shards are kept."""
         return f"{where(self, mesh)}, {self.precision}{offloading(self)}"
 
     @property
     def precision(self) -> str:
-        """What it computes in and what its gradients are summed in."""
+        """The dtypes of the mixed precision policy."""
         kinds = (("parameters", self.param), ("gradients", self.reduce), ("output", self.output))
         words = [f"{name} {phrases.dtype(kind)}" for name, kind in kinds if kind]
         text = ", ".join(words) or "no mixed precision"
@@ -155,8 +162,8 @@ class FullyShard(Op):
         return resharded(self.reshard)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
-        """The units in the order of their calls, with a new head where the axes change."""
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+        """The units in the order of their calls, with a heading where the axes change."""
         for _, same in groupby(ops, key=lambda op: (op.shard, op.replicate)):
             units = list(same)
             word = cls.WORD if units[0].shard else "replicate"
@@ -166,17 +173,17 @@ class FullyShard(Op):
             row = ("spread", str(spread.modules), spread.headline(mesh))
             yield from phrases.listing([row])
         ignored = dict.fromkeys(str(m) for op in ops for m in op.ignored)
-        note = "whole on every rank, in no unit"
+        note = "replicated, in no unit"
         yield from phrases.listing(("ignored", path, note) for path in ignored)
 
     def entries(self, common: Set[Group]) -> Iterator[Entry]:
-        """Its spreads, and the unit: a group that both sides have by its name."""
+        """Its spreads, and the unit; a group that both sides have is one entry, with its name."""
         for spread in self.spreads:
-            said = Entry(kind="spread", place=self.place, brief=spread.headline(), source=spread)
+            entry = Entry(kind="spread", place=self.place, brief=spread.headline(), source=spread)
             for modules in filter(None, map(spread.modules.inside, self.members)):
-                yield replace(said, modules=modules)
+                yield replace(entry, modules=modules)
         name, away = self.name if self.group else "", "offloaded" if self.offload else ""
-        size = f"{phrases.size(self.nbytes)} a rank"
+        size = f"{phrases.size(self.nbytes)} per rank"
         brief = ", ".join(filter(None, (self.resharding, size, along(self), away)))
         entry = Entry(kind=self.WORD, place=self.place, brief=brief, source=self)
         if self.paths in common:
@@ -189,22 +196,22 @@ class FullyShard(Op):
 
     @property
     def paths(self) -> Group:
-        """The members of a group, in any order; of a unit that is no group nothing."""
+        """The paths of a group's members; empty for a unit that is no group."""
         return frozenset(str(m) for m in self.members) if self.group else frozenset()
 
     def _common(self) -> Table:
-        """What units have in common."""
+        """The keyword arguments that units share."""
         precision = given(
             param_dtype=dtype(self.param),
             reduce_dtype=dtype(self.reduce),
             output_dtype=dtype(self.output),
             cast_forward_inputs=None if self.cast_inputs else False,
         )
-        policy = Call("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
-        ignored = Call(f"{_FUNCTIONS}parameters_of", (Members(self.ignored),))
-        # without a device nothing can pin memory
-        pin = Call("torch:cuda.is_available") if self.pin else False
-        host = Call("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
+        policy = FunctionCall("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
+        ignored = FunctionCall(f"{_FUNCTIONS}parameters_of", (Members(self.ignored),))
+        # memory can only be pinned with a device
+        pin = FunctionCall("torch:cuda.is_available") if self.pin else False
+        host = FunctionCall("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
         return Table(
             given(
                 mesh=MeshOf(self.shard, self.replicate),
@@ -214,22 +221,22 @@ class FullyShard(Op):
             )
         )
 
-    def _own(self, context: Context) -> Keywords:
+    def _keywords(self, context: Context) -> Keywords:
         placement = _split(self, context)
         if self.spreads:
-            spreads = tuple(self._spread(spread, context) for spread in self.spreads)
-            lying = Shared("lying", Call(f"{_FUNCTIONS}placements", spreads))
+            placements = tuple(self._spread(spread, context) for spread in self.spreads)
+            overrides = Shared("spreads", FunctionCall(f"{_FUNCTIONS}placements", placements))
             rest = (placement,) if placement else ()
-            placement = Call(f"{_FUNCTIONS}spread", (lying, *rest))
+            placement = FunctionCall(f"{_FUNCTIONS}spread", (overrides, *rest))
         return given(
             reshard_after_forward=self.reshard if self.shard else None,
             shard_placement_fn=placement,
         )
 
     def _spread(self, spread: Spread, context: Context) -> Value:
-        """Modules, how their parameters are split, and over what where it is not the unit's mesh.
+        """(modules, `shard_placement_fn`, mesh info) of a spread; None where they are the unit's.
 
-        Parameters of one process group must come with one and the same object for it.
+        Parameters with one process group must share the mesh info object.
         """
         info: Value = None
         if (spread.shard, spread.replicate) != (self.shard, self.replicate):
@@ -240,18 +247,18 @@ class FullyShard(Op):
             )
             function = f"torch.distributed.fsdp._fully_shard._fsdp_common:{kind}"
             mesh = MeshOf(spread.shard, spread.replicate)
-            info = Shared(f"{'_'.join(spread.shard)}_info", Call(function, (mesh,), dims))
+            info = Shared(f"{'_'.join(spread.shard)}_info", FunctionCall(function, (mesh,), dims))
         return Members((spread.modules,)), _split(spread, context), info
 
 
-_REPLICATE = ScriptFunction("copies", "Averages the gradients of whole copies.")
+_REPLICATE = ScriptFunction("copies", "Averages the gradients of replicated parameters.")
 
 
-def _split(part: FullyShard | Spread, context: Context) -> Call | None:
-    """Along which dim parameters are split; None where that is torch's own choice."""
+def _split(part: FullyShard | Spread, context: Context) -> FunctionCall | None:
+    """The `shard_placement_fn` of a dim; None for dim 0, torch's default."""
     if not part.shard_dim:
         return None
-    return Call(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
+    return FunctionCall(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,28 +266,28 @@ class Divide(Op):
     """`set_gradient_divide_factor` of every unit, or of some.
 
     Args:
-        factor: what summed gradients are divided by.
-        units: those that more ranks add up, after all others; empty for every unit.
+        factor: the divisor of summed gradients.
+        units: units that reduce over more ranks than the others; empty for every unit.
     """
 
     factor: Positive
     units: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
-    SCRIPT: ClassVar = ScriptFunction("divide", "Sets what summed gradients are divided by.")
+    SCRIPT: ClassVar = ScriptFunction("divide", "Sets the divisor of summed gradients.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         if not self.units:
-            call = Call(f"{_FUNCTIONS}divide_gradients", (MODEL, self.factor, DEVICE_TYPE))
+            call = FunctionCall(f"{_FUNCTIONS}divide_gradients", (MODEL, self.factor, DEVICE_TYPE))
             yield Once(call=call, note=self.place)
         for modules in self.units:
-            call = Call(".set_gradient_divide_factor", (self.factor,))
+            call = FunctionCall(".set_gradient_divide_factor", (self.factor,))
             yield Each(modules=modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "divide"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
     WORDS: ClassVar = {"factor": ("gradients by", phrases.value)}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return f"gradients are summed, then divided by {self.factor:,}"
 
 
@@ -292,39 +299,38 @@ class Prefetch(Op):
     """`set_modules_to_forward_prefetch` and `..._backward_prefetch` along a list of units.
 
     Args:
-        units: sets with the list's indices at one place of their paths; of one entry they run in
-            this order, outer ones before those inside them.
-        forward, backward: how many entries ahead are gathered; 0 leaves it to FSDP.
+        units: sets with the list's indices at one position of their paths; those of one block run
+            in this order, outer units before the units inside them.
+        forward, backward: how many blocks ahead are all-gathered; 0 leaves it to FSDP.
     """
 
     units: Some[Modules]
     forward: Depth = 0
     backward: Depth = 0
 
-    SCRIPT: ClassVar = ScriptFunction(
-        "prefetch", "Gathers the parameters of the next blocks ahead of time."
-    )
+    SCRIPT: ClassVar = ScriptFunction("prefetch", "Prefetches the parameters of the next blocks.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
         ways = (("forward", self.forward, self.units), ("backward", self.backward, self.returning))
         for way, depth, units in ways:
             if depth:
                 order = tuple(Numbered(modules) for modules in units)
-                call = Call(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
+                call = FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
                 yield Once(call=call, note=self.place)
 
     WORD: ClassVar = "prefetch"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
-        """How far it gathers ahead."""
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
+        """How many blocks ahead are all-gathered."""
         ways = (("forward", self.forward), ("backward", self.backward))
         return ", ".join(f"{depth} ahead in {way}" for way, depth in ways if depth)
 
     @property
     def returning(self) -> tuple[Modules, ...]:
-        """The units of an entry in the order of the backward pass: the last first, but a unit
-        before those inside it, as its hook is on its output."""
+        """The units of a block in the order of the backward pass: reversed, but a unit before
+        the units inside it, because its hook is on its output.
+        """
         result: list[Modules] = []
         for modules in self.units:
             around = [i for i, outer in enumerate(result) if modules.within(outer)]

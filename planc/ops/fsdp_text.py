@@ -1,4 +1,4 @@
-"""What is said of the units of FSDP, and their table."""
+"""The text of FSDP units, and the table of them that `lower` prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from planc.ops import phrases
 from planc.ops.entry import Words
-from planc.ops.phrases import Mesh
+from planc.ops.phrases import AxisSizes
 
 if TYPE_CHECKING:
     from planc.ops.fsdp import FullyShard, Spread
@@ -19,7 +19,7 @@ def _copied(axes: tuple[str, ...]) -> str:
 
 
 def resharded(value: bool | int) -> str:
-    """What a unit does with its gathered parameters after forward."""
+    """What a unit does with its gathered parameters after the forward pass."""
     if value is True:
         return "reshard after forward"
     return "keep" if value is False else f"reshard to {value} after forward"
@@ -32,15 +32,15 @@ WORDS: Words = {
     "param": ("parameters", phrases.value),
     "reduce": ("gradients", phrases.value),
     "cast_inputs": ("cast inputs", phrases.value),
-    "nbytes": ("a rank", phrases.value),
+    "nbytes": ("per rank", phrases.value),
     "group": ("unit", lambda group: group or "alone"),
     "shard_dim": ("dim", phrases.value),
     "pin": ("pinned", phrases.value),
 }
 
 
-def where(of: FullyShard | Spread, mesh: Mesh | None) -> str:
-    """The axes that parameters are split and copied over."""
+def where(of: FullyShard | Spread, mesh: AxisSizes | None) -> str:
+    """The axes that parameters are sharded and replicated over."""
     text = f"on {phrases.axes(of.shard or of.replicate, mesh)}"
     if of.shard and of.replicate:
         text += f", replicated over {phrases.axes(of.replicate, mesh)}"
@@ -58,7 +58,7 @@ def offloading(op: FullyShard) -> str:
 
 
 def rows(ops: Sequence[FullyShard]) -> Iterator[tuple[str, str, str, str]]:
-    """(unit, reshard, bytes, a precision of its own) of each unit."""
+    """(unit, reshard, bytes, a precision that differs from the first unit's) for each unit."""
     folded, common = _folded(ops), ops[0].precision
     columns = (
         [f"{times} x " if times > 1 else "" for _, times in folded],
@@ -68,18 +68,18 @@ def rows(ops: Sequence[FullyShard]) -> Iterator[tuple[str, str, str, str]]:
     widths = [max(map(len, column)) for column in columns]
     for (op, _), *cells in zip(folded, *columns, strict=True):
         times, rest, whole = (c.rjust(w) for c, w in zip(cells, widths, strict=True))
-        numbers = f"{times}{rest} a rank, {whole} gathered"
-        own = op.precision if op.precision != common else ""
+        numbers = f"{times}{rest} per rank, {whole} gathered"
+        precision = op.precision if op.precision != common else ""
         yield (
             op.name,
             op.resharding if op.shard else "",
-            numbers if op.nbytes or op.gathered else "nothing of its own",
-            ", ".join(filter(None, (own, along(op)))),
+            numbers if op.nbytes or op.gathered else "no parameters of its own",
+            ", ".join(filter(None, (precision, along(op)))),
         )
 
 
 def _folded(ops: Sequence[FullyShard]) -> list[tuple[FullyShard, int]]:
-    """Each unit with how many it is; the groups of one line that are of like sizes as one."""
+    """(unit, number of units); the groups of one line that have equal sizes are merged."""
     groups: list[tuple[FullyShard, int]] = []
     for op in ops:
         before = groups[-1][0] if groups else None
@@ -92,7 +92,7 @@ def _folded(ops: Sequence[FullyShard]) -> list[tuple[FullyShard, int]]:
 
 
 def _joined(one: FullyShard, two: FullyShard) -> FullyShard | None:
-    """Two groups of entries of the same lists as one."""
+    """Two groups of blocks in the same lists, merged; None where they differ."""
     if one.place != two.place or len(one.members) != len(two.members):
         return None
     unions = tuple(a.union(b) for a, b in zip(one.members, two.members, strict=True))

@@ -1,4 +1,4 @@
-"""Where weights start and how they are loaded."""
+"""Where weights are created, how they are loaded, and their dtype."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
-from planc.ops.base import OMIT, Dtype, Mesh, Op, choice
-from planc.ops.call import MODEL, Call, Context, Once, ScriptFunction, Step, dtype, given
+from planc.ops.base import OMIT, AxisSizes, Dtype, Op, choice
+from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
 from planc.ops.peft_pattern import pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Op):
-    """Where weights begin and how they arrive: what is cast before all else, and `Run.load`.
+    """The dtype cast that comes before all other operations, and what `Run.load` does.
 
     Args:
-        meta: the model must be on the meta device.
-        weights: what `Run.load` does with a folder: `slices`, each rank reads its own; `rank0`, it
-            reads and sends; `checkpoint`, of torch.distributed.checkpoint. None: the call says it.
-        dtype: torch's name of the type that parameters are cast to, None for their own.
+        meta: whether the model must be on the meta device.
+        weights: how `Run.load` reads a folder: `slices`, each rank reads its slices; `rank0`, rank
+            0 reads and broadcasts; `checkpoint`, a distributed checkpoint (DCP). None leaves it to
+            the call.
+        dtype: the torch dtype that parameters are cast to, None keeps the model's.
         fp32: parameters that are cast to float32 instead; the last part of a path is a
             parameter's name.
     """
@@ -32,32 +33,34 @@ class Load(Op):
     fp32: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
     def kept(self, parameter: Parameter) -> str:
-        """The dtype that a parameter of the model is kept in."""
+        """The parameter's dtype after `load`."""
         if self.dtype is None:
             return parameter.dtype
         return (parameter if self.fp32 else replace(parameter, keep_in_fp32="")).cast(self.dtype)
 
     @property
     def pattern(self) -> str:
-        """The regular expression of the names in `fp32`, and no others."""
+        """A regular expression that matches the names in `fp32` and no others."""
         return pattern_of(self.fp32)
 
     SCRIPT: ClassVar = ScriptFunction(
-        "prepare", "Says where weights begin, and what type they are kept in."
+        "prepare", "Prepares parameters for loading: their device and dtype."
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
         if self.meta:
-            yield Once(call=Call("standalone.load_weights:on_meta", (MODEL,)), note=self.place)
+            yield Once(
+                call=FunctionCall("standalone.load_weights:on_meta", (MODEL,)), note=self.place
+            )
         if self.dtype:
             fp32 = given(fp32=self.pattern if self.fp32 else None)
-            call = Call("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
+            call = FunctionCall("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
             yield Once(call=call, note=self.place)
 
     WORD: ClassVar = "load"
     WORDS: ClassVar = {"fp32": ("fp32", lambda names: ", ".join(phrases.together(names)) or "none")}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         """`each rank reads its own slices, kept in bf16, built on meta`."""
         ways = {
             "slices": "each rank reads its own slices",

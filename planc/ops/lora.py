@@ -1,4 +1,4 @@
-"""LoRA adapters, by peft."""
+"""LoRA adapters, through peft."""
 
 from __future__ import annotations
 
@@ -8,24 +8,35 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Count, Dtype, Form, Mesh, Op, Positive, Size, Some, choice
-from planc.ops.call import MODEL, Call, Context, Each, Once, ScriptFunction, Step, dtype, given
+from planc.ops.base import AxisSizes, Count, Dtype, Form, Op, Positive, Size, Some, choice
+from planc.ops.call import (
+    MODEL,
+    Context,
+    Each,
+    FunctionCall,
+    Once,
+    ScriptFunction,
+    Step,
+    dtype,
+    given,
+)
 from planc.ops.peft_pattern import pattern_of
 
 HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-"""The parts of peft's layer that are an adapter's; those of a layer of another kind are empty."""
+"""The adapter's submodules of a peft layer; those for other kinds of layers are empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapt(Op):
-    """peft's `inject_adapter_in_model` with one `LoraConfig`; all but adapters is frozen.
+    """peft's `inject_adapter_in_model` with one `LoraConfig`; all parameters but adapters are
+    frozen.
 
     Args:
         members: the layers of one rule.
         rank, alpha, dropout: the configuration's `r`, `lora_alpha` and `lora_dropout`.
-        dtype: what A and B are cast to, None where they keep that of their layer.
+        dtype: the dtype of A and B, None for that of their layer.
         init: `default`, `gaussian` or `random`, peft's `init_lora_weights`.
-        seed: of their first values, so that every rank has the same.
+        seed: of the initial values, which are equal on every rank.
     """
 
     members: Some[Modules]
@@ -38,7 +49,7 @@ class Adapt(Op):
 
     @property
     def pattern(self) -> str:
-        """The regular expression that peft finds these layers by, and no others."""
+        """A regular expression that matches the names of these layers and no others."""
         return pattern_of(self.members)
 
     def names(self) -> Iterator[str]:
@@ -46,7 +57,7 @@ class Adapt(Op):
         return (name for members in self.members for name in members.names())
 
     SCRIPT: ClassVar = ScriptFunction(
-        "add_adapters", "Puts LoRA around layers, and freezes all else."
+        "add_adapters", "Adds LoRA adapters, and freezes all other parameters."
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
@@ -57,12 +68,12 @@ class Adapt(Op):
             init_lora_weights=self.initial if self.init != "default" else None,
             target_modules=self.pattern,
         )
-        # the values are the same on every rank
-        call = Call("standalone.lora:inject_lora", (MODEL, self.seed), config)
+        # initial values are equal on every rank
+        call = FunctionCall("standalone.lora:inject_lora", (MODEL, self.seed), config)
         yield Once(call=call, replaces=self.members, note=self.place)
         if self.dtype is None:
             return
-        casts = tuple(Call(f".{half}.to", (dtype(self.dtype),)) for half in HALVES)
+        casts = tuple(FunctionCall(f".{half}.to", (dtype(self.dtype),)) for half in HALVES)
         yield from (Each(modules=modules, calls=casts) for modules in self.members)
 
     @property
@@ -73,8 +84,8 @@ class Adapt(Op):
     WORD: ClassVar = "adapters"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
-        """As a plan writes it in brackets; defaults of planc are left out."""
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
+        """The adapter's settings; defaults of planc are left out."""
         parts = ["lora", f"rank {self.rank:,}", f"alpha {self.alpha:g}"]
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
         parts += [phrases.dtype(self.dtype)] if self.dtype else []
@@ -82,7 +93,7 @@ class Adapt(Op):
         return ", ".join(parts)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, "all else is frozen")
         yield from phrases.table(
             (path, *op.headline().split(", ", 1))

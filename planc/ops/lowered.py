@@ -1,7 +1,7 @@
 """The lowered plan: ordered operations as plain data.
 
-This is the artifact: what `apply` runs, what `lower` prints, what `diff` compares and what the
-emitted Python spells out. It names modules by path and holds no torch object.
+`apply` runs it, `lower` prints it, `diff` compares two of them, and emitted Python writes it out.
+It names modules by path and holds no torch object.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class MeshAxis:
     """An axis of the mesh.
 
     Args:
-        name: as the plan calls it.
+        name: in the plan.
         size: the number of ranks along it.
-        role: what its ranks share out.
+        role: what its ranks split among them.
         inferred: whether its size was `auto`.
-        origin: what decided the size.
+        origin: the line that decided the size.
     """
 
     name: Name
@@ -46,11 +46,11 @@ class MeshAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What the ranks of one pipeline stage run, and what they hold.
+    """The operations of one pipeline stage, and the memory of its ranks.
 
     Args:
         parameters: bytes of parameters that one rank holds at rest.
-        gathered: bytes of the largest unit while it is gathered.
+        gathered: bytes of the largest unit while it is all-gathered.
         ops: in the order in which `apply` runs them.
     """
 
@@ -74,7 +74,7 @@ class Lowered:
         family: its `model_type`.
         layers: the length of its longest list of blocks.
         axes: the mesh, outermost first.
-        data: the axes over which the data differs; sampler rank and size follow from them.
+        data: the axes whose ranks read different data; sampler rank and size follow from them.
         stages: of the pipeline, the first one first.
     """
 
@@ -88,24 +88,26 @@ class Lowered:
 
     @property
     def stage(self) -> Stage:
-        """The stage that this process runs: what applies a plan, or counts one rank's memory,
-        asks for it and not for `ops`."""
+        """The pipeline stage that this process runs.
+
+        `apply` and the memory of one rank use it; readers of the whole plan use `ops`.
+        """
         (only,) = self.stages
         return only
 
     @property
     def ops(self) -> tuple[AnyOp, ...]:
-        """The operations of all stages, in order: what a reader of the whole plan asks for."""
+        """The operations of all stages, in order."""
         return tuple(op for stage in self.stages for op in stage.ops)
 
     @property
     def parameters(self) -> int:
-        """Bytes of parameters that a rank holds at rest, of the stage that holds most."""
+        """Bytes of parameters that one rank holds at rest, the maximum over stages."""
         return max(stage.parameters for stage in self.stages)
 
     @property
     def gathered(self) -> int:
-        """Bytes of the largest unit of any stage while it is gathered."""
+        """Bytes of the largest unit of any stage while it is all-gathered."""
         return max(stage.gathered for stage in self.stages)
 
     def with_ops(self, ops: Iterable[AnyOp]) -> Lowered:
@@ -114,7 +116,7 @@ class Lowered:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The `package.module:Class` of each style of the plan's own: code that apply imports."""
+        """`package.module:Class` of each user-defined style, which `apply` imports."""
         styles = (op.style for op in self.ops if isinstance(op, Parallelize))
         return tuple(dict.fromkeys(s.path for s in styles if isinstance(s, Custom)))
 
@@ -127,10 +129,10 @@ class Lowered:
 
     @property
     def averaged(self) -> tuple[str, ...]:
-        """The axes over which gradients are averaged: those of the data, and of the sequence."""
+        """The axes that gradients are averaged over: data and sequence axes."""
         units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
-        # a unit may lie on tensor ranks too, which have the same gradients
+        # a unit may be sharded over tensor ranks too, which have equal gradients
         context = (a.name for a in self.axes if a.role is AxisRole.SEQUENCE)
         names &= {*self.data, *context}
         return tuple(a.name for a in self.axes if a.name in names)

@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Axes, Axis, Count, Dtype, Form, Mesh, Name, Op, Pairs, Some, choice
+from planc.ops.base import Axes, Axis, AxisSizes, Count, Dtype, Form, Name, Op, Pairs, Some, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MESH,
     MODEL,
     Attribute,
-    Call,
     Context,
+    FunctionCall,
     Index,
     Items,
     Keywords,
@@ -43,7 +43,7 @@ OPTIONS = {
     "enable_fine_grained_param_gather": False,
     "maxpool_double_buffer": False,
 }
-"""The keywords of `fully_shard_model` that a plan can set, and their defaults there."""
+"""The keywords of `fully_shard_model` that a plan can set, and their defaults."""
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OUTER = ("no_shard", "optim")
@@ -55,7 +55,7 @@ _SETTABLE = Form(
 )
 
 TENSOR = "tp_of_one"
-"""The tensor dimension of the package's mesh: it asks for one, if only of one rank."""
+"""The tensor dimension of the package's mesh, which it requires even for one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +63,19 @@ class MegatronShard(Op):
     """`megatron_fsdp.fully_shard_model` of the whole model, one call.
 
     Args:
-        members: the modules that are units, each by itself; the rest is sharded in no unit.
-        classes: theirs, by name: what the call takes.
-        shard: axes over which it shards; several are one dimension of its mesh.
-        replicate: axes of `dp_outer_dim`.
+        members: the modules that are units; all other parameters are sharded outside of units.
+        classes: the names of the units' classes, which the call takes.
+        shard: the axes that parameters are sharded over; several are flattened to one mesh
+            dimension.
+        replicate: the axes of `dp_outer_dim`.
         strategy, outer: `zero_dp_strategy` and `outer_dp_sharding_strategy`.
-        main_params, main_grads, grad_comm: dtype names of its mixed precision policy.
-        summed: `calculate_per_token_loss`: gradients are added up and not averaged.
-        experts: whether there are parameters that it takes for experts by their names, for which
-            it is given the same mesh again.
+        main_params, main_grads, grad_comm: the dtype names of its mixed precision policy.
+        summed: `calculate_per_token_loss`: gradients are summed and not averaged.
+        experts: whether some parameters have names that the package takes for experts', for which
+            it needs the same mesh a second time.
         options: further keywords that are not at their defaults.
-        nbytes: bytes that one rank keeps at rest, the optimizer's weights among them.
-        gathered: bytes of the largest unit while it is gathered.
+        nbytes: bytes that one rank holds at rest, including the optimizer's main weights.
+        gathered: bytes of the largest unit while it is all-gathered.
     """
 
     members: Some[Modules]
@@ -93,7 +94,7 @@ class MegatronShard(Op):
     gathered: Count = 0
 
     def units(self) -> Iterator[FullyShard]:
-        """Each set of units, and the root around them, as torch's own FSDP would have it."""
+        """The units and the root as FSDP2 units, for code that reads both backends."""
         whole = self.strategy == "optim_grads_params"
         for member in (*self.members, Modules((), self.members[0].module)):
             yield FullyShard(
@@ -105,7 +106,7 @@ class MegatronShard(Op):
                 origin=self.origin,
             )
 
-    SCRIPT: ClassVar = ScriptFunction("shard", "Hands the whole model to Megatron-FSDP.")
+    SCRIPT: ClassVar = ScriptFunction("shard", "Shards the model with Megatron-FSDP.")
 
     def calls(self, context: Context) -> Iterator[Step]:
         names, data = self._mesh(context)
@@ -121,27 +122,32 @@ class MegatronShard(Op):
             ("dp_shard_dim", names[-2]),
             *self._groups(names, data),
             ("tp_dim", TENSOR),
-            ("fsdp_unit_modules", Call("standalone.megatron_fsdp:unit_classes", of_units)),
+            ("fsdp_unit_modules", FunctionCall("standalone.megatron_fsdp:unit_classes", of_units)),
             ("zero_dp_strategy", self.strategy),
             ("outer_dp_sharding_strategy", self.outer),
-            ("device", Call("torch:device", (DEVICE_TYPE, Call("torch:cuda.current_device")))),
+            (
+                "device",
+                FunctionCall(
+                    "torch:device", (DEVICE_TYPE, FunctionCall("torch:cuda.current_device"))
+                ),
+            ),
             (
                 "mixed_precision_policy",
-                Shared("policy", Call("megatron_fsdp:MixedPrecisionPolicy", (), policy)),
+                Shared("policy", FunctionCall("megatron_fsdp:MixedPrecisionPolicy", (), policy)),
             ),
             *((("calculate_per_token_loss", True),) if self.summed else ()),
             *self.options,
         )
-        made = Call("megatron_fsdp:fully_shard_model", (), keywords)
+        made = FunctionCall("megatron_fsdp:fully_shard_model", (), keywords)
         wrapped = Shared("wrapped", made, note=self.place)
-        yield Once(call=Call("standalone.megatron_fsdp:in_place", (MODEL, wrapped)))
+        yield Once(call=FunctionCall("standalone.megatron_fsdp:in_place", (MODEL, wrapped)))
 
     WORD: ClassVar = "megatron"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
     WORDS: ClassVar[Words] = {name: WORDS[name] for name in ("shard", "replicate", "nbytes")}
 
-    def headline(self, mesh: Mesh | None = None) -> str:
-        """The axes, the strategy and the types."""
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        """The axes, the strategy and the dtypes."""
         parts = [f"on {phrases.axes(self.shard, mesh)}"]
         if self.replicate:
             outer = f", {self.outer}" if self.outer != "no_shard" else ""
@@ -153,27 +159,27 @@ class MegatronShard(Op):
         return ", ".join((*parts, *(f"{n} = {str(v).lower()}" for n, v in self.options)))
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
-        """The one call: its units, and what becomes of the rest."""
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+        """The call: its units, and the parameters outside of them."""
         for op in ops:
             yield phrases.head(cls.WORD, op.headline(mesh))
             count = sum(map(len, op.members))
             kept = ": gathered once, and kept" if op.strategy == "optim_grads_params" else ""
             numbers = f"{count} units of {' and '.join(op.classes)}"
-            said = f"{numbers}, at most {phrases.size(op.gathered)} gathered"
+            note = f"{numbers}, at most {phrases.size(op.gathered)} gathered"
             paths = ", ".join(phrases.together(map(str, op.members)))
-            yield from phrases.table([(paths, said), ("the rest", f"in no unit{kept}")])
+            yield from phrases.table([(paths, note), ("the rest", f"in no unit{kept}")])
 
     def entries(self, _common: Set[Group]) -> Iterator[Entry]:
-        """The call by itself, and its units."""
+        """The call, and its units."""
         yield Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
         for members in self.members:
             yield Entry(kind=f"{self.WORD} unit", modules=members, place=self.place)
 
     def _groups(self, names: tuple[str, ...], data: Shared) -> Keywords:
-        """The keywords of replicas, and of experts, which get the same mesh again."""
-        pair = Call("._flatten", (Index(data, names[:2]), "hybrid"))
-        hybrid = Shared("hybrid", Call(".get_group", (pair,)))
+        """The keywords of replicate axes, and of experts, which get the same mesh again."""
+        pair = FunctionCall("._flatten", (Index(data, names[:2]), "hybrid"))
+        hybrid = Shared("hybrid", FunctionCall(".get_group", (pair,)))
         keywords: Keywords = ()
         if self.replicate:
             keywords += (("dp_outer_dim", names[0]), ("hybrid_fsdp_group", hybrid))
@@ -184,10 +190,10 @@ class MegatronShard(Op):
         return keywords
 
     def _mesh(self, context: Context) -> tuple[tuple[str, ...], Shared]:
-        """The package's mesh: the names of its dimensions, and itself.
+        """The package's mesh: the names of its dimensions, and its value.
 
-        They are the data axes, and a tensor dimension. Axes of one rank go last, where they change
-        nothing.
+        It has the data axes and a tensor dimension of size 1. Axes of one rank are moved to the
+        end, where they do not change the order of ranks.
         """
         sizes = context.axes
         groups = [self.replicate] if self.replicate else []
@@ -197,13 +203,13 @@ class MegatronShard(Op):
         used = [known.index(name) for group in groups for name in group]
         rest = [i for i in range(len(known)) if i not in used]
         wide = [i for i in used if sizes[known[i]] > 1]
-        ranks: Attribute | Call = Attribute(MESH, "mesh")
+        ranks: Attribute | FunctionCall = Attribute(MESH, "mesh")
         if wide != sorted(wide):
-            ranks = Call(".permute", (ranks, *used, *rest))
-        ranks = Call(".reshape", (ranks, *map(context.size, groups), 1))
-        note = "a mesh of its own, with the tensor dimension that the package asks for"
+            ranks = FunctionCall(".permute", (ranks, *used, *rest))
+        ranks = FunctionCall(".reshape", (ranks, *map(context.size, groups), 1))
+        note = "a separate mesh, with the tensor dimension that the package requires"
         arguments = (DEVICE_TYPE, Shared("ranks", ranks, note=note))
-        made = Call(
+        made = FunctionCall(
             "torch.distributed.device_mesh:DeviceMesh", arguments, (("mesh_dim_names", names),)
         )
         return names, Shared("data", made)

@@ -1,4 +1,4 @@
-"""Names and sets of numbers as the regular expressions that peft finds layers by."""
+"""Sets of modules as the regular expressions that peft matches layer names with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planc.model.facts import Modules, Segment
 
 
 def spelled(segment: Segment) -> str:
-    """A name, or the numbers of a set such as `([0-9]|[12][0-9]|3[01])`, as an expression."""
+    """A name, or a set of indices such as `([0-9]|[12][0-9]|3[01])`, as a regular expression."""
     if isinstance(segment, str):
         return re.escape(segment)
     tens: dict[str, list[str]] = {}
@@ -33,7 +33,7 @@ def _any(digits: Sequence[str]) -> str:
 
 
 def either(parts: Iterable[str]) -> str:
-    """Any of several expressions."""
+    """A regular expression that matches any of several."""
     return f"({'|'.join(parts)})"
 
 

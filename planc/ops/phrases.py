@@ -1,4 +1,4 @@
-"""Words that what is said of operations shares: sizes, and names put together."""
+"""Text that operations share: sizes, tables, and names merged with braces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 
 
-class Mesh(Protocol):
-    """What knows the sizes of axes: a lowered plan."""
+class AxisSizes(Protocol):
+    """The sizes of mesh axes; a lowered plan has them."""
 
     def axis_size(self, *names: str) -> int: ...
 
 
-_BRACES = 40  # columns of a name with braces, before it is two
+_BRACES = 40  # width of a name with braces before it is split
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
@@ -26,7 +26,7 @@ def size(count: int) -> str:
     value = float(count)
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     for unit in units:
-        # what would be rounded up to 1024.0 is better said in the next unit
+        # a value that rounds to 1024.0 is written in the next unit
         if unit == units[-1] or value < (1024 if unit == "B" else 1023.95):
             break
         value /= 1024
@@ -34,20 +34,20 @@ def size(count: int) -> str:
 
 
 def alike(old: object, new: object) -> bool:
-    """Whether two numbers of bytes read the same, rounded."""
+    """Whether two byte counts round to the same text."""
     return isinstance(old, int) and isinstance(new, int) and size(old) == size(new)
 
 
 def sizes(old: int, new: int) -> tuple[str, str]:
-    """Two numbers of bytes, exact where rounding would make them the same."""
+    """Two byte counts as text, exact where rounding would make them equal."""
     texts = size(old), size(new)
     if old != new and texts[0] == texts[1]:
         return f"{old:,} B", f"{new:,} B"
     return texts
 
 
-def axes(names: Iterable[str], mesh: Mesh | None = None) -> str:
-    """`dp_shard * cp = 8`; without the size without a mesh."""
+def axes(names: Iterable[str], mesh: AxisSizes | None = None) -> str:
+    """`dp_shard * cp = 8`; only the names where no mesh is given."""
     names = list(names)
     size = f" = {mesh.axis_size(*names):,}" if mesh else ""
     return " * ".join(names) + size
@@ -69,12 +69,14 @@ def literal(of: Any) -> str:
 
 
 def head(name: str, text: str) -> str:
-    """A line of the text, with what it is about in a column of its own."""
+    """A line with its title in the first column."""
     return f"{name:<12}{text}"
 
 
 def listing(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """(name, path, note) as lines: those with one name and note together, a name once."""
+    """(title, path, note) rows as lines; rows with the same title and note are merged, and a
+    title is printed once.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, path, note in rows:
         groups.setdefault((name, note), []).append(path)
@@ -89,21 +91,14 @@ def dtype(name: str) -> str:
     return SHORT.get(name, name)
 
 
-def reshard(value: bool | int) -> str:
-    """What a unit does with its gathered parameters after forward."""
-    if value is True:
-        return "reshard after forward"
-    return "keep" if value is False else f"reshard to {value} after forward"
-
-
 def layer(modules: Modules) -> Modules:
-    """A layer by its own name, where peft's layer is around it."""
+    """A layer by its name in the model: peft's `base_layer` is removed from the path."""
     inner = modules.path[-1:] == ("base_layer",)
     return Modules(modules.path[:-1], modules.module) if inner else modules
 
 
 def adapter(path: str) -> tuple[str, str]:
-    """(the layer, `.lora_A` or `.lora_B`) of a path inside an adapter; else (the path, nothing)."""
+    """(layer, `.lora_A` or `.lora_B`) of a path inside an adapter; (path, "") for any other."""
     for half in (".lora_A", ".lora_B"):
         if path.endswith(f"{half}.default"):
             return path.removesuffix(f"{half}.default"), half
@@ -111,7 +106,7 @@ def adapter(path: str) -> tuple[str, str]:
 
 
 def block(modules: Modules) -> str:
-    """The repeated block that the modules are in, or empty: `model.layers[0:32]`."""
+    """The path of the block in a list that contains the modules, or empty: `model.layers[0:32]`."""
     at = [i for i, s in enumerate(modules.path) if isinstance(s, Indices)]
     if not at or at[-1] == len(modules.path) - 1:
         return ""
@@ -119,12 +114,12 @@ def block(modules: Modules) -> str:
 
 
 def inside(modules: Modules) -> str:
-    """The path of modules inside their block."""
+    """The path of modules relative to their block."""
     return str(modules).removeprefix(block(modules)).removeprefix(".")
 
 
 def parent(path: str) -> str:
-    """What `together` keys on: the path but for its last name; a path that ends in indices whole.
+    """The key of `together`: the path without its last name, or all of a path that ends in indices.
 
     `model.layers[0:32].mlp` and `model.layers[0:32].self_attn` have one parent.
     """
@@ -132,9 +127,9 @@ def parent(path: str) -> str:
 
 
 def together(paths: Iterable[str]) -> list[str]:
-    """Paths whose last names alone differ, as one with braces: `mlp.{gate,up}_proj`.
+    """Paths that differ only in their last name, merged with braces: `mlp.{gate,up}_proj`.
 
-    Each stands where the first of them stood.
+    Each merged path is at the position of its first member.
     """
     groups: dict[str, list[str]] = {}
     for path in paths:
@@ -143,7 +138,7 @@ def together(paths: Iterable[str]) -> list[str]:
 
 
 def chunks(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Paths of one parent in parts that are short enough for a line with braces."""
+    """Paths of one parent in groups whose braces fit on a line."""
     chunk: list[str] = []
     for path in paths:
         if chunk and len(_braces([_last(p) for p in (*chunk, path)])) > _BRACES:
@@ -154,7 +149,7 @@ def chunks(paths: Sequence[str]) -> Iterator[list[str]]:
 
 
 def braced(paths: Sequence[str]) -> str:
-    """Paths of one parent as one: `mlp.{gate,up}_proj`."""
+    """Paths of one parent merged into one: `mlp.{gate,up}_proj`."""
     if len(paths) == 1:
         return paths[0]
     head = parent(paths[0])
@@ -167,7 +162,9 @@ def _last(path: str) -> str:
 
 
 def _braces(names: list[str]) -> str:
-    """Names with what they share outside the braces, cut at an underscore: `{q,k,v}_proj`."""
+    """Names with the prefix and suffix that they share outside the braces, cut at an underscore:
+    `{q,k,v}_proj`.
+    """
     head = commonprefix(names)  # noqa: RUF071 - of letters
     head = head[: head.rfind("_") + 1]
     tail = commonprefix([n[::-1] for n in names])[::-1]  # noqa: RUF071
@@ -181,14 +178,14 @@ def _braces(names: list[str]) -> str:
 def table(
     rows: Iterable[Sequence[str]], indent: str = "  ", *, widest: Sequence[int] = ()
 ) -> list[str]:
-    """Rows in aligned columns, without spaces at the end.
+    """Rows with aligned columns, without trailing spaces.
 
     Args:
-        rows: cells, as many in each; after the last that is not empty a row ends, and that cell
-            may be as long as it likes. A column without any text takes no room.
-        indent: what each line begins with.
-        widest: for each column, the columns of text after which a cell moves its own row on,
-            and no other.
+        rows: cells, the same number in each row. The last non-empty cell of a row may have any
+            length. A column without text is dropped.
+        indent: the beginning of each line.
+        widest: for each column, the width above which a cell shifts the rest of its row instead of
+            widening the column.
     """
     cut = [list(row) for row in rows]
     used = [any(column) for column in zip(*cut, strict=True)]

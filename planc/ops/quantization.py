@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits, by bitsandbytes."""
+"""Frozen weights in 4 bits, through bitsandbytes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,32 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Mesh, Op, Some, choice
-from planc.ops.call import DEVICE_TYPE, Call, Context, Each, ScriptFunction, Step, dtype, given
+from planc.ops.base import AxisSizes, Op, Some, choice
+from planc.ops.call import (
+    DEVICE_TYPE,
+    Context,
+    Each,
+    FunctionCall,
+    ScriptFunction,
+    Step,
+    dtype,
+    given,
+)
 
 Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Op):
-    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become a column.
+    """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become one column.
 
     Args:
-        members: linear layers, as peft calls those that it is around (`base_layer`).
+        members: linear layers; `base_layer` is in the path of a layer that peft wraps.
         kind: `nf4` or `fp4`.
-        storage: the dtype that the bytes are seen as, a torch dtype's name.
-        compute: what a product is computed in, None for the dtype of its input.
+        storage: the torch dtype that the bytes are viewed as.
+        compute: the dtype of the matrix product, None for that of its input.
         double: whether scales are quantized too.
-        block: the weights that share a scale.
+        block: the number of weights that share a scale.
     """
 
     members: Some[Modules]
@@ -34,10 +43,10 @@ class Quantize(Op):
     double: bool = False
     block: Annotated[int, choice(*(2**i for i in range(5, 13)))] = 64
 
-    SCRIPT: ClassVar = ScriptFunction("quantize_weights", "Keeps frozen weights in 4 bits.")
+    SCRIPT: ClassVar = ScriptFunction("quantize_weights", "Quantizes frozen weights to 4 bits.")
 
     def calls(self, context: Context) -> Iterator[Step]:
-        # each weight by itself, where the mesh is: a model on meta gets room for it alone
+        # one weight at a time, on the device of the mesh: a model on meta is materialized weight by weight
         name = "quantize_filled" if context.fills else "quantize"
         options = given(
             compute=dtype(self.compute),
@@ -46,20 +55,20 @@ class Quantize(Op):
         )
         arguments = (self.kind, dtype(self.storage), DEVICE_TYPE)
         for modules in self.members:
-            call = Call(f"standalone.quantization:{name}", arguments, options)
+            call = FunctionCall(f"standalone.quantization:{name}", arguments, options)
             yield Each(modules=modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "quantize"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         parts = [f"{self.kind} in {phrases.dtype(self.storage)}", f"blocks of {self.block:,}"]
         parts += ["scales quantized too"] if self.double else []
         parts += [f"computes in {phrases.dtype(self.compute)}"] if self.compute else []
         return ", ".join(parts)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, "frozen weights in 4 bits, by bitsandbytes")
         yield from phrases.table(
             (path, op.headline())

@@ -1,4 +1,4 @@
-"""Every kind of operation."""
+"""The list of all kinds of operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
-from planc.ops.rng import Draw
+from planc.ops.rng import SyncRng
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 AnyOp = Annotated[
@@ -31,7 +31,7 @@ AnyOp = Annotated[
     | MegatronShard
     | Divide
     | Prefetch
-    | Draw,
+    | SyncRng,
     Form(tag="op"),
 ]
 
@@ -40,7 +40,7 @@ KINDS: tuple[type[Op], ...] = get_args(get_args(AnyOp)[0])
 
 
 def units_of(op: Op) -> tuple[FullyShard, ...]:
-    """The units that an operation makes."""
+    """The FSDP units of an operation; empty for other operations."""
     if isinstance(op, MegatronShard):
         return tuple(op.units())
     return (op,) if isinstance(op, FullyShard) else ()

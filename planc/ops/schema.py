@@ -1,6 +1,6 @@
-"""The JSON Schema of a lowered plan, generated from its types, and what it says of a document.
+"""The JSON Schema of a lowered plan, generated from its types, and the errors it finds.
 
-`python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is what it printed.
+`python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is that output.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def schema() -> Schema:
 
 @dataclass(slots=True)
 class _Definitions:
-    """Schemas of types; `made` has those that others refer to."""
+    """Schemas of types; `made` has the named definitions."""
 
     made: dict[str, Schema] = field(default_factory=dict)
 
@@ -74,7 +74,9 @@ class _Definitions:
         return {"$ref": f"#/$defs/{form.name}"}
 
     def _either(self, shape: Either) -> Schema:
-        """One schema of several: a keyword judges the values of its own type alone."""
+        """The schema of a union of plain types: keywords of JSON Schema apply to their own type
+        only.
+        """
         bodies = [self._resolved(self.of(s)) for s in (*shape.plain, shape.listed) if s]
         values = [v for body in bodies for v in body.get("enum", ())]
         if values:
@@ -113,12 +115,12 @@ class _Definitions:
         return self._named(Form(name=kind_of(record.cls)), body)
 
     def object(self, record: Record, extra: Schema) -> Schema:
-        """The schema of a dataclass as an object; `extra` are properties before its own."""
+        """The schema of a dataclass as an object; `extra` properties come first."""
         properties = dict(extra)
-        said = _arguments(record.cls)
+        descriptions = _arguments(record.cls)
         for each in record.fields:
-            about = {"description": said[each.name]} if each.name in said else {}
-            # what is left out at its default is not written at its default
+            about = {"description": descriptions[each.name]} if each.name in descriptions else {}
+            # a field that is omitted at its default must not state it
             omit = {"not": {"const": dump(each.default, each.shape)}} if each.omit else {}
             properties[each.key] = {**about, **self.of(each.shape), **omit}
         return {
@@ -136,13 +138,13 @@ def _first(cls: type) -> str:
 
 
 def _arguments(cls: type) -> dict[str, str]:
-    """What docstrings say of fields below `Args:`, of one or of several by commas."""
-    said: dict[str, str] = {}
+    """The descriptions of fields in the `Args:` of docstrings; `a, b:` describes both."""
+    found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         lines = (base.__doc__ or "").partition("Args:")[2]
         for names, about in re.findall(r"^ {4,8}([\w, ]+): (.*(?:\n {9,}.*)*)", lines, re.M):
-            said |= dict.fromkeys(names.split(", "), " ".join(about.split()))
-    return said
+            found |= dict.fromkeys(names.split(", "), " ".join(about.split()))
+    return found
 
 
 # What it says of a document -----------------------------------------------------------------------
@@ -153,26 +155,26 @@ def _validator() -> Any:
     import jsonschema
 
     base = jsonschema.Draft202012Validator
-    # the schema language takes 8.0 for an integer; torch does not
+    # JSON Schema accepts 8.0 as an integer; torch does not
     strict = base.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
     kind = jsonschema.validators.create(base.META_SCHEMA, base.VALIDATORS, type_checker=strict)
     return kind(schema())
 
 
 def against_schema(data: Any) -> list[tuple[Where, str]]:
-    """All that the schema does not allow: where in the document, and what is wrong there."""
+    """All violations of the schema: where in the document, and a message."""
     found = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
-    # jsonschema has a finding for each field that an object lacks; one for the object will do
+    # jsonschema has an error for each missing field of an object; one per object is enough
     once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in found}
-    return [(tuple(p.absolute_path), _said(p)) for p in once.values()]
+    return [(tuple(p.absolute_path), _worded(p)) for p in once.values()]
 
 
 def _order(path: Iterable[str | int]) -> list[tuple[int, str]]:
     return [(p, "") if isinstance(p, int) else (-1, p) for p in path]
 
 
-def _said(problem: Any) -> str:
-    """A finding of jsonschema in the words of planc."""
+def _worded(problem: Any) -> str:
+    """A jsonschema error as a message of planc."""
     value, rule = problem.instance, problem.validator_value
     match problem.validator:
         case "additionalProperties":

@@ -1,17 +1,16 @@
-"""The call that makes each style: torch's, or that of a definition which scripts inline.
+"""The call that creates each style: torch's, or a definition that scripts inline.
 
-Arguments that are at their defaults are left out.
+Arguments at their defaults are left out.
 """
 
 from __future__ import annotations
 
 from typing import assert_never
 
-from planc.ops.call import Call, Items, Keywords, Table, Value, given
+from planc.ops.call import FunctionCall, Items, Keywords, Table, Value, given
 from planc.ops.styles import (
     Attributes,
     Bare,
-    Change,
     Colwise,
     Custom,
     Experts,
@@ -24,6 +23,7 @@ from planc.ops.styles import (
     Parameters,
     Partial,
     Parts,
+    Redistribution,
     Replicated,
     Rowwise,
     Sequence,
@@ -36,73 +36,77 @@ _TORCH = "torch.distributed.tensor.parallel:"
 _OTHER = "standalone.tensor_styles:"
 
 
-def style_call(style: Style) -> Call:
-    """A `ParallelStyle`; it holds no state, so like modules can share it."""
+def style_call(style: Style) -> FunctionCall:
+    """A `ParallelStyle`; it holds no state, so modules can share it."""
     match style:
         case Colwise() | Rowwise():
             return _weighted(style)
         case Sequence():
             dim = style.dim if style.dim != 1 else None
-            return Call(f"{_TORCH}SequenceParallel", (), given(sequence_dim=dim, **_local(style)))
+            return FunctionCall(
+                f"{_TORCH}SequenceParallel", (), given(sequence_dim=dim, **_local(style))
+            )
         case Input():
             return _input(style)
         case Output():
             arrives, wanted = _sides(style.positional)
             keywords = given(output_layouts=arrives, desired_output_layouts=wanted, **_local(style))
-            return Call(f"{_TORCH}PrepareModuleOutput", (), keywords)
-        case Replicated():  # one that only says so is not lowered
-            return Call(f"{_OTHER}SummedGradient")
+            return FunctionCall(f"{_TORCH}PrepareModuleOutput", (), keywords)
+        case Replicated():  # `replicate` alone is a no-op and is not lowered
+            return FunctionCall(f"{_OTHER}SummedGradient")
         case MlaKv():
-            return Call(f"{_OTHER}RotaryGradient", (style.rope,))
+            return FunctionCall(f"{_OTHER}RotaryGradient", (style.rope,))
         case Features():
-            return Call(f"{_OTHER}FeaturesParallel")
+            return FunctionCall(f"{_OTHER}FeaturesParallel")
         case Attributes():
-            return Call(f"{_OTHER}DividedAttributes", style.names)
+            return FunctionCall(f"{_OTHER}DividedAttributes", style.names)
         case Custom():
-            return Call(style.path, (), tuple((n, _literal(v)) for n, v in style.arguments))
+            return FunctionCall(style.path, (), tuple((n, _literal(v)) for n, v in style.arguments))
         case Parameters() | Experts():
             return _bare(style)
         case _:
             assert_never(style)
 
 
-def layout_call(layout: Layout) -> Call:
-    """A placement."""
+def layout_call(layout: Layout) -> FunctionCall:
+    """A DTensor placement."""
     arguments = (layout.dim,) if isinstance(layout, Shard) else ()
-    return Call(f"torch.distributed.tensor:{type(layout).__name__}", arguments)
+    return FunctionCall(f"torch.distributed.tensor:{type(layout).__name__}", arguments)
 
 
 def _local(style: Colwise | Rowwise | Sequence | Input | Output) -> dict[str, Value]:
     return {"use_local_output": style.local if style.local != local_default(style) else None}
 
 
-def _weighted(style: Colwise | Rowwise) -> Call:
+def _weighted(style: Colwise | Rowwise) -> FunctionCall:
     default = type(style)()
     keywords = given(
         input_layouts=layout_call(style.input) if style.input != default.input else None,
         output_layouts=layout_call(style.output) if style.output != default.output else None,
         **_local(style),
     )
-    made = Call(f"{_TORCH}{type(style).__name__}Parallel", (), keywords)
-    parts = 1 if style.interleaved else style.parts  # what alternates stays in its order
+    made = FunctionCall(f"{_TORCH}{type(style).__name__}Parallel", (), keywords)
+    parts = 1 if style.interleaved else style.parts  # interleaved parts are not reordered
     if not style.transposed and parts == 1:
         return made
     name = "TransposedParallel" if style.transposed else "PackedParallel"
-    return Call(f"{_OTHER}{name}", (made,), given(parts=_sizes(parts) if parts != 1 else None))
+    return FunctionCall(
+        f"{_OTHER}{name}", (made,), given(parts=_sizes(parts) if parts != 1 else None)
+    )
 
 
 def _sizes(parts: Parts) -> Value:
     return parts if isinstance(parts, int) else Items(parts)
 
 
-def _bare(style: Bare) -> Call:
-    held = Table(tuple((name, layout_call(h.layout)) for name, h in style.held))
+def _bare(style: Bare) -> FunctionCall:
+    layouts = Table(tuple((name, layout_call(p.layout)) for name, p in style.layouts))
     packed = tuple(
-        (name, _sizes(h.parts)) for name, h in style.held if h.parts != 1 and not h.interleaved
+        (name, _sizes(p.parts)) for name, p in style.layouts if p.parts != 1 and not p.interleaved
     )
     parts = (("parts", Table(packed)),) if packed else ()
     if isinstance(style, Parameters):
-        return Call(f"{_OTHER}BareParallel", (held,), parts)
+        return FunctionCall(f"{_OTHER}BareParallel", (layouts,), parts)
     left = style.output in (Partial(), Shard(-1))
     keywords: Keywords = (
         ("input_layout", layout_call(style.input)),
@@ -110,10 +114,10 @@ def _bare(style: Bare) -> Call:
         *given(use_local_output=None if style.local else False),
         *parts,
     )
-    return Call(f"{_OTHER}ExpertsParallel", (held,), keywords)
+    return FunctionCall(f"{_OTHER}ExpertsParallel", (layouts,), keywords)
 
 
-def _input(style: Input) -> Call:
+def _input(style: Input) -> FunctionCall:
     arrives, wanted = _sides(style.positional)
     named = tuple(Table(_of(style, side)) if style.named else None for side in ("source", "target"))
     keywords = given(
@@ -123,15 +127,15 @@ def _input(style: Input) -> Call:
         desired_input_kwarg_layouts=named[1],
         **_local(style),
     )
-    return Call(f"{_TORCH}PrepareModuleInput", (), keywords)
+    return FunctionCall(f"{_TORCH}PrepareModuleInput", (), keywords)
 
 
 def _of(style: Input, side: str) -> Keywords:
     return tuple((name, layout_call(getattr(change, side))) for name, change in style.named)
 
 
-def _sides(changes: tuple[Change | None, ...]) -> tuple[Value, Value]:
-    """The layouts that arrive and those that are wanted; None where nothing is said."""
+def _sides(changes: tuple[Redistribution | None, ...]) -> tuple[Value, Value]:
+    """The source layouts and the target layouts; None where there are none."""
     if not changes:
         return None, None
     return (

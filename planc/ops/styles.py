@@ -1,4 +1,4 @@
-"""Tensor-parallel styles and layouts, named as torch names them."""
+"""Tensor-parallel styles and layouts, with torch's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Split over the ranks along `dim`; negative dims count from the end."""
+    """Sharded along `dim`; negative dims count from the end."""
 
     dim: int
 
@@ -31,7 +31,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds a summand."""
+    """Every rank holds a summand of the tensor."""
 
     def __str__(self) -> str:
         return "partial"
@@ -52,20 +52,21 @@ Layout = Annotated[
 ]
 
 Parts = Size | Some[Size]
-"""What lies side by side in one dim: a number of equal parts, or the size of each."""
+"""The projections packed in one dim: a number of equal parts, or the size of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Colwise:
-    """A linear split by output features, or an embedding split by its hidden dim.
+    """A linear sharded by output features, or an embedding sharded by its hidden dim.
 
     torch's `ColwiseParallel`; its defaults are replicate -> shard(-1), local.
 
     Args:
-        parts: of a weight that holds several projections: each is split, and a rank holds its
-            slice of every one.
-        interleaved: the features of the parts alternate, so a rank's slice is one piece.
-        transposed: the weight is [in, out], as in transformers' Conv1D.
+        parts: the projections packed in one weight: each is sharded, and a rank holds its slice of
+            every one.
+        interleaved: whether the features of the parts alternate, so that a rank's slice is
+            contiguous.
+        transposed: whether the weight is [in, out], as in transformers' Conv1D.
     """
 
     input: Layout = Replicate()
@@ -78,10 +79,10 @@ class Colwise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rowwise:
-    """A linear split by input features, or an embedding split by its vocabulary.
+    """A linear sharded by input features, or an embedding sharded by its vocabulary.
 
     torch's `RowwiseParallel`; its defaults are shard(-1) -> replicate, local. For an embedding the
-    IR states replicate -> replicate, because the ids that it takes are never split by features.
+    IR states replicate -> replicate, because its input ids are never sharded by features.
     `parts`, `interleaved` and `transposed` are as for `Colwise`, of the input features.
     """
 
@@ -95,7 +96,8 @@ class Rowwise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """A whole weight on an activation that is split along `dim`; its gradient is a sum.
+    """A replicated weight applied to an activation that is sharded along `dim`; its gradient is
+    summed.
 
     torch's `SequenceParallel`; its defaults are dim 1, not local.
     """
@@ -105,8 +107,8 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A layout that arrives and the one that is wanted."""
+class Redistribution:
+    """The layout of a tensor before and after it is redistributed."""
 
     source: Layout
     target: Layout
@@ -117,30 +119,31 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """torch's `PrepareModuleInput`: positional arguments in order (None: left alone), and named.
+    """torch's `PrepareModuleInput`: positional arguments in order (None: unchanged), and keyword
+    arguments.
 
-    Its default hands on a DTensor, which keeps the gradients of several consumers one sum.
+    By default the module receives a DTensor, so the gradients of several consumers are summed once.
     """
 
-    positional: tuple[Change | None, ...] = ()
-    named: Pairs[Change] = ()
+    positional: tuple[Redistribution | None, ...] = ()
+    named: Pairs[Redistribution] = ()
     local: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """torch's `PrepareModuleOutput`: the outputs in order (None: left alone)."""
+    """torch's `PrepareModuleOutput`: the outputs in order (None: unchanged)."""
 
-    positional: tuple[Change | None, ...]
+    positional: tuple[Redistribution | None, ...]
     local: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """Whole parameters, said in so many words.
+    """Replicated parameters, stated explicitly.
 
     Args:
-        summed: the gradient of each rank is a part of a sum over the axis.
+        summed: whether gradients are summed over the axis.
     """
 
     KIND: ClassVar[str] = "replicate"
@@ -153,22 +156,22 @@ class MlaKv:
     """The compressed keys and values of multi-head latent attention, on `kv_a_proj_with_mqa`.
 
     Args:
-        rope: how many of the last features go to the heads of each rank without another
-            projection, so that their gradient is a part of a sum.
+        rope: how many of the last features are used by the heads of each rank without a further
+            projection, so that their gradient is partial.
     """
 
     rope: Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """How a bare parameter is held.
+class ParameterLayout:
+    """The layout of a bare parameter.
 
     Args:
-        layout: `Shard`, `Replicate` (whole, its gradient a part of a sum), or `Partial` (whole,
-            and each rank computes with one part of it in as many as there are ranks: a bias that
-            is added to a sum).
-        parts, interleaved: of a split dim, as for `Colwise`.
+        layout: `Shard`; `Replicate`, whose gradient is summed over the ranks; or `Partial`,
+            replicated, where each of N ranks computes with 1/N of the values (a bias that is added
+            to a sum).
+        parts, interleaved: of a sharded dim, as for `Colwise`.
     """
 
     layout: Layout
@@ -186,24 +189,24 @@ _SOME = Form({"minProperties": 1})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Bare parameters that the ranks split; the module's forward sees its rank's own."""
+    """Bare parameters with layouts; the module's forward uses the local tensors of its rank."""
 
-    held: Annotated[Pairs[Held], _SOME] = field(metadata=key("parameters"))
+    layouts: Annotated[Pairs[ParameterLayout], _SOME] = field(metadata=key("parameters"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Expert tensors that are split inside of each expert.
+    """Expert tensors that are sharded inside each expert.
 
     Args:
-        held: all parameters of the module.
-        input: `Replicate`, and the gradients of all inputs are summed; or a split, as it is.
-        output: what the ranks' parts become: `Replicate` their sum, `Shard` a slice of it;
-            `Partial` and `Shard(-1)` leave them as they are.
-        local: whether a local tensor is handed on, and not a DTensor.
+        layouts: of all parameters of the module.
+        input: `Replicate`: the gradients of all inputs are summed; `Shard`: left as it is.
+        output: what the partial output becomes: `Replicate` all-reduces it, `Shard` reduce-scatters
+            it, `Partial` and `Shard(-1)` leave it unchanged.
+        local: whether the output is a local tensor and not a DTensor.
     """
 
-    held: Annotated[Pairs[Held], _SOME] = field(metadata=key("parameters"))
+    layouts: Annotated[Pairs[ParameterLayout], _SOME] = field(metadata=key("parameters"))
     input: Layout = Replicate()
     output: Layout = Replicate()
     local: bool = field(default=True, metadata=OMIT)
@@ -211,15 +214,17 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """An RMS norm over features that are split: its weight is too, its mean is of all ranks."""
+    """An RMS norm over sharded features: the weight is sharded, the mean is taken over all
+    ranks.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes:
-    """Integer attributes that count what the ranks split, such as heads: each has its part.
+    """Integer attributes that count sharded items, such as heads: each rank gets its share.
 
     Args:
-        names: of the attributes, those of the module itself.
+        names: of attributes of the module itself.
     """
 
     names: Annotated[Some[Name], Form({"uniqueItems": True})] = field(metadata=key("attributes"))
@@ -231,12 +236,12 @@ _KEYWORDS = Form({"propertyNames": dict(text("", "a name", _WORD).schema)})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom:
-    """A style of the plan's own: a `ParallelStyle` that nobody here knows.
+    """A user-defined `ParallelStyle`.
 
     Args:
-        name: the plan's word for it.
+        name: in the plan.
         path: `package.module:Class`; imported only where the user allows code.
-        arguments: by name, of the class.
+        arguments: keyword arguments of the class.
     """
 
     KIND: ClassVar[str] = "python"
@@ -265,21 +270,23 @@ Style = Annotated[
 
 
 def style_name(style: Style) -> str:
-    """The word that a plan uses for it."""
+    """The style's name in a plan."""
     if isinstance(style, Custom):
         return style.name
     return kind_of(type(style))
 
 
 def mesh_dims(style: Style) -> int:
-    """How many dimensions of a mesh a style takes: one, as all of torch 2.13's `ParallelStyle`s."""
+    """The number of mesh dimensions that a style takes: 1 for all of torch 2.13's
+    `ParallelStyle`s.
+    """
     return 1
 
 
-def _parts(style: Colwise | Rowwise | Held) -> list[str]:
+def _parts(style: Colwise | Rowwise | ParameterLayout) -> list[str]:
     parts = style.parts if isinstance(style.parts, int) else list(style.parts)
-    said = [f"parts = {parts}"] if parts != 1 else []
-    return said + ["interleaved = true"] * style.interleaved
+    words = [f"parts = {parts}"] if parts != 1 else []
+    return words + ["interleaved = true"] * style.interleaved
 
 
 def _arrow(style: Colwise | Rowwise | Experts) -> list[str]:
@@ -289,7 +296,7 @@ def _arrow(style: Colwise | Rowwise | Experts) -> list[str]:
 
 
 def _layouts(style: Style) -> list[str]:
-    """What is in the style's brackets but for `local`; defaults are left out."""
+    """The style's arguments in a plan except `local`; defaults are left out."""
     match style:
         case Colwise() | Rowwise():
             return [*_arrow(style), *_parts(style)]
@@ -308,17 +315,17 @@ def _layouts(style: Style) -> list[str]:
             return [f"{name} = {literal(value)}" for name, value in style.arguments]
         case Parameters() | Experts():
             arrow = _arrow(style) if isinstance(style, Experts) else []
-            return [*(f"{name} = {held}" for name, held in style.held), *arrow]
+            return [*(f"{name} = {layout}" for name, layout in style.layouts), *arrow]
         case Features():
             return []
     assert_never(style)
 
 
 def style_arguments(style: Style, *words: str) -> str:
-    """What is in the style's brackets, defaults left out; empty for a bare style.
+    """The style's arguments in a plan, defaults left out; empty where all are defaults.
 
     Args:
-        words: for a local tensor and for a DTensor, which the module hands on by no default.
+        words: the text for a local output and for a DTensor where that is not the default.
     """
     local = getattr(style, "local", None)
     yes, no = words or ("local = true", "local = false")
@@ -327,7 +334,7 @@ def style_arguments(style: Style, *words: str) -> str:
 
 
 def local_default(style: Style) -> bool:
-    """What torch hands on if nothing is said: the local tensor, or (False) the DTensor."""
+    """Whether torch's default output is the local tensor, not a DTensor."""
     return not isinstance(style, Sequence | Input)
 
 
@@ -339,7 +346,7 @@ def style_text(style: Style) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Along which dim a style splits a parameter, and what lies side by side in it."""
+    """The dim along which a style shards a parameter, and the projections packed in that dim."""
 
     dim: int
     parts: Parts = 1
@@ -347,18 +354,18 @@ class Split:
 
     @property
     def packed(self) -> bool:
-        """Whether a rank holds several pieces."""
+        """Whether a rank's shard consists of several slices."""
         return self.parts != 1 and not self.interleaved
 
 
 def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | None:
-    """How a style splits a parameter, or None where it stays whole.
+    """How a style shards a parameter, or None where it is replicated.
 
     Source: `ColwiseParallel` and `RowwiseParallel` in torch.distributed.tensor.parallel.style. A
     linear's weight is [out, in], a Conv1D's [in, out], an embedding's [vocabulary, hidden].
 
     Args:
-        style: what the plan puts on the module.
+        style: of the module.
         kind: the module's kind, `linear`, `conv1d` or `embedding`.
         parameter: the parameter's name in the module.
         ndim: the number of the parameter's dims.
@@ -376,18 +383,18 @@ def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | 
             elif parameter == "weight" and ndim == 2:
                 dim = 0 if kind == "conv1d" else 1
         case Parameters() | Experts():
-            held = dict(style.held).get(parameter)
-            if held is None or not isinstance(held.layout, Shard):
+            stated = dict(style.layouts).get(parameter)
+            if stated is None or not isinstance(stated.layout, Shard):
                 return None
-            dim = held.layout.dim % ndim if -ndim <= held.layout.dim < ndim else None
-            return None if dim is None else Split(dim, held.parts, held.interleaved)
+            dim = stated.layout.dim % ndim if -ndim <= stated.layout.dim < ndim else None
+            return None if dim is None else Split(dim, stated.parts, stated.interleaved)
     if dim is None or not isinstance(style, Colwise | Rowwise):
         return None
     return Split(dim, style.parts, style.interleaved)
 
 
 def weight_shard(style: Style, kind: str, parameter: str, ndim: int) -> int | None:
-    """The dim along which a style splits a parameter, or None; arguments as `weight_split`."""
+    """The dim along which a style shards a parameter, or None; arguments as for `weight_split`."""
     split = weight_split(style, kind, parameter, ndim)
     return None if split is None else split.dim
 

@@ -1,4 +1,4 @@
-"""`parallelize_module`, and the ties that it breaks."""
+"""`parallelize_module`, and the weight ties that it breaks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Axis, Dims, Mesh, Name, Op, Some, Where
+from planc.ops.base import Axis, AxisSizes, Dims, Name, Op, Some, Where
 from planc.ops.call import (
     MESH,
     PARALLELIZE,
     Assign,
-    Call,
     Context,
     Each,
+    FunctionCall,
     Index,
-    Parameter,
+    ParameterRef,
     ScriptFunction,
     Shared,
     Step,
@@ -27,12 +27,12 @@ from planc.ops.entry import Entry, Group
 from planc.ops.style_calls import style_call
 from planc.ops.styles import Input, Output, Style, mesh_dims, style_arguments, style_name
 
-_SCRIPT = ScriptFunction("tensor_parallel", "Splits weights and activations over the tensor axes.")
+_SCRIPT = ScriptFunction("tensor_parallel", "Shards weights and activations over the tensor axes.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A parameter's shape before and after an operation, on the rank that holds most."""
+    """A parameter's shape before and after an operation, on the rank with the largest shard."""
 
     name: Name
     shape: Dims
@@ -48,8 +48,8 @@ class Parallelize(Op):
     """`parallelize_module(module, mesh[axes], style)` for each module.
 
     Args:
-        axes: the part of the mesh that the style takes, outermost first.
-        shapes: of the parameters that it splits; several operations on a module split in turn.
+        axes: the mesh dimensions that the style takes, outermost first.
+        shapes: of the parameters that it shards; several operations on a module shard in turn.
     """
 
     modules: Modules
@@ -66,7 +66,7 @@ class Parallelize(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         mesh = Shared(f"{'_'.join(self.axes)}_mesh", Index(MESH, self.axes))
-        call = Call(PARALLELIZE, (mesh, style_call(self.style)))
+        call = FunctionCall(PARALLELIZE, (mesh, style_call(self.style)))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "tensor"
@@ -77,24 +77,26 @@ class Parallelize(Op):
         "summed": ("gradient", lambda summed: "sum" if summed else "same"),
     }
 
-    def headline(self, mesh: Mesh | None = None) -> str:
+    def headline(self, mesh: AxisSizes | None = None) -> str:
         layouts = f"{style_name(self.style)} {self.layouts}".strip()
         return f"{layouts}, on {phrases.axes(self.axes, mesh)}"
 
     @property
     def layouts(self) -> str:
-        """What its style's brackets have, and whether it hands on a local tensor or a DTensor."""
+        """The style's arguments, and whether its output is a local tensor or a DTensor where not
+        default.
+        """
         return style_arguments(self.style, "local", "dtensor")
 
     @property
     def sizes(self) -> str:
-        """A weight's shape without its name, those of other parameters after it."""
+        """The shapes of all sharded parameters; a weight's comes without its name."""
         texts = ((s.name, f"{list(s.shape)} -> {list(s.local)}") for s in self.shapes)
         return ", ".join(text if name == "weight" else f"{name} {text}" for name, text in texts)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: Mesh) -> Iterator[str]:
-        """What is inside one list of blocks stands together."""
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+        """Rules inside one list of blocks are listed together."""
         for axes in dict.fromkeys(op.axes for op in ops):
             yield phrases.head(cls.WORD, f"on {phrases.axes(axes, mesh)}")
             blocks: dict[str, list[Self]] = {}
@@ -118,20 +120,21 @@ class Parallelize(Op):
 
 
 def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
-    """(modules, style, layouts, shapes) of each rule; names that say the same as one."""
+    """(modules, style, layouts, shapes) of each rule; modules with the same rule are merged."""
     alike: dict[tuple[str, str, tuple[str, str, str], Style], list[str]] = {}
     for op in ops:
         path, half = phrases.adapter(phrases.inside(op.modules))
-        said = (style_name(op.style), op.layouts, op.sizes)
-        alike.setdefault((phrases.parent(path), half, said, op.style), []).append(path)
-    for (_, half, said, _), paths in alike.items():
+        words = (style_name(op.style), op.layouts, op.sizes)
+        alike.setdefault((phrases.parent(path), half, words, op.style), []).append(path)
+    for (_, half, words, _), paths in alike.items():
         for path in phrases.together(paths):
-            yield (f"{path}{half}", *said)
+            yield (f"{path}{half}", *words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie(Op):
-    """`parallelize_module` makes new parameters, so a tie is made again: parameter = source.
+    """Ties two parameters again (`parameter = source`), because `parallelize_module` creates new
+    ones.
 
     Both are torch names of parameters, such as `lm_head.weight`.
     """
@@ -142,20 +145,20 @@ class Tie(Op):
     SCRIPT: ClassVar = _SCRIPT
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        note = "a split weight is a new parameter: what was one is tied again"
-        target, source = Parameter(self.parameter), Parameter(self.source)
+        note = "sharding creates new parameters, so the tie is restored"
+        target, source = ParameterRef(self.parameter), ParameterRef(self.source)
         yield Assign(target=target, value=source, note=note)
 
     WORD: ClassVar = "tie"
     ABOUT: ClassVar[tuple[str, ...]] = ("parameter",)
     WORDS: ClassVar = {"source": ("", phrases.value)}
 
-    def headline(self, _mesh: Mesh | None = None) -> str:
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
         return f"= {self.source}"
 
     @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: Mesh) -> Iterator[str]:
-        """One line for all parameters that modules share, for blocks may share tens of them."""
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
+        """One line for all ties between two modules: blocks may share tens of parameters."""
         shared: dict[tuple[str, str], list[str]] = {}
         for op in ops:
             names = zip(op.parameter.split(".")[:0:-1], op.source.split(".")[:0:-1], strict=False)
@@ -164,7 +167,7 @@ class Tie(Op):
             both = op.parameter.removesuffix(tail), op.source.removesuffix(tail)
             shared.setdefault(both, []).append(tail)
         for (one, source), tails in shared.items():
-            end, said = tails[0], "one parameter in the model"
+            end, note = tails[0], "one parameter in the model"
             if len(tails) > 1:
-                end, said = "", f"{len(tails)} parameters, one in the model each"
-            yield phrases.head(cls.WORD, f"{one}{end} = {source}{end}: {said}")
+                end, note = "", f"{len(tails)} parameters, one in the model each"
+            yield phrases.head(cls.WORD, f"{one}{end} = {source}{end}: {note}")

@@ -1,8 +1,8 @@
-"""What adapters make of a plan and of its model: modules, styles and units of their own.
+"""Adapters applied to a plan and its model: modules, styles and units.
 
-peft puts a layer of its own around the adapted one, with `lora_A.default` and `lora_B.default`
-inside. Here the layer keeps its name and gets them as children, so that every rule means the same
-modules with and without adapters.
+peft wraps the adapted layer in a layer with `lora_A.default` and `lora_B.default` inside. Here the
+layer keeps its name and gets them as children, so that a rule means the same modules with and
+without adapters.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from planc.model.facts import (
 from planc.ops.quantization import Quantize
 from planc.ops.styles import (
     Attributes,
-    Change,
     Colwise,
     Input,
     MlaKv,
     Output,
     Partial,
+    Redistribution,
     Replicate,
     Replicated,
     Rowwise,
@@ -38,31 +38,30 @@ from planc.ops.styles import (
 )
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
-NAME = "default"  # of the adapter, as peft has it where no other is given
-BASE_LAYER = "base_layer"  # what peft calls the layer inside its own
+NAME = "default"  # of the adapter: peft's default
+BASE_LAYER = "base_layer"  # the layer that peft wraps
 FOUR_BIT = "FourBit"  # the class of a quantized layer
 
 KINDS = ("linear", "conv1d", "embedding")
-"""The modules that take an adapter; that of an embedding is parameters, not modules."""
+"""The kinds of modules that can have an adapter; that of an embedding is parameters, not modules."""
 
 PARAMETERLESS = (Input, Output, MlaKv, Attributes)
-"""Styles that change what comes in or goes out, of a layer and its adapter together, and none of
-its weights."""
+"""Styles that change the inputs or outputs of a layer and its adapter, and no weights."""
 
 _Kept = Callable[[Parameter], str]
 _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
 
 def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
-    """A plan and its model with the adapters in: new modules, frozen weights, units of their own.
+    """A plan and its model with the adapters: new modules, frozen weights, units of A and B.
 
-    Without adapters both are given back as they are.
+    Without adapters both are returned unchanged.
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
     rules = tuple(replace(r, quantize=_stored(r, plan)) for r in plan.adapters.rules)
     facts = with_adapters(facts, rules, plan.dtype)
-    # the cast of `load` comes before the adapters, and is in the facts by now
+    # `load` casts before adapters are added, so the facts have its dtypes
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
     if plan.adapters and plan.adapters.own and plan.fsdp is not None:
         own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
@@ -71,11 +70,11 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
 
 
 def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Facts:
-    """The model with adapters in it, all else frozen.
+    """The model with adapters, all other parameters frozen.
 
     Args:
         facts: the model.
-        rules: on its modules; their 4-bit weights have a storage.
+        rules: on its modules; those with 4-bit weights have a storage dtype.
         kept: the dtype of a parameter after `load`.
     """
     paths = tuple((rule.modules.path, rule) for rule in rules)
@@ -83,7 +82,7 @@ def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Fa
 
 
 def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
-    """`lora_A` and `lora_B` of a rule's layers, the modules that compute."""
+    """`lora_A` and `lora_B` of a rule's layers, the linear modules."""
     two = []
     for child in _children(rule.modules.module, rule)[:2]:
         inner = child.module.children[0].module
@@ -92,7 +91,7 @@ def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
 
 
 def in_out_features(module: Module) -> tuple[int, int]:
-    """(features that come in, features that go out) of a layer that an adapter can be on."""
+    """(input features, output features) of a layer that can have an adapter."""
     weight = next(p for p in module.parameters if p.name == "weight")
     one, two = weight.shape
     return (two, one) if module.kind == "linear" else (one, two)
@@ -102,7 +101,7 @@ def in_out_features(module: Module) -> tuple[int, int]:
 
 
 def _module(module: Module, rules: _Rest, kept: _Kept) -> Module:
-    """The module frozen, with the adapters of these rules, whose paths begin inside it."""
+    """The module frozen, with the adapters of the rules whose paths begin inside it."""
     own = [r for rest, r in rules if not rest]
     children = [c for child in module.children for c in _split(child, rules, kept)]
     frozen = tuple(replace(p, trainable=False, dtype=kept(p)) for p in module.parameters)
@@ -114,7 +113,7 @@ def _module(module: Module, rules: _Rest, kept: _Kept) -> Module:
 
 
 def _packed(module: Module, rule: AdapterRule) -> Module:
-    """The module with its weight in 4 bits: a column of the dtype that its bytes are seen as."""
+    """The module with its weight in 4 bits: one column of the storage dtype."""
     quant = rule.quantize
     if quant is None or module.kind != "linear":
         return module
@@ -126,10 +125,10 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
 
 
 def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
-    """How a rule's layers are quantized, with a storage; None where they are not.
+    """How a rule's layers are quantized, with a storage dtype; None where they are not.
 
-    The storage is the dtype that FSDP gathers in where the rule says none: FSDP casts what has
-    another, and packed bytes are no numbers.
+    The default storage is the dtype that FSDP gathers in: FSDP casts parameters of other dtypes,
+    and packed bytes must not be cast.
     """
     if rule.quantize is None or rule.quantize.storage:
         return rule.quantize
@@ -140,7 +139,9 @@ def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
 
 
 def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
-    """A child as it becomes; entries of a list part where only some of them are adapted."""
+    """A child with adapters; the entries of a list are split where only some of them are
+    adapted.
+    """
     if child.indices is None:
         inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
         yield replace(child, module=_module(child.module, inner, kept))
@@ -161,7 +162,7 @@ def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
 
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
     if module.kind not in KINDS:
-        return ()  # which a check has said
+        return ()  # a check reports it
     weight = next(p for p in module.parameters if p.name == "weight")
     dtype = rule.adapt.dtype or weight.dtype
     one, two = in_out_features(module)
@@ -191,12 +192,12 @@ def _units(rule: AdapterRule) -> Iterator[Unit]:
 
 
 def styles(plan: Plan) -> tuple[TensorRule, ...]:
-    """The styles of adapters, which follow from those of their layers."""
+    """The styles of adapters, which follow from the styles of their layers."""
     found: list[TensorRule] = []
     for rule, base, part in adapted_tensor_rules(plan):
         derived = of_layer(base.style, rule.modules.module.kind)
         if isinstance(derived, str) or rule.modules.module.kind not in KINDS[:2]:
-            continue  # what is wrong, a check has said
+            continue  # a check reports it
         two = lora_modules(replace(rule, modules=part))
         for half, style in zip(two, derived, strict=True):
             if style is not None:
@@ -207,9 +208,9 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
 
 
 def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
-    """Every adapter rule, a style of its layers' weights, and the layers that both speak of.
+    """Every adapter rule, a style of its layers' weights, and the layers that both rules have.
 
-    What changes an input or an output does so around the layer and its adapter.
+    Styles that only change inputs or outputs apply to the layer and its adapter together.
     """
     for rule in plan.adapters.rules if plan.adapters else ():
         for base in plan.tensor:
@@ -219,17 +220,17 @@ def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, 
 
 
 def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str:
-    """The styles of lora_A and lora_B beside a layer's own, or why there are none.
+    """The styles of lora_A and lora_B for a layer's style, or why there are none.
 
-    The adapter's output must have the layout of the layer's, to which it is added. What is sent is
-    of the rank's width, never of the layer's.
+    The adapter's output must have the layout of the layer's output, to which it is added.
+    Only tensors of the adapter's rank are communicated, never all features of the layer.
 
-    - colwise: A is whole, B is split as the layer is. torch's colwise style sums the gradient of
-      its input over the ranks, so that of A is no part of a sum. Where the input comes in shards of
-      the sequence, A works on those, and B gathers what A gives.
-    - rowwise: A is split as the layer is, and its output summed; B is whole. Where the output goes
-      out in shards of the sequence, B works on those.
-    - sequence: both are whole on shards of the sequence.
+    - colwise: A is replicated, B is sharded as the layer. torch's colwise style all-reduces the
+      gradient of its input, so the gradient of A is not partial. Where the input is sharded on the
+      sequence dim, A works on the shards, and B all-gathers the output of A.
+    - rowwise: A is sharded as the layer, and its output is all-reduced; B is replicated. Where the
+      output is sharded on the sequence dim, B works on the shards.
+    - sequence: both are replicated and work on sequence shards.
 
     Args:
         style: the layer's.
@@ -239,12 +240,12 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
         return _of_embedding(style)
     match style:
         case Colwise(input=Replicate()):
-            whole = Change(Replicate(), Replicate())
+            whole = Redistribution(Replicate(), Replicate())
             return Input(positional=(whole,), local=True), replace(style, transposed=False)
         case Colwise(input=Shard() as shard) if not _features(shard):
             return Sequence(dim=shard.dim), replace(style, transposed=False)
         case Rowwise(output=Replicate()):
-            whole = Change(Replicate(), Replicate())
+            whole = Redistribution(Replicate(), Replicate())
             kept = None if style.local else Output(positional=(whole,), local=False)
             return replace(style, local=True, transposed=False), kept
         case Rowwise(output=Shard() as shard) if _features(shard):
@@ -264,7 +265,7 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
 
 
 def _of_embedding(style: Style) -> tuple[None, None] | str:
-    """peft's adapter of an embedding is two parameters, which no style of torch's can split."""
+    """peft's adapter of an embedding is two parameters, which no torch style can shard."""
     match style:
         case Colwise() | Rowwise() if style.output == Replicate() and style.local:
             return None, None
@@ -272,5 +273,5 @@ def _of_embedding(style: Style) -> tuple[None, None] | str:
 
 
 def _features(shard: Shard) -> bool:
-    """Whether a layout splits the features; activations are [batch, sequence, features]."""
+    """Whether a layout shards the features; activations are [batch, sequence, features]."""
     return shard.dim in (-1, 2)

@@ -1,8 +1,8 @@
-"""The IR: what a plan means for one model on one mesh.
+"""The IR: the meaning of a plan for one model on one mesh.
 
-Selectors are expanded to module sets, axes are sized, expressions folded, conditions resolved, and
-every node carries the span that it comes from. What one line decides whole is an operation
-already, which lowering only orders, merges and completes.
+Selectors are expanded to sets of modules, axes have sizes, expressions and conditions are
+evaluated, and every node has the span that it comes from. What one line decides completely is an
+operation already, which lowering only orders, merges and completes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class Mesh(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule(Meaning):
-    """A style on a set of modules, over the axis of its section; rules over other axes may be on
-    the same modules."""
+    """A style on a set of modules, over the axis of its section; the same modules may have rules
+    over other axes.
+    """
 
     modules: Modules
     axis: str
@@ -68,7 +69,7 @@ class TensorRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision(Meaning):
-    """FSDP's `MixedPrecisionPolicy`: torch dtype names, None for the parameter's own."""
+    """FSDP's `MixedPrecisionPolicy`: torch dtype names, None for the parameter's dtype."""
 
     param: str | None = None
     reduce: str | None = None
@@ -78,17 +79,17 @@ class Precision(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit(Meaning):
-    """One `fully_shard` call for each module of `members[0]`, or one for all of a group.
+    """One `fully_shard` call for each module of `members[0]`, or one for a whole group.
 
     Args:
         members: one set of modules; more than one only in a group.
-        group: all modules of all members are one unit.
+        group: whether all modules of all members are one unit.
         reshard: after forward: True, False, or the number of ranks that keep a shard.
-        precision: this unit's own, or None for the section's.
-        shard: the axes of its own, of the section's and of tensor parallelism's, or None for all
-            of the section's; over the rest of these it is copied.
-        shard_dim: the dim that is split of those parameters that have it, where it divides.
-        said: the arguments of its line, which defaults do not tell.
+        precision: of this unit, or None for the section's.
+        shard: the axes that it is sharded over, of the section or of tensor parallelism, or None
+            for all shard axes of the section; over the section's other axes it is replicated.
+        shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
+        explicit: the arguments that its line states.
     """
 
     members: tuple[Modules, ...]
@@ -97,7 +98,7 @@ class Unit(Meaning):
     precision: Precision | None = None
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
-    said: frozenset[str] = field(default=frozenset(), compare=False)
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def root(self) -> bool:
@@ -106,10 +107,11 @@ class Unit(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadRule(Meaning):
-    """`SELECTOR : spread(...)`: what is in a unit, and lies otherwise than the rest of it.
+    """`SELECTOR : spread(...)`: parameters of an FSDP unit that are sharded over another mesh or
+    dim.
 
     Args:
-        modules: all parameters of theirs and below, but those of units inside.
+        modules: all parameters in them and in their submodules, except in nested units.
         shard, shard_dim: as of a unit.
     """
 
@@ -120,31 +122,31 @@ class SpreadRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ignored(Meaning):
-    """`ignore SELECTOR`: all parameters below these modules stay whole, in no unit."""
+    """`ignore SELECTOR`: all parameters in these modules are replicated and in no unit."""
 
     modules: Modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload(Meaning):
-    """Shards, gradients and optimizer state live in host memory, pinned or not."""
+    """Shards, gradients and optimizer state are in CPU memory, pinned or not."""
 
     pin: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp(Meaning):
-    """The fsdp section, or a replicate section, which has no axes to shard over.
+    """The fsdp section, or a replicate section, which has no shard axes.
 
     Args:
-        shard: the axes over which parameters are split.
-        replicate: the axes over which they are copied (HSDP).
-        precision: what the section's `precision(...)` says.
-        units: in the plan's order; lowering puts inner before outer and the root last.
-        ignored: what no unit takes.
-        spreads: what lies otherwise than the rest of its unit.
+        shard: the axes that parameters are sharded over.
+        replicate: the axes that parameters are replicated over (HSDP).
+        precision: the section's `precision(...)`.
+        units: in the plan's order; lowering sorts them topologically.
+        ignored: modules whose parameters are in no unit.
+        spreads: parameters that are sharded otherwise than their unit.
         prefetch: the operation without its units.
-        megatron: the operation without its units and axes, None where torch's own FSDP does it.
+        megatron: the operation without its units and axes, None for FSDP2.
     """
 
     shard: tuple[str, ...]
@@ -160,34 +162,34 @@ class Fsdp(Meaning):
 
     @property
     def parts(self) -> tuple[Unit | SpreadRule, ...]:
-        """All that says how parameters lie."""
+        """All nodes that place parameters."""
         return (*self.units, *self.spreads)
 
     def axes(self, unit: Unit | SpreadRule) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes that a unit is split over, and those that it is copied over.
+        """The axes that a unit is sharded over, and those that it is replicated over.
 
-        Together they are all of the section's, so that every gradient is averaged over the same
-        ranks, whatever mesh a unit lies on.
+        Together they are all axes of the section, so that every gradient is averaged over the
+        same ranks, whatever the unit's mesh.
         """
         if unit.shard is None:
             return self.shard, self.replicate
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
 
-    def beyond(self, unit: Unit | SpreadRule) -> tuple[str, ...]:
-        """The axes of a unit that the section lacks: their ranks have the same gradients."""
+    def extra_axes(self, unit: Unit | SpreadRule) -> tuple[str, ...]:
+        """The axes of a unit that the section lacks: their ranks have equal gradients."""
         own = (*self.replicate, *self.shard)
         return tuple(a for a in unit.shard or () if a not in own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRule(Meaning):
-    """LoRA on a set of modules: W x + alpha / rank * B A x, as peft has it.
+    """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft.
 
     Args:
         adapt: the operation of the rule, without its modules.
-        quantize: the same where the layer's weight is kept in 4 bits (QLoRA). Its `storage` is
-            empty until `adapted` finds what FSDP gathers in.
+        quantize: the same where the layer's weight is in 4 bits (QLoRA). Its `storage` is empty
+            until `adapted` sets the dtype that FSDP gathers in.
     """
 
     modules: Modules
@@ -197,11 +199,11 @@ class AdapterRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters(Meaning):
-    """The adapters section: what is trained, while all else is frozen.
+    """The adapters section; all parameters but the adapters are frozen.
 
     Args:
-        own: whether A and B are FSDP units of their own, or belong to the unit around.
-        seed: of their first values, which must be the same on every rank.
+        own: whether A and B are FSDP units of their own, or belong to the unit that contains them.
+        seed: of their initial values, which must be equal on every rank.
         units_origin: where `units` is set, None where it is not.
     """
 
@@ -216,14 +218,13 @@ class Plan(Meaning):
     """A plan, resolved.
 
     Args:
-        name: the plan's own name.
-        families: the `model_type`s it is written for.
+        name: the plan's name.
+        families: the `model_type`s that it is written for.
         options: the value of every option, after `--set`.
-        tensor: what the tensor sections decide; kept at tp = 1 too, where lowering drops it.
-        train: what the train sections freeze or let train, outer modules first.
-        adapted: whether the model's facts have the adapters, and the dtypes of `load`, already.
-        broken: sections with a finding of their own, so that nothing is concluded from what they
-            lack.
+        tensor: the rules of tensor sections; kept at tp = 1 too, where lowering drops them.
+        train: what the train sections freeze or unfreeze, outer modules first.
+        adapted: whether the model's facts already have the adapters and the dtypes of `load`.
+        broken: sections with errors, from whose omissions no check may conclude anything.
     """
 
     name: str
@@ -241,5 +242,5 @@ class Plan(Meaning):
     broken: frozenset[str] = frozenset()
 
     def dtype(self, parameter: Parameter) -> str:
-        """The type that a parameter is kept in: its own, or what the load section says."""
+        """The parameter's dtype after `load`."""
         return parameter.dtype if self.load is None or self.adapted else self.load.kept(parameter)

@@ -1,4 +1,4 @@
-"""The shapes that tensor parallelism leaves, which FSDP splits."""
+"""Local shapes under tensor parallelism, which FSDP shards further."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from planc.ops.styles import Split, part_sizes, weight_split
 from planc.plan.ir import Plan, TensorRule
 
 AUTO = -1
-"""`shard_dim = auto`, until it is settled."""
+"""`shard_dim = auto`, until it is resolved."""
 
 
 def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:
-    """Whether FSDP can split that dim (not the first) of a shape: torch splits it evenly alone."""
+    """Whether FSDP can shard that dim (not dim 0) of a shape: torch requires it to be divisible."""
     return 0 < dim < len(local) and local[dim] % ranks == 0
 
 
 def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -> tuple[int, ...]:
-    """The shape that rules leave of a parameter, on the rank that holds most.
+    """The shape of a parameter's shard after the rules, on the rank with the largest shard.
 
-    Each rule splits what those before it leave; of a dim whose parts are split alike, each part.
+    Each rule shards the result of those before it; in a packed dim, each part is sharded.
     """
     shape = parameter.shape
     dims: dict[int, list[Split]] = {}
@@ -43,7 +43,7 @@ def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -
 def ruled(
     modules: Modules, rules: Iterable[TensorRule]
 ) -> list[tuple[Modules, tuple[TensorRule, ...]]]:
-    """The modules, by the rules on them: each part with all of its rules, in their order."""
+    """The modules, split by the rules on them: each part with all of its rules, in order."""
     parts: list[tuple[Modules, tuple[TensorRule, ...]]] = [(modules, ())]
     for rule in rules:
         split = []
@@ -58,18 +58,20 @@ def ruled(
 
 
 def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:
-    """What `shard_dim = auto` comes to: 0 where every rank gets something of it, else another.
+    """The value of `shard_dim = auto`: 0 where every rank gets rows of every parameter, else
+    another dim.
 
-    torch splits dim 0 unevenly too, with padding, so that fewer rows than ranks leave some of them
-    nothing and gather as much for it. It splits any other dim evenly alone.
+    torch pads dim 0, so with fewer rows than ranks some ranks hold only padding, which is
+    all-gathered like data. Any other dim must be divisible.
 
     Args:
         shapes: of the parameters, after tensor parallelism.
-        ranks: how many split them.
+        ranks: the number of ranks that shard them.
 
     Returns:
-        The dim, or None where some parameter has fewer rows than there are ranks, and no dim of
-        all of those divides.
+        The dim, or None where some parameter has fewer rows than there are ranks, and no other dim
+            is
+        divisible in all such parameters.
     """
     short = [s for s in shapes if len(s) > 1 and s[0] < ranks]
     if not short:

@@ -1,4 +1,4 @@
-"""The mesh section -> a mesh with every axis sized."""
+"""The mesh section -> a mesh whose axes all have sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from planc.syntax import ast
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """The axes with the sizes that are written, 0 for `auto`."""
+    """The axes with their sizes in the plan, 0 for `auto`."""
 
     pairs: tuple[tuple[ast.Setting, int], ...]
 
@@ -45,10 +45,10 @@ class _Sizes:
 
 
 def solve(program: Program) -> Mesh | None:
-    """The mesh of a program, worked out once; None after a finding.
+    """The mesh of a program, computed once; None after a finding.
 
-    A mesh axis is a positive integer or `auto`, which takes what the others leave of the world
-    size. Without a world size `auto` counts as 1.
+    The size of an axis is a positive integer or `auto`, the world size divided by all other sizes.
+    Without a world size `auto` counts as 1.
     """
     if not program.sized:
         program.sized = True
@@ -119,8 +119,8 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
         )
         return
     if item.override and not earlier:
-        told = did_you_mean(item.name, found, "take `override` away")
-        nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, told)
+        help = did_you_mean(item.name, found, "take `override` away")
+        nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, help)
     if program.scope.definitions.get(item.name):
         program.sink.error(
             "PL107",
@@ -143,7 +143,7 @@ def _flat(items: Iterable[ast.Item | ast.Statement], program: Program) -> Iterat
 
 
 def _size(setting: ast.Setting, program: Program) -> int | None:
-    """The size that is written, 0 for `auto`, None after a finding."""
+    """The size in the plan, 0 for `auto`, None after a finding."""
     value = program.settings.get(setting.name) or setting.value
     plain = isinstance(value, ast.Name) and value.path == "auto"
     if plain or (isinstance(value, ast.Literal) and value.value == "auto"):
@@ -165,13 +165,13 @@ def _size(setting: ast.Setting, program: Program) -> int | None:
 
 
 def _where(setting: ast.Setting, program: Program) -> Span:
-    """The place that decided a size: `--set` before the plan."""
+    """The place that decided a size; `--set` takes precedence over the plan."""
     given = program.settings.get(setting.name)
     return given.origin.source.span(0, given.origin.end) if given else setting.origin
 
 
 def _left(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | None:
-    """What `auto` comes to (1 where there is none), or None after a finding."""
+    """The value of `auto` (1 where no axis is `auto`), or None after a finding."""
     if not autos:
         return _fixed(sizes, program)
     auto, world, product = autos[0], program.world_size, sizes.product
@@ -197,19 +197,19 @@ def _left(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | No
 
 
 def _fixed(sizes: _Sizes, program: Program) -> int | None:
-    """Every axis has a size, so their product is the world size, or it is a finding."""
+    """Every axis has a size, so their product must be the world size."""
     world, product = program.world_size, sizes.product
     if world is None or world == product:
         return 1
-    told = "make one axis `auto`"
+    help = "make one axis `auto`"
     shard = sizes.by_name.get(SHARD, 0)
     if shard and world % (product // shard) == 0:
-        told = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
+        help = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
     section = next(iter(program.named("mesh")))
     program.sink.error(
         "PL301",
         f"the mesh has {product:,} ranks, the world {world:,}: {sizes.text} = {product:,}",
         *(sizes.labels(program) or [Label(span=section.name_origin)]),
-        help=told,
+        help=help,
     )
     return None

@@ -1,8 +1,7 @@
-"""What axes are for, and the axes that follow from those of a mesh, by the names that training
-systems give them. No other module compares the name of an axis with a text.
+"""The roles of mesh axes, and the axes derived from others, by the names of training systems.
 
-A mesh has what is written in its section. Its product of axes goes by a name of its own in
-torchtitan and in NeMo AutoModel, and a plan may use that name wherever several axes may stand.
+No other module compares the name of an axis with a string. A product of axes has a name of its own
+in torchtitan and in NeMo AutoModel, and a plan may use that name wherever several axes are allowed.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections.abc import Collection, Iterable
 from planc.ops.base import AxisRole
 
 DATA = "dp"
-SHARD = "dp_shard"  # the axis that most plans leave the rest of the ranks to
+SHARD = "dp_shard"  # the axis that is `auto` in most plans
 DERIVED = {
     DATA: ("dp_replicate", "dp_shard"),  # ranks that read different data
-    "dp_shard_cp": ("dp_shard", "cp"),  # ranks that FSDP splits parameters over
+    "dp_shard_cp": ("dp_shard", "cp"),  # ranks that FSDP shards parameters over
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # ranks that a loss is averaged over
-    # Experts are split over no tensor axis, so its ranks share them too. (`ep` of these ranks
-    # would exchange tokens; without expert parallelism there is 1.)
+    # FSDP shards experts over the tensor axis too, because no style does. (`ep` of these ranks
+    # would exchange tokens; without expert parallelism it is 1.)
     "ep_shard": ("dp_shard", "cp", "tp"),
 }
 
@@ -28,11 +27,11 @@ _ROLES = {
     "cp": AxisRole.SEQUENCE,
     "ep": AxisRole.EXPERT,
 }
-"""Axes whose name alone says what they are for; the names are torchtitan's."""
+"""The roles that follow from the name of an axis; the names are torchtitan's."""
 
 
 def role_of(name: str, *, tensor: Collection[str], data: Collection[str]) -> AxisRole:
-    """What the ranks along an axis share out.
+    """What the ranks along an axis split among them.
 
     Args:
         name: the axis.
@@ -47,12 +46,12 @@ def role_of(name: str, *, tensor: Collection[str], data: Collection[str]) -> Axi
 
 
 def axes_of(name: str, mesh: Collection[str]) -> tuple[str, ...]:
-    """The axes of a mesh that a name stands for, outermost first; none where it names nothing.
+    """The mesh axes of a name, outermost first; empty for an unknown name.
 
     Args:
-        name: an axis, which goes before a derived one of its name, or a derived one.
-        mesh: the names of the mesh's axes. One that a derived axis has and the mesh lacks counts
-            as 1, so it is left out.
+        name: an axis, which takes precedence over a derived axis of that name, or a derived axis.
+        mesh: the names of the mesh's axes. An axis that a derived one includes and the mesh lacks
+            is left out, as if its size were 1.
     """
     if name in mesh:
         return (name,)
@@ -60,10 +59,10 @@ def axes_of(name: str, mesh: Collection[str]) -> tuple[str, ...]:
 
 
 def expanded(names: Iterable[str], mesh: Collection[str]) -> tuple[str, ...]:
-    """Names as axes of a mesh; one that names nothing stays as it is, for a finding."""
+    """Names as axes of a mesh; an unknown name is kept, for a finding."""
     return tuple(axis for name in names for axis in axes_of(name, mesh) or (name,))
 
 
 def known(mesh: Collection[str]) -> tuple[str, ...]:
-    """The names that stand for something in a mesh: its axes, and then what follows from them."""
+    """The names that are valid in a mesh: its axes, then the derived axes."""
     return (*mesh, *(n for n in DERIVED if n not in mesh and axes_of(n, mesh)))

@@ -1,4 +1,4 @@
-"""Settings: lines that decide a thing of a whole section, once unless a later one overrides."""
+"""Settings: lines that set one value of a section, once unless a later line overrides it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Settings:
     """The settings of one section.
 
     Args:
-        sink: receives PL102 for a line that repeats another one, PL103 for an idle `override`.
-        lines: the line that holds, by its name.
-        values: what was read of it; None where that failed.
+        sink: receives PL102 for a repeated line, PL103 for an `override` without an earlier line.
+        lines: the line in force, by its name.
+        values: the value read from it; None where that failed.
     """
 
     sink: Sink
@@ -28,7 +28,9 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, item: SectionLine, read: Callable[[Any], Any] = lambda item: item) -> None:
-        """Takes a line, and what `read` makes of it, unless an earlier line stays in force."""
+        """Adds a line and the value that `read` returns for it, unless an earlier line stays in
+        force.
+        """
         name = item.name if isinstance(item, ast.Setting) else item.call.name
         earlier = self.lines.get(name)
         if earlier is not None and not item.override:
@@ -54,5 +56,5 @@ def conflict(sink: Sink, word: str, what: str, origin: Span, earlier: Span) -> N
 def nothing_to_override(
     sink: Sink, what: str, origin: Span, help: str | None = "take `override` away"
 ) -> None:
-    """PL103: an `override` with nothing before it."""
+    """PL103: an `override` without an earlier line."""
     sink.error("PL103", f"there is no earlier {what} to override", origin, help=help)

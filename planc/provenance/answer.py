@@ -1,4 +1,4 @@
-"""What `planc why` answers, as data."""
+"""The answer of `planc why`, as data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from planc.model.facts import Modules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One thing that a line of the plan decides.
+    """One decision of one line of the plan.
 
     Args:
-        what: the decision, in words.
-        target: the module that the line decides: the one asked for, or one around or inside it.
-        place: `name:line`; empty for what planc adds itself.
-        text: the line's words, where the plan is at hand.
-        op: which operation of the lowered plan it is.
+        what: the decision, as text.
+        target: the module that the line is about: the one asked for, an ancestor or a submodule.
+        place: `name:line`; empty for what planc adds by itself.
+        text: the text of the line, where the plan is available.
+        op: the index of the operation in the lowered plan.
     """
 
     what: str
@@ -28,20 +28,20 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """One parameter, on the rank that holds most of it.
+class ParameterAnswer:
+    """One parameter, on the rank with the largest shard.
 
     Args:
         name: in its module.
-        shape: as the model has it.
+        shape: in the model.
         dtype: its torch dtype.
-        trainable: whether it takes a gradient.
+        trainable: whether it requires a gradient.
         local: its shape after tensor parallelism.
-        spread: (ranks, size) along the tensor-parallel dim, in order, where ranks differ.
+        spread: (ranks, size) along the dim of tensor parallelism, in order, where ranks differ.
         shard: its shape at rest, after FSDP.
-        at_rest: bytes that a rank keeps.
-        gathered: bytes while its unit is gathered, in the dtype that it is gathered in.
-        computed: that dtype.
+        at_rest: bytes on one rank.
+        gathered: bytes while its unit is all-gathered, in the dtype of `computed`.
+        computed: the dtype that it is all-gathered in.
         ties: names of the parameters that are the same tensor.
     """
 
@@ -60,25 +60,25 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is decided of one module, or of one of its parameters.
+    """All decisions about one module, or about one of its parameters.
 
     Args:
-        name: as torch has it; `root` for the model itself.
+        name: in torch; `root` for the model itself.
         parameter: the parameter's name in the module, None where the module was asked for.
         cls: the module's class.
-        kind: `linear`, `norm` and the like.
-        like: the set of like modules that it is one of.
-        held: its own parameters, or the one.
-        count: elements of all its parameters, with those of the modules inside it.
-        load: how weights arrive, and what they are kept in.
-        adapter: the adapter on the layer, or that the module is a part of.
+        kind: `linear`, `norm` and so on.
+        like: the set of equal modules that contains the module.
+        parameters: of the module itself, or the one that was asked for.
+        count: the number of elements in all its parameters, those of submodules included.
+        load: how weights are loaded, and their dtype.
+        adapter: the adapter on the layer, or the one that contains the module.
         tensor: styles on the module itself.
-        around: styles on modules around it: what comes in there and goes out.
-        inside: styles on modules inside it.
-        checkpoint, compile: what is around it, is it, or is inside it.
-        unit: the unit that it belongs to, then those inside it.
-        training: what freezes it, or lets it train.
-        unit_bytes: of the unit that it belongs to: at rest on a rank, and gathered.
+        around: styles on its ancestors, which redistribute inputs and outputs there.
+        inside: styles on its submodules.
+        checkpoint, compile: of the module, of its ancestors and of its submodules.
+        unit: the unit that contains it, then the units inside it.
+        training: what freezes or unfreezes it.
+        unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.
     """
 
@@ -87,7 +87,7 @@ class Answer:
     cls: str
     kind: str
     like: Modules
-    held: tuple[Held, ...]
+    parameters: tuple[ParameterAnswer, ...]
     count: int
     load: tuple[Reason, ...] = ()
     adapter: tuple[Reason, ...] = ()

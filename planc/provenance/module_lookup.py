@@ -1,4 +1,4 @@
-"""A name as torch has it -> the module or the parameter that it stands for."""
+"""A name in torch -> the module or the parameter."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.|\.(?:_orig_m
 
 
 def found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | None] | None:
-    """The one module of a name, with the parameter where it names one, or None after PL130.
+    """The module of a name, and the parameter where the name is one's, or None after PL130.
 
     Args:
-        name: with or without the names of wrappers, and `layers[3]` for `layers.3`; `root` or
-            nothing is the model itself.
+        name: with or without the names of wrappers, and `layers[3]` for `layers.3`; `root` or the
+            empty string is the model itself.
         facts: the model.
-        sink: receives PL130 for a name that is not there.
+        sink: receives PL130 for an unknown name.
     """
     plain = re.sub(r"\[(\d+)\]", r".\1", _WRAPPERS.sub("", name)).removeprefix(".")
     plain = "" if plain == "root" else plain
-    bare = re.sub(r"(\.|^)base_layer(?=\.|$)", "", plain)  # peft's name for a layer inside its own
+    bare = re.sub(r"(\.|^)base_layer(?=\.|$)", "", plain)  # the layer that peft wraps
     missing = plain
-    for own in dict.fromkeys((plain, bare)):
+    for path in dict.fromkeys((plain, bare)):
         try:
-            return facts.at(own), None
+            return facts.at(path), None
         except KeyError as error:
             missing = str(error.args[0])
         with contextlib.suppress(KeyError):
-            return facts.find(own)
+            return facts.find(path)
     _unknown(name, missing, facts, sink)
     return None
 
@@ -54,7 +54,7 @@ def _unknown(name: str, missing: str, facts: Facts, sink: Sink) -> None:
 
 
 def _below(at: Modules) -> list[str]:
-    """What could follow a module's name."""
+    """The names that may follow a module's name."""
     names = [p.name for p in at.module.parameters]
     for child in at.module.children:
         names += [child.name] if child.indices is None else map(str, child.indices)

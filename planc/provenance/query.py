@@ -1,7 +1,7 @@
-"""`planc why`: what decided one module or one parameter, and on which lines of the plan.
+"""`planc why`: the lines of the plan that decide a module or a parameter.
 
-Gathered from the lowered plan, which is what `apply` runs, so it can't say anything else; the IR
-adds what lowering leaves out because it has no effect, and the words of each line.
+The answer is built from the lowered plan, which is what `apply` runs. The IR adds the rules that
+lowering drops because they have no effect, and the text of each line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
 from planc.plan.ir import AdapterRule, Plan
-from planc.provenance.answer import Answer, Held, Reason
+from planc.provenance.answer import Answer, ParameterAnswer, Reason
 from planc.provenance.module_lookup import found
 from planc.source import NOWHERE, Span
 
@@ -38,13 +38,14 @@ _LONGEST = 100
 
 
 def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
-    """What decided a module or a parameter; None after PL130, or where nothing was lowered.
+    """The decisions about a module or a parameter; None after PL130, or where the plan was not
+    lowered.
 
     Args:
-        name: a module or a parameter as torch calls it, with or without the names of wrappers;
-            `root` or nothing is the model itself.
-        compiled: the plan for a model; one that was read back from JSON has operations alone.
-        sink: receives PL130 for a name that is not there.
+        name: a module or a parameter as torch names it, with or without the names of wrappers;
+            `root` or the empty string is the model itself.
+        compiled: the plan for a model; a plan that was read from JSON has operations only.
+        sink: receives PL130 for an unknown name.
     """
     facts, lowered = compiled.facts, compiled.lowered
     if facts is None or lowered is None:
@@ -55,21 +56,22 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
 
 
 def _adapted(facts: Facts, lowered: Lowered) -> Facts:
-    """The model with the adapters that a lowered plan from JSON puts in."""
+    """The model with the adapters of a lowered plan that was read from JSON."""
     rules = []
     for op in (o for o in lowered.ops if isinstance(o, Adapt)):
         for members in op.members:
             layers = Modules(members.path, facts.at(next(members.names())).module)
             four = (o for o in lowered.ops if isinstance(o, Quantize))
-            own = (o for o in four if any(phrases.layer(m).overlap(layers) for m in o.members))
-            rule = AdapterRule(modules=layers, adapt=op, quantize=next(own, None), origin=op.origin)
+            found = (o for o in four if any(phrases.layer(m).overlap(layers) for m in o.members))
+            four_bit = next(found, None)
+            rule = AdapterRule(modules=layers, adapt=op, quantize=four_bit, origin=op.origin)
             rules.append(rule)
     load = next((op for op in lowered.ops if isinstance(op, Load)), Load())
     return with_adapters(facts, rules, load.kept) if rules else facts
 
 
 class _Question:
-    """One module, or one of its parameters, and everything that may decide it."""
+    """One module, or one of its parameters, and the operations that may decide it."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class _Question:
 
     def answer(self) -> Answer:
         module = self.at.module
-        held = [self.parameter] if self.parameter else module.parameters
+        parameters = [self.parameter] if self.parameter else module.parameters
         found = {
             "tensor": tuple(self._tensor(op) for op in self.styles if self._is(op)),
             "checkpoint": tuple(self._wraps(Checkpoint)),
@@ -105,7 +107,7 @@ class _Question:
             cls=module.cls,
             kind=module.kind,
             like=_alike(self.facts, self.at),
-            held=tuple(self._held(p) for p in held),
+            parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
             adapter=tuple(self._adapted()),
@@ -139,22 +141,22 @@ class _Question:
 
     def _tensor(self, op: Parallelize) -> Reason:
         target = self._part(len(op.modules.path))
-        said = op.headline(self.lowered)
+        what = op.headline(self.lowered)
         if isinstance(op.style, Custom):
-            said += "; code of the plan's own, so shapes and bytes are those without it"
-        return self._reason(said, target, op)
+            what += "; a user-defined style, so shapes and bytes are those without it"
+        return self._reason(what, target, op)
 
     def _part(self, length: int) -> str:
-        """The name of the module around this one whose path is that long."""
+        """The name of the ancestor whose path has that length."""
         return next(Modules(self.at.path[:length], self.at.module).names())
 
     def _inside(self) -> Iterator[Reason]:
         for op in self.styles:
             both = op.modules.inside(self.at)
             if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
-                said = f"{style_name(op.style)} {op.layouts}".strip()
+                what = f"{style_name(op.style)} {op.layouts}".strip()
                 shapes = op.sizes
-                yield self._reason(f"{said}  {shapes}".strip(), _after(both, self.at), op)
+                yield self._reason(f"{what}  {shapes}".strip(), _after(both, self.at), op)
 
     def _loaded(self) -> Iterator[Reason]:
         for op in self.lowered.ops if self.at.module.parameters else ():
@@ -170,8 +172,8 @@ class _Question:
         for four in (o for o in self.lowered.ops if isinstance(o, Quantize)):
             for members in map(phrases.layer, four.members):
                 if self.at.overlap(members) is not None:
-                    said = f"in 4 bits, {four.headline()}"
-                    yield self._reason(said, self._part(len(members.path)), four)
+                    what = f"in 4 bits, {four.headline()}"
+                    yield self._reason(what, self._part(len(members.path)), four)
 
     def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
         for op in self.lowered.ops:
@@ -183,28 +185,28 @@ class _Question:
                     yield self._reason(_wrapped(op), str(both), op)
 
     def _unit(self) -> FullyShard | None:
-        """The innermost unit around the module."""
+        """The innermost unit that contains the module."""
         around = [(len(m.path), u) for u in self.units for m in u.members if self.at.inside(m)]
         return max(around, key=lambda pair: pair[0])[1] if around else None
 
     def _units(self) -> Iterator[Reason]:
-        """The unit, what holds for it, and the units inside."""
+        """The unit, its settings, and the units inside the module."""
         op = self.shard
         if op and self.ignored:
             line = op.origin_of(f"ignored.{op.ignored.index(self.ignored)}") or NOWHERE
             target = self._part(len(self.ignored.path))
-            yield self._reason("ignored: whole on every rank", target, op, line)
+            yield self._reason("ignored: replicated", target, op, line)
         elif op:
             yield self._sharded(op)
-            yield from self._lies(op)
+            yield from self._placement(op)
             yield from self._settings(op)
         for other in self.units if self.parameter is None else ():
             if other is not op:
                 both = next(filter(None, (m.inside(self.at) for m in other.members)), None)
                 if both is not None:
                     target = other.name if other.group else str(both)
-                    said = f"a unit inside it, {other.resharding}"
-                    yield self._reason(said, target, other)
+                    what = f"a unit inside it, {other.resharding}"
+                    yield self._reason(what, target, other)
 
     def _sharded(self, op: FullyShard) -> Reason:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
@@ -215,18 +217,18 @@ class _Question:
         return self._reason(", ".join(filter(None, parts)) + offloading(op), target, op)
 
     def _spread(self, op: FullyShard) -> Spread | None:
-        """What says that the module lies otherwise than the rest of its unit."""
+        """The innermost spread on the module or its ancestors, inside the unit."""
         depth = max(len(m.path) for m in op.members if self.at.inside(m))
         around = [s for s in op.spreads if self.at.inside(s.modules)]
         around = [s for s in around if len(s.modules.path) > depth]
         return max(around, key=lambda s: len(s.modules.path), default=None)
 
-    def _lies(self, op: FullyShard) -> Iterator[Reason]:
+    def _placement(self, op: FullyShard) -> Iterator[Reason]:
         spread = self._spread(op)
         if spread is not None:
             line = op.origin_of(f"spreads.{op.spreads.index(spread)}") or NOWHERE
             target = self._part(len(spread.modules.path))
-            yield self._reason(f"lies {spread.headline(self.lowered)}", target, op, line)
+            yield self._reason(f"spread {spread.headline(self.lowered)}", target, op, line)
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
         if isinstance(self.owner[id(op)], MegatronShard):
@@ -241,20 +243,22 @@ class _Question:
                 yield self._reason(f"gathers {other.headline()}", target, other)
 
     def _divide(self, op: FullyShard) -> Divide | None:
-        """The last that speaks of a unit, which is the one that holds."""
-        own = [o for o in self.lowered.ops if isinstance(o, Divide)]
-        own = [o for o in own if not o.units or o.units == op.members]
-        return own[-1] if own else None
+        """The last `Divide` on the unit, which is the one in force."""
+        found = [o for o in self.lowered.ops if isinstance(o, Divide)]
+        found = [o for o in found if not o.units or o.units == op.members]
+        return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:
         ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
         return [op for op in ops if self.at.inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:
-        """What freezes the module or lets it train; the last word around it holds."""
+        """What freezes or unfreezes the module: the last operation on it or an ancestor is in
+        force.
+        """
         for op in self._freezing()[-1:]:
-            said = "trains" if op.trainable else "frozen"
-            yield self._reason(said, self._part(len(op.modules.path)), op)
+            what = "trains" if op.trainable else "frozen"
+            yield self._reason(what, self._part(len(op.modules.path)), op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}
@@ -265,7 +269,7 @@ class _Question:
                 yield self._reason("tied again after tensor parallelism", op.parameter, op)
 
     def _missing(self, section: str) -> str:
-        """Why nothing decides, in words."""
+        """Why nothing decides, as text."""
         match section:
             case "tensor":
                 return self._untouched()
@@ -274,11 +278,11 @@ class _Question:
             case "compile":
                 return "no rule: it runs as written"
         if self.units:
-            return "no unit is around it: whole on every rank, and its gradient is not averaged"
-        return "no section: whole on every rank"
+            return "no unit contains it: replicated, and its gradient is not averaged"
+        return "no section: replicated"
 
     def _untouched(self) -> str:
-        """A rule over an axis of one rank has no effect, and is not in the lowered plan."""
+        """A rule over an axis of one rank has no effect and is not in the lowered plan."""
         rules = self.plan.tensor if self.plan else ()
         for rule in rules:
             if rule.modules.has(self.name) and self.lowered.axis_size(rule.axis) == 1:
@@ -290,9 +294,9 @@ class _Question:
             return "no rule"
         if not axes:
             return "no rule, and no style on any module"
-        return f"no rule: whole on every rank of {phrases.axes(axes, self.lowered)}"
+        return f"no rule: replicated over {phrases.axes(axes, self.lowered)}"
 
-    def _held(self, parameter: Parameter) -> Held:
+    def _parameter(self, parameter: Parameter) -> ParameterAnswer:
         full = _joined(self.name, parameter.name)
         local, kind = parameter.shape, self.at.module.kind
         spread: tuple[tuple[int, int], ...] = ()
@@ -302,21 +306,23 @@ class _Question:
                     split = weight_split(op.style, kind, shape.name, len(shape.local))
                     ranks = self.lowered.axis_size(*op.axes)
                     if self.at.module.cls == FOUR_BIT and shape.name == "weight":
-                        local = (-(-local[0] // ranks), 1)  # of a column of bytes
+                        local = (-(-local[0] // ranks), 1)  # a column of bytes
                         continue
                     local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
         unit = None if self.ignored else self.shard
-        lying = (self._spread(unit) or unit) if unit else None
-        shard = kept_shape(local, lying, self.lowered)
+        placement = (self._spread(unit) or unit) if unit else None
+        shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
-        if not any(isinstance(op, Adapt) for op in self.lowered.ops):  # else it is cast already
+        if not any(
+            isinstance(op, Adapt) for op in self.lowered.ops
+        ):  # else the facts are cast already
             load = (op for op in self.lowered.ops if isinstance(op, Load))
             dtype = next(load, Load()).kept(parameter)
         computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self._freezing()]
         group = next((g for g in self.facts.ties if full in g), ())
-        return Held(
+        return ParameterAnswer(
             name=parameter.name,
             shape=parameter.shape,
             dtype=dtype,
@@ -335,17 +341,17 @@ def _wrapped(op: Checkpoint | Compile) -> str:
     if isinstance(op, Checkpoint):
         how = op.headline()
         kept = "" if how == "full" else f"{how}: "
-        return f"{kept}activations are computed again in backward"
+        return f"{kept}activations are recomputed in backward"
     return "compiled as one graph, or fails" if op.fullgraph else "compiled"
 
 
 def _alike(facts: Facts, at: Modules) -> Modules:
-    """The set of like modules in the module table that one module is in."""
+    """The entry of the module table that contains a module."""
     return next(m for m in facts.model.below() if m.overlap(at) is not None)
 
 
 def _after(inner: Modules, outer: Modules) -> str:
-    """The path of modules inside another."""
+    """The path of modules relative to another module."""
     return str(inner).removeprefix(str(outer)).removeprefix(".") if outer.path else str(inner)
 
 
@@ -354,15 +360,15 @@ def _joined(path: str, name: str) -> str:
 
 
 def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
-    """(ranks, size) along the split dim, each part of it as `torch.chunk` cuts it; () when even."""
+    """(ranks, size) along the sharded dim, each part cut as by `torch.chunk`; () where even."""
     parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
     chunks = [-(-size // ranks) for size in parts]
-    held = [
+    local = [
         sum(
             min(chunk, max(0, size - rank * chunk))
             for size, chunk in zip(parts, chunks, strict=True)
         )
         for rank in range(ranks)
     ]
-    runs = [(len(list(group)), size) for size, group in groupby(held)]
+    runs = [(len(list(group)), size) for size, group in groupby(local)]
     return tuple(runs) if len(runs) > 1 else ()

@@ -1,4 +1,4 @@
-"""What `planc why` found, as lines of text and as a JSON document."""
+"""The answer of `planc why` as lines of text and as a JSON document."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from planc.ops import phrases
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
-from planc.provenance.answer import Answer, Held, Reason
+from planc.provenance.answer import Answer, ParameterAnswer, Reason
 
 FORMAT_VERSION = 1
 Segment = tuple[str, str]
-"""A piece of text and the name of its style for a terminal; `""` is plain."""
+"""Text and the name of its terminal style; `""` is plain."""
 
 _HEAD = 12
 SECTIONS = (
@@ -32,7 +32,7 @@ SECTIONS = (
 
 
 def lines(answer: Answer) -> Iterator[list[Segment]]:
-    """The answer as a person reads it: what is decided, and under it the line that does."""
+    """The answer as text: each decision, and below it the line of the plan."""
     yield from _title(answer)
     yield []
     for reason in answer.load:
@@ -51,12 +51,12 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
     yield from _reasons("unit", answer.unit, answer)
-    for i, held in enumerate(answer.held):
-        yield _head("" if i else "per rank", _held(held, named=answer.parameter is None))
+    for i, parameter in enumerate(answer.parameters):
+        yield _head("" if i else "per rank", _memory(parameter, named=answer.parameter is None))
     if answer.unit_bytes is not None:
         rest, gathered = (phrases.size(b) for b in answer.unit_bytes)
-        said = f"{rest} at rest, {gathered} gathered" if any(answer.unit_bytes) else "nothing"
-        yield _head("" if answer.held else "per rank", f"its unit: {said}")
+        text = f"{rest} at rest, {gathered} gathered" if any(answer.unit_bytes) else "nothing"
+        yield _head("" if answer.parameters else "per rank", f"its unit: {text}")
 
 
 def _title(answer: Answer) -> Iterator[list[Segment]]:
@@ -65,11 +65,11 @@ def _title(answer: Answer) -> Iterator[list[Segment]]:
     yield [(answer.name, "bold"), (f"  {what}{kind}", "")]
     if len(answer.like) > 1:
         yield _head("like it", f"{len(answer.like)} modules: {answer.like}")
-    for held in answer.held:
-        yield _head(held.name, _shapes(held))
-        if held.ties:
-            yield _head("", f"the same tensor as {' and '.join(held.ties)}")
-    if answer.parameter is None and answer.count > sum(_numel(h.shape) for h in answer.held):
+    for parameter in answer.parameters:
+        yield _head(parameter.name, _shapes(parameter))
+        if parameter.ties:
+            yield _head("", f"the same tensor as {' and '.join(parameter.ties)}")
+    if answer.parameter is None and answer.count > sum(_numel(p.shape) for p in answer.parameters):
         yield _head("inside", f"{answer.count:,} parameters with those of the modules in it")
 
 
@@ -80,23 +80,22 @@ def _numel(shape: Sequence[int]) -> int:
     return count
 
 
-def _shapes(held: Held) -> str:
-    text = f"{list(held.shape)}"
-    if held.local != held.shape:
-        text += f" -> {list(held.local)}"
-    text += f" {held.dtype}{'' if held.trainable else ', frozen'}"
-    if held.spread:
-        parts = ", ".join(f"{n} x {size}" for n, size in held.spread)
+def _shapes(parameter: ParameterAnswer) -> str:
+    text = f"{list(parameter.shape)}"
+    if parameter.local != parameter.shape:
+        text += f" -> {list(parameter.local)}"
+    text += f" {parameter.dtype}{'' if parameter.trainable else ', frozen'}"
+    if parameter.spread:
+        parts = ", ".join(f"{n} x {size}" for n, size in parameter.spread)
         text += f"; not even over the ranks: {parts}"
     return text
 
 
-def _held(held: Held, *, named: bool) -> str:
-    name = f"{held.name}: " if named else ""
+def _memory(of: ParameterAnswer, *, named: bool) -> str:
+    name = f"{of.name}: " if named else ""
     return (
-        f"{name}{phrases.size(held.at_rest)} at rest, "
-        f"{list(held.shard)} {phrases.dtype(held.dtype)}; "
-        f"{phrases.size(held.gathered)} gathered, {list(held.local)} {phrases.dtype(held.computed)}"
+        f"{name}{phrases.size(of.at_rest)} at rest, {list(of.shard)} {phrases.dtype(of.dtype)}; "
+        f"{phrases.size(of.gathered)} gathered, {list(of.local)} {phrases.dtype(of.computed)}"
     )
 
 
@@ -106,9 +105,9 @@ def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterato
         inside = ", but on what is inside" if section == "tensor" and answer.inside else ""
         yield _head(title, f"{answer.missing[section]}{inside}")
     for i, reason in enumerate(reasons):
-        own = reason.target in (answer.name, answer.name.rpartition(".")[0])
-        own = own and (section == "tensor" or reason.target == answer.name)
-        what = reason.what if own else f"{reason.target}: {reason.what}"
+        same = reason.target in (answer.name, answer.name.rpartition(".")[0])
+        same = same and (section == "tensor" or reason.target == answer.name)
+        what = reason.what if same else f"{reason.target}: {reason.what}"
         yield from _reason("" if i else title, what, reason)
 
 
@@ -124,7 +123,7 @@ def _head(title: str, text: str) -> list[Segment]:
 
 
 def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
-    """Reasons that say the same on one line of the plan, as one with braces."""
+    """Reasons with the same text and line of the plan, merged with braces."""
     alike: dict[tuple[str, ...], list[Reason]] = {}
     for reason in reasons:
         key = (reason.what, reason.place, phrases.parent(reason.target))
@@ -135,17 +134,17 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
 
 
 def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
-    """The answer as `grammars/why.schema.json` has it.
+    """The answer in the form of `grammars/why.schema.json`.
 
     Args:
-        answer: what was found.
-        lowered: the plan that it was found in; each reason carries its operation.
+        answer: of `why`.
+        lowered: the plan; each reason gets its operation.
     """
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
     fields = asdict(answer)
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
-    fields["class"], fields["parameters"] = fields.pop("cls"), fields.pop("held")
+    fields["class"] = fields.pop("cls")
     for section in SECTIONS:
         for reason in fields[section]:
             reason["op"] = ops[reason["op"]]

@@ -11,15 +11,15 @@ from torch import nn
 
 from planc.ops.call import (
     Attribute,
-    Call,
+    FunctionCall,
+    ImportedName,
     Index,
     Items,
     Keywords,
     Members,
     MeshOf,
-    Name,
     Numbered,
-    Parameter,
+    ParameterRef,
     Shared,
     Table,
     Value,
@@ -39,7 +39,7 @@ def resolve(path: str) -> Any:
     return attrgetter(name)(importlib.import_module(home))
 
 
-def function_of(call: Call) -> Callable[..., Any]:
+def function_of(call: FunctionCall) -> Callable[..., Any]:
     """The function of a call, or one that calls the method of its first argument."""
     if not call.function.startswith("."):
         found: Callable[..., Any] = resolve(call.function)
@@ -78,9 +78,9 @@ class Values:
                 return tuple(map(self.of, value))
             case Variable():
                 return self._variables[value.name]
-            case Name():
+            case ImportedName():
                 return resolve(value.path)
-            case Parameter():
+            case ParameterRef():
                 owner, _, name = value.name.rpartition(".")
                 return getattr(self._modules[owner], name)
             case Attribute():
@@ -97,7 +97,7 @@ class Values:
                 return list(self._numbered(value))
             case MeshOf():
                 return self._mesh(value)
-            case Call():
+            case FunctionCall():
                 arguments = map(self.of, value.arguments)
                 return function_of(value)(*arguments, **self.keywords(value.keywords))
             case Shared():

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from planc.diagnostic import PlanError
 from planc.ops.base import Op
-from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, Parameter
+from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -218,7 +218,7 @@ class Worker:
 
     def _assign(self, step: Assign) -> None:
         value = self._values.of(step.value)
-        if isinstance(step.target, Parameter):
+        if isinstance(step.target, ParameterRef):
             self.at = step.target.name
             owner, _, name = self.at.rpartition(".")
             setattr(self._inner(owner), name, value)

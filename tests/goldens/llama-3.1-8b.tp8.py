@@ -35,12 +35,12 @@ def build_mesh(device_type="cuda"):
 
 
 def configure(model):
-    """Sets what training needs of the configuration."""
+    """Sets configuration fields that training needs."""
     model.config.use_cache = False  # training keeps no key/value cache
 
 
 def tensor_parallel(model, mesh):
-    """Splits weights and activations over the tensor axes."""
+    """Shards weights and activations over the tensor axes."""
     tp_mesh = mesh["tp"]
     for block in model.model.layers:
         parallelize_module(
@@ -97,7 +97,7 @@ def tensor_parallel(model, mesh):
 
 
 def checkpoint(model):
-    """Computes activations again in backward, to save memory."""
+    """Recomputes activations in the backward pass, to save memory."""
     for i, block in enumerate(model.model.layers):  # plans/llama.plan:42
         model.model.layers[i] = checkpoint_wrapper(
             block,
@@ -124,7 +124,7 @@ def shard(model, mesh):
 
 
 def parallelize(model, mesh=None):
-    """Spreads the model over the mesh, in place, and returns it."""
+    """Parallelizes the model over the mesh, in place, and returns it."""
     mesh = build_mesh() if mesh is None else mesh
     configure(model)
     tensor_parallel(model, mesh)

@@ -73,13 +73,13 @@ def prepare_optimizer(optimizer):
 
 
 def configure(model):
-    """Sets what training needs of the configuration."""
+    """Sets configuration fields that training needs."""
     model.config.use_cache = False  # training keeps no key/value cache
 
 
 def shard(model, mesh):
-    """Hands the whole model to Megatron-FSDP."""
-    # a mesh of its own, with the tensor dimension that the package asks for
+    """Shards the model with Megatron-FSDP."""
+    # a separate mesh, with the tensor dimension that the package requires
     ranks = mesh.mesh.reshape(2, 4, 1)
     policy = megatron_fsdp.MixedPrecisionPolicy(
         main_params_dtype=torch.float32,
@@ -111,7 +111,7 @@ def shard(model, mesh):
 
 
 def parallelize(model, mesh=None):
-    """Spreads the model over the mesh, in place, and returns it."""
+    """Parallelizes the model over the mesh, in place, and returns it."""
     mesh = build_mesh() if mesh is None else mesh
     configure(model)
     shard(model, mesh)

@@ -9,10 +9,10 @@ from planc.ops.configure import Configure
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.styles import (
-    Change,
     Colwise,
     Input,
     Partial,
+    Redistribution,
     Replicate,
     Rowwise,
     Sequence,
@@ -110,7 +110,7 @@ def styles(sequence):
             "model.embed_tokens": Rowwise(input=Replicate()),
             "lm_head": Colwise(output=Replicate()),
         }
-    gathered = Change(S1, Replicate())
+    gathered = Redistribution(S1, Replicate())
     return {
         **split,
         f"{BLOCKS}.input_layernorm": Sequence(),

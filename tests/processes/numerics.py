@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import planc
 from planc.model.small.input_search import rank_slice
 from planc.model.small.transformers_model import TransformersBuilder, add_denoising_loss
-from planc.ops.rng import Draw
+from planc.ops.rng import SyncRng
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 
@@ -181,7 +181,7 @@ def lowered(model, document):
 
 def names(op, last):
     """Whether an operation gives a style to modules of a name, or is of that name itself."""
-    if isinstance(op, Draw):
+    if isinstance(op, SyncRng):
         return last == "draw"
     return isinstance(op, Parallelize) and str(op.modules).endswith(last)
 

@@ -21,7 +21,7 @@ def shapes(family, plan, overrides):
     found = []
     for name, parameter in model.named_parameters():
         answer = why(name, compiled, sink)
-        [held] = answer.held
+        [one] = answer.parameters
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        found.append((name, held.shard, tuple(local.shape), held.at_rest, local.nbytes))
+        found.append((name, one.shard, tuple(local.shape), one.at_rest, local.nbytes))
     return found

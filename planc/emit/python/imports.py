@@ -1,4 +1,4 @@
-"""The imports of an emitted script, sorted as formatters do."""
+"""The imports of an emitted script, sorted as `ruff` sorts them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from planc.emit.python.layout import WIDTH, Group, lay
 
 
 def imports(body: str, modules: Iterable[str], names: Mapping[str, str]) -> str:
-    """The import statements that a body needs.
+    """The import statements that Python source needs.
 
     Args:
-        body: what follows them.
-        modules: those that the body may name as a whole.
-        names: the module of each name that the body may use by itself; empty for a module's.
+        body: the source that follows them.
+        modules: modules that the source may use by their names.
+        names: the module of each name that the source may use; empty for a module.
     """
     used = global_names(body)
     found: dict[str, list[str]] = {}

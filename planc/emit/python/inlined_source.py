@@ -1,7 +1,7 @@
-"""The definitions that a script inlines: those that torch does not have.
+"""The definitions that a script inlines because torch lacks them.
 
-They are taken from the very files that `apply` runs, read as text, so a script computes what apply
-does and needs torch alone. Their types, which name what a script does not import, are left out.
+They are read as text from the files that `apply` imports, so a script computes the same as `apply`
+and needs torch only. Annotations are removed: they use names that a script does not import.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _FILES = (
 )
 
 
-def carried(body: str) -> list[str]:
-    """The definitions that a body of Python needs, and those that they need, in their order.
+def inlined(body: str) -> list[str]:
+    """The definitions that Python source needs, directly or through others, in file order.
 
     Args:
-        body: Python source that may call what these files define.
+        body: Python source that may call definitions in these files.
 
     Returns:
-        The source of each, with a newline at its end.
+        The source of each, with a trailing newline.
     """
     known = definitions()
     wanted: set[str] = set()
@@ -54,7 +54,7 @@ def carried(body: str) -> list[str]:
 
 @cache
 def imported() -> dict[str, str]:
-    """The names that the definitions import, each with its module; a module's is empty."""
+    """The names that the definitions import, each with its module; empty for a module."""
     found: dict[str, str] = {}
     for text in _texts():
         for node in ast.parse(text).body:
@@ -67,7 +67,9 @@ def imported() -> dict[str, str]:
 
 @cache
 def definitions() -> dict[str, str]:
-    """The source of each function, class and constant of the standalone files, without types."""
+    """The source of each function, class and constant in the standalone files, without
+    annotations.
+    """
     found: dict[str, str] = {}
     for text in map(without_types, _texts()):
         lines = text.splitlines()
@@ -88,7 +90,7 @@ def _texts() -> tuple[str, ...]:
 
 
 def global_names(source: str) -> set[str]:
-    """The names that source uses and that are local to no function in it."""
+    """The names that source uses and that no function in it binds."""
     found: set[str] = set()
     tables = [symtable.symtable(source, "script", "exec")]
     while tables:
@@ -107,11 +109,11 @@ def global_names(source: str) -> set[str]:
 
 
 def without_types(text: str) -> str:
-    """Python source without annotations; all else, comments too, stays as it is.
+    """Python source without annotations; all else stays, comments included.
 
     Args:
-        text: typed throughout: a function without a return type is left alone. An annotation is on
-            the line of its name.
+        text: fully typed: a function without a return annotation is left alone, and an annotation
+            is on the line of its name.
     """
     lines = text.splitlines()
     for first, last, new in sorted(_edits(text, lines), reverse=True):
@@ -120,7 +122,7 @@ def without_types(text: str) -> str:
 
 
 def _edits(text: str, lines: list[str]) -> Iterator[tuple[int, int, list[str]]]:
-    """(first line, line after the last, lines instead of them) of what has types."""
+    """(first line, line after the last, replacement lines) of each statement with annotations."""
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.FunctionDef(returns=ast.expr(end_lineno=last)):
@@ -136,12 +138,12 @@ def _edits(text: str, lines: list[str]) -> Iterator[tuple[int, int, list[str]]]:
 
 
 def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
-    """The head of a function, laid out as a formatter would without its types."""
-    own = node.args
-    plain = [*own.posonlyargs, *own.args]
-    given: list[ast.expr | None] = [None] * (len(plain) - len(own.defaults))
-    pairs = [*zip(plain, [*given, *own.defaults], strict=True)]
-    after = [*zip(own.kwonlyargs, own.kw_defaults, strict=True)]
+    """The signature of a function without annotations, laid out as a formatter would."""
+    args = node.args
+    plain = [*args.posonlyargs, *args.args]
+    given: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults))
+    pairs = [*zip(plain, [*given, *args.defaults], strict=True)]
+    after = [*zip(args.kwonlyargs, args.kw_defaults, strict=True)]
 
     def spelled(some: Iterable[tuple[ast.arg, ast.expr | None]]) -> Iterator[str]:
         for argument, default in some:
@@ -149,15 +151,15 @@ def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
             yield f"{argument.arg}{value or ''}"
 
     items = [*spelled(pairs)]
-    items[len(own.posonlyargs) : len(own.posonlyargs)] = ["/"] if own.posonlyargs else []
-    if own.vararg or own.kwonlyargs:
-        items.append(f"*{own.vararg.arg if own.vararg else ''}")
+    items[len(args.posonlyargs) : len(args.posonlyargs)] = ["/"] if args.posonlyargs else []
+    if args.vararg or args.kwonlyargs:
+        items.append(f"*{args.vararg.arg if args.vararg else ''}")
     items += spelled(after)
-    items += [f"**{own.kwarg.arg}"] if own.kwarg else []
+    items += [f"**{args.kwarg.arg}"] if args.kwarg else []
     yield from lay(Group(f"def {node.name}(", tuple(items), "):"), " " * node.col_offset)
 
 
 def _first_line(node: ast.stmt) -> int:
-    """The index of a statement's first line, which is that of its first decorator."""
+    """The index of a statement's first line, decorators included."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
     return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1

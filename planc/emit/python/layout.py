@@ -1,7 +1,7 @@
-"""Pieces of Python source, laid out as a formatter would.
+"""Python source, laid out as a formatter would.
 
-What does not fit on a line is broken with one item a line and a comma after the last, which
-formatters leave as it is whatever their line length.
+What does not fit on a line is split into one item per line with a trailing comma, which formatters
+keep at any line length.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ WIDTH = 88  # the default of ruff and black
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Something in brackets that can be broken over lines: a call, a list, a dictionary.
+    """A bracketed expression that can be split over lines: a call, a list, a dictionary.
 
     Args:
-        head: what stands before the items, with the opening bracket.
+        head: the text before the items, with the opening bracket.
         items: in order.
         close: the closing bracket.
-        notes: a comment for each item; a group with notes is broken always.
-        comma: what follows each item.
-        single: what follows an only item on the line of its brackets: a tuple's comma.
+        notes: a comment for each item; a group with notes is always split.
+        comma: the separator after each item.
+        single: the text after a single item on one line: a tuple's comma.
     """
 
     head: str
@@ -43,11 +43,12 @@ Source = str | Group
 
 
 def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> Iterator[str]:
-    """Lines of source, a comment behind them or, where that is too far right, above them.
+    """The lines of source; a comment follows the code, or stands above it where the line is too
+    long.
 
     Args:
-        source: a statement or an item of one.
-        indent: what stands before each line.
+        source: a statement, or an item of one.
+        indent: of each line.
         note: the comment's text, or nothing.
         end: a comma, for an item.
     """
@@ -69,12 +70,12 @@ def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> I
 
 
 def headed(head: str, source: Source) -> Source:
-    """Source with something before it."""
+    """Source with a prefix."""
     return replace(source, head=head + source.head) if isinstance(source, Group) else head + source
 
 
 def remark(text: str) -> str:
-    """The text of a comment, on one line whatever it was."""
+    """The text of a comment; unprintable characters become `?`, so that it stays on one line."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -83,7 +84,7 @@ def quoted(text: str) -> str:
 
 
 def literal(value: float | str | None) -> str:
-    """A number, a truth value, None or a text; a regular expression with its backslashes bare."""
+    """A number, a boolean, None or a string; a string with backslashes is raw."""
     if not isinstance(value, str):
         return repr(value)
     raw = "\\" in value and value.isprintable() and not value.endswith("\\") and '"' not in value
@@ -91,5 +92,5 @@ def literal(value: float | str | None) -> str:
 
 
 def attribute(name: str) -> bool:
-    """Whether `module.name` is Python."""
+    """Whether `module.name` is valid Python."""
     return name.isidentifier() and not keyword.iskeyword(name)

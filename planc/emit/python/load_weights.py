@@ -1,4 +1,4 @@
-"""The load section in the emitted Python: a `load_weights`."""
+"""The load section in emitted Python: the function `load_weights`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 
-_REFUSED = "Another form than the model's own, such as experts one by one, is an error.\n    "
+_ONE_FORM = "A checkpoint in another format, such as one tensor per expert, is an error.\n    "
 _ABOUT = {
-    "slices": "Fills the model from a folder of safetensors; each rank reads its slices.",
-    "rank0": "Fills the model from a folder of safetensors; rank 0 reads and sends.",
-    "checkpoint": "Fills the model from a distributed checkpoint, whatever its ranks were.",
+    "slices": "Loads a folder of safetensors; each rank reads its slices.",
+    "rank0": "Loads a folder of safetensors; rank 0 reads and sends.",
+    "checkpoint": "Loads a distributed checkpoint, saved on any number of ranks.",
 }
 _CHECKED = {
     "slices": "checked_files(model, folder)",
@@ -24,8 +24,8 @@ _CHECKED = {
 _GIVEN = {"slices": "", "rank0": ", device", "checkpoint": ", folder"}
 
 
-def filled(lowered: Lowered) -> list[str]:
-    """A function that loads as the plan says, in a list; empty where it says nothing."""
+def load_function(lowered: Lowered) -> list[str]:
+    """The function that loads weights, in a list; empty where the plan does not set `weights`."""
     way = next((op.weights for op in lowered.ops if isinstance(op, Load) and op.weights), None)
     if way is None:
         return []
@@ -33,7 +33,7 @@ def filled(lowered: Lowered) -> list[str]:
         "def load_weights(model, folder, device):",
         f'    """{_ABOUT[way]}',
         "",
-        f'    {_REFUSED}"""',
+        f'    {_ONE_FORM}"""',
     ]
     adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
     if adapts:
@@ -41,13 +41,13 @@ def filled(lowered: Lowered) -> list[str]:
     lines.append(f"    found, values = {_CHECKED[way]}")
     lines.append("    materialize(model, values, device)")
     for op in adapts:
-        lines += _begun(op)
+        lines += _init_adapters(op)
     lines.append(f"    read_{way}(model, found{_GIVEN[way]})")
     return ["\n".join(lines) + "\n"]
 
 
-def _begun(op: Adapt) -> Iterator[str]:
-    """What gives adapters, which no file of the model's holds, their first values."""
+def _init_adapters(op: Adapt) -> Iterator[str]:
+    """The call that initializes adapters, whose values are in no file of the model."""
     arguments = ("model", "unset", f'r"{op.pattern}"', f"rank={op.rank}")
     call = Group("begin_adapters(", (*arguments, f"init={literal(op.initial)}", f"seed={op.seed}"))
     yield from lay(call, IN)

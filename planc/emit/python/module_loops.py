@@ -1,4 +1,4 @@
-"""Python that reaches modules: attribute chains, and loops over the entries of lists."""
+"""Python that selects modules: attribute chains, and loops over lists."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Lines = Iterator[str]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A way to reach each module of a set.
+    """Loops over the modules of a set.
 
     Args:
         item: the expression of one module inside the loops.
-        head: the lines of the loops around it.
-        owner: the module that holds it, to assign to.
-        place: how the owner names it: `.mlp`, `[i]`, or a name that is no attribute.
+        head: the lines of the `for` statements.
+        owner: the parent module, to assign to.
+        place: how the owner names the module: `.mlp`, `[i]`, or a name that is no attribute.
     """
 
     item: str
@@ -40,8 +40,7 @@ def loop_over(modules: Modules, layers: int, *, assigned: bool = False) -> Loop:
 
     Args:
         modules: the set.
-        layers: the length of the longest list of the model, so that a loop over all of it can say
-            so.
+        layers: the length of the model's longest list; a loop over all of it has no indices.
         assigned: whether the modules are replaced, so that their indices are needed.
     """
     head: list[str] = []
@@ -72,7 +71,7 @@ def loop_over(modules: Modules, layers: int, *, assigned: bool = False) -> Loop:
 
 
 def replaced(loop: Loop, value: Source) -> Source:
-    """The statement that puts something in a module's place."""
+    """The statement that replaces a module."""
     if loop.place.startswith("["):
         return headed(f"{loop.owner}{loop.place} = ", value)
     if attribute(loop.place):
@@ -93,13 +92,13 @@ def listed(sets: Sequence[Modules], layers: int) -> Group:
 def comprehension(
     head: str, modules: Modules, layers: int, *, close: str = ")", entry: str = ""
 ) -> Group:
-    """An expression that gives each module of a set.
+    """A comprehension over the modules of a set.
 
     Args:
         head, close: the brackets.
         modules: the set.
         layers: as for `loop_over`.
-        entry: what is given with each module before it, such as `i`.
+        entry: the expression that is paired with each module, such as `i`.
     """
     loop = loop_over(modules, layers)
     item = f"({entry}, {loop.item})" if entry else loop.item
@@ -108,7 +107,7 @@ def comprehension(
 
 
 def _run_items(modules: Modules) -> list[Source]:
-    """One module, or slices of one list; nothing for other sets."""
+    """One module, or slices of one list; empty for other sets."""
     loop = loop_over(modules, 0)
     if not loop.head:
         return [loop.item]
@@ -126,12 +125,12 @@ def _slice(owner: str, run: range) -> str:
 
 
 def step(owner: str, name: str) -> str:
-    """A child of a module by its name."""
+    """The expression of a child module."""
     return f"{owner}.{name}" if attribute(name) else f"{owner}.get_submodule({quoted(name)})"
 
 
 def parameter(path: str) -> str:
-    """A parameter by torch's name, such as `lm_head.weight`, to read or to assign to."""
+    """The expression of a parameter, such as `model.lm_head.weight`, to read or to assign to."""
     owner, _, name = path.rpartition(".")
     if all(attribute(part) for part in owner.split(".")):
         return f"model.{owner}.{name}"
@@ -150,7 +149,7 @@ def _run(run: range) -> str:
 
 
 def looped(head: Sequence[str], statements: Sequence[Source], place: str) -> Lines:
-    """Statements in their loops; what asked for them stands at the first line."""
+    """Statements in their loops; the plan's line is a comment on the first line."""
     note = remark(place)
     for number, line in enumerate(head):
         yield from lay(line, IN, note="" if number else note)
@@ -160,7 +159,7 @@ def looped(head: Sequence[str], statements: Sequence[Source], place: str) -> Lin
 
 
 def assign(target: Source, value: Source, place: str) -> Lines:
-    """An assignment, its right side in brackets where the line would be too long."""
+    """An assignment, its right side in parentheses where the line would be too long."""
     line = f"{target} = {value}"
     if len(IN + line) <= WIDTH:
         yield from lay(line, IN, note=remark(place))

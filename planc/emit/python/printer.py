@@ -1,4 +1,4 @@
-"""Writes calls as Python: the steps of one stage as the body of a function."""
+"""Prints calls as Python: the steps of one operation as the body of a function."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from planc.model.indices import Indices
 from planc.ops.call import (
     Assign,
     Attribute,
-    Call,
     Each,
+    FunctionCall,
+    ImportedName,
     Index,
     Items,
     Members,
     MeshOf,
-    Name,
     Numbered,
     Once,
-    Parameter,
+    ParameterRef,
     Shared,
     Step,
     Table,
@@ -47,12 +47,16 @@ from planc.plan.unit_lists import entry
 
 
 class Printer:
-    """Writes the functions of one script.
+    """Prints the functions of one script.
 
     Args:
         axes: the sizes of the mesh's axes by name, outermost first.
-        layers: the length of the longest list of the model.
-        names: what the script may import by name, each with its module; what is met is added.
+        layers: the length of the model's longest list.
+        names: the names that the script may import, each with its module.
+
+    Attributes:
+        modules: modules that the printed source uses by their names.
+        names: with the names that the printed source uses.
     """
 
     def __init__(self, axes: Mapping[str, int], layers: int, names: Mapping[str, str]) -> None:
@@ -63,7 +67,7 @@ class Printer:
         self.names = dict(names)
 
     def shared(self, steps: Iterable[Step]) -> Lines:
-        """Gives the shared values of a function their variables, those in others first."""
+        """Assigns the shared values of a function to variables, nested values first."""
         found: dict[Shared, int] = {}
         for step in steps:
             self._find(values_of(step), found)
@@ -93,8 +97,8 @@ class Printer:
             case _:
                 assert_never(step)
 
-    def call(self, call: Call, *first: Source) -> Group:
-        """A call, with further arguments before its own."""
+    def call(self, call: FunctionCall, *first: Source) -> Group:
+        """A call, with further arguments before its first."""
         arguments = [*first, *map(self.source, call.arguments)]
         if call.function.startswith("."):
             head = f"{arguments.pop(0)}{call.function}"
@@ -112,9 +116,9 @@ class Printer:
                 return Group("(", tuple(map(self.source, value)), single=",")
             case Variable():
                 return value.name
-            case Name():
+            case ImportedName():
                 return self._imported(value.path)
-            case Parameter():
+            case ParameterRef():
                 return parameter(value.name)
             case Attribute():
                 return f"{self.source(value.owner)}.{value.name}"
@@ -132,7 +136,7 @@ class Printer:
                 return self._numbered(value)
             case MeshOf():
                 return self.source(mesh_source(value, self._axes))
-            case Call():
+            case FunctionCall():
                 return self.call(value)
             case Shared():
                 return self._variables[value]
@@ -150,7 +154,8 @@ class Printer:
         return comprehension("[", modules, 0, close="]", entry=index)
 
     def _imported(self, path: str) -> str:
-        """A name that is imported by itself, or as a part of its module where that is the user's.
+        """The name of an imported object: its name for torch and `standalone`, `module.name` for
+        others.
 
         Definitions of `standalone` are inlined.
         """
@@ -163,7 +168,7 @@ class Printer:
         return name
 
     def _find(self, value: Value, found: dict[Shared, int]) -> int:
-        """Finds the shared values in one, with how deep others are nested in each."""
+        """Adds the shared values inside a value to `found`, each with its nesting depth."""
         if isinstance(value, MeshOf):
             return self._find(mesh_source(value, self._axes), found)
         if isinstance(value, Shared):
@@ -174,7 +179,7 @@ class Printer:
 
 
 def _named(values: Iterable[Shared]) -> dict[Shared, str]:
-    """A variable for each value, numbered where several have one name."""
+    """The variable of each value, numbered where several have one name."""
     like: dict[str, list[Shared]] = {}
     for value in values:
         like.setdefault(re.sub(r"\W", "_", value.name), []).append(value)
@@ -186,17 +191,17 @@ def _named(values: Iterable[Shared]) -> dict[Shared, str]:
 
 
 def inner_first(steps: Sequence[Step]) -> list[Step]:
-    """Steps with what is inside another's modules before it: a wrapper hides its module.
+    """Steps inside another step's modules first, because a wrapper hides its module.
 
-    The plan's order where nothing nests.
+    The plan's order where nothing is nested.
     """
-    own = [step for step in steps if isinstance(step, Each)]
+    each = [step for step in steps if isinstance(step, Each)]
     nested = any(
         len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
-        for a in own
-        for b in own
+        for a in each
+        for b in each
         if b.replaces
     )
-    if not nested or len(own) < len(steps):
+    if not nested or len(each) < len(steps):
         return list(steps)
     return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, Each) else 0)

@@ -1,7 +1,7 @@
-"""The lowered plan as Python that needs no planc: what one would write by hand.
+"""The lowered plan as Python that needs no planc.
 
-The file imports torch alone. Its functions are the known of the plan, in order; what a line of the
-`.plan` asked for says so in a comment.
+The file imports torch alone. It has one function per kind of operation, in order; comments name the
+lines of the `.plan` file.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from itertools import groupby
 from textwrap import dedent, fill
 
 from planc.emit.python.imports import imports
-from planc.emit.python.inlined_source import carried, global_names, imported
+from planc.emit.python.inlined_source import global_names, imported, inlined
 from planc.emit.python.layout import WIDTH, Group, headed, lay, quoted, remark
-from planc.emit.python.load_weights import filled
+from planc.emit.python.load_weights import load_function
 from planc.emit.python.module_loops import Lines, looped
 from planc.emit.python.printer import Printer, inner_first
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
-from planc.ops.call import PARALLELIZE, Call, Context, Each, Step, Value
+from planc.ops.call import PARALLELIZE, Context, Each, FunctionCall, Step, Value
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -29,19 +29,19 @@ from planc.ops.quantization import Quantize
 _FRAME = {"init_device_mesh": "torch.distributed.device_mesh"}
 _WHOLE = "full_state_dict"
 _PACKED = """
-Weights of several projections are held rank by rank, and not in the model's own order:
-`full_state_dict(model)` gives them in that order.
+Packed weights of several projections are stored in the order of ranks:
+`full_state_dict(model)` returns them in the model's order.
 """
 
 
 def render(lowered: Lowered, *, digest: str) -> str:
-    """Python source with `build_mesh` and `parallelize`; the same for the same plan.
+    """Python source with `build_mesh` and `parallelize`; deterministic.
 
     It is laid out as `ruff format` would.
 
     Args:
         lowered: the plan.
-        digest: of it, in hex, for the docstring.
+        digest: its digest in hex, for the docstring.
     """
     known: list[str] = []
     functions: list[str] = []
@@ -59,12 +59,12 @@ def render(lowered: Lowered, *, digest: str) -> str:
         arguments = "(model, mesh)" if "mesh" in global_names(dedent(body)) else "(model)"
         functions.append(f'def {name}{arguments}:\n    """{function.about}"""\n{body}\n')
         calls.append(f"    {name}{arguments}\n")
-    functions += filled(lowered)
-    own = carried("\n\n".join(functions))
-    packed = any(source.startswith("def repack(") for source in own)
-    if packed:  # what leaves such a model has to be put in order
-        own = carried("\n\n".join([*functions, _WHOLE]))
-    body = "\n\n".join([_mesh(lowered), *own, *functions, _main("".join(calls))])
+    functions += load_function(lowered)
+    definitions = inlined("\n\n".join(functions))
+    packed = any(source.startswith("def repack(") for source in definitions)
+    if packed:  # its state dict must be reordered
+        definitions = inlined("\n\n".join([*functions, _WHOLE]))
+    body = "\n\n".join([_mesh(lowered), *definitions, *functions, _main("".join(calls))])
     needed = imports(body, printer.modules, printer.names)
     return f"{_docstring(lowered, digest, packed)}\n{needed}\n{body}"
 
@@ -97,11 +97,11 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     if any(isinstance(op, MegatronShard) for op in lowered.ops):
         needed = f"CUDA, megatron_fsdp{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:
-        needed = needed.replace("alone", "and the styles of the plan's own")
-    told = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
+        needed = needed.replace("alone", "and the user-defined styles")
+    note = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
-        f"{fill(told, WIDTH)}\n\n"
+        f"{fill(note, WIDTH)}\n\n"
         '    model = parallelize(model, build_mesh("cuda"))\n'
         f'{_PACKED if packed else ""}"""\n'
     )
@@ -124,7 +124,7 @@ def _mesh(lowered: Lowered) -> str:
 def _main(calls: str) -> str:
     return (
         "def parallelize(model, mesh=None):\n"
-        '    """Spreads the model over the mesh, in place, and returns it."""\n'
+        '    """Parallelizes the model over the mesh, in place, and returns it."""\n'
         "    mesh = build_mesh() if mesh is None else mesh\n"
         f"{calls}    return model\n"
     )
@@ -147,15 +147,16 @@ def _tensor(steps: Sequence[Each], printer: Printer) -> Lines:
 
 
 def _block(modules: Modules) -> tuple[Segment, ...]:
-    """The path of the repeated block that the modules are in (or are); empty for none."""
+    """The path of the block in a list that contains the modules (or is them); empty for none."""
     last = max((i + 1 for i, s in enumerate(modules.path) if isinstance(s, Indices)), default=0)
     return modules.path[:last]
 
 
 def _batches(steps: Iterable[Each], depth: int) -> list[list[Each]]:
-    """Styles that one dictionary can hold, in order; a style on the block itself goes alone.
+    """Styles that fit in one dictionary, in order; a style on the block itself is alone.
 
-    A dictionary has a module once, so an input or output style on a styled module comes after.
+    A dictionary has one style per module, so an input or output style on a styled module comes
+    later.
     """
     batches: list[list[Each]] = []
     taken: set[tuple[Segment, ...]] = {()}
@@ -170,7 +171,7 @@ def _batches(steps: Iterable[Each], depth: int) -> list[list[Each]]:
 
 
 def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
-    """One `parallelize_module` for each block, with the styles of everything inside it."""
+    """One `parallelize_module` call for each block, with the styles of all modules inside it."""
     first = steps[0].modules
     if len(steps) == 1 and len(first.path) == depth:
         yield from printer.step(steps[0])
@@ -182,10 +183,12 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
         for step in steps
     )
     plan = Group("{", tuple(entries), "}", tuple(remark(step.note) for step in steps))
-    call = printer.call(Call(PARALLELIZE), loop.item, printer.source(mesh), plan)
+    call = printer.call(FunctionCall(PARALLELIZE), loop.item, printer.source(mesh), plan)
     yield from looped(loop.head, [replace(call, notes=("", "", ""))], "")
 
 
 def _key(modules: Modules, depth: int) -> str:
-    """How `parallelize_module` names a module inside another; empty for that one itself."""
+    """A module's name relative to a block, as `parallelize_module` takes it; empty for the
+    block.
+    """
     return ".".join(str(s) for s in modules.path[depth:])

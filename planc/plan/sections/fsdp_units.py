@@ -45,7 +45,7 @@ class Terms:
     shard_dim: int = 0
     group: bool = False
     entry: int = -1
-    said: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
     origin: Span
 
 
@@ -89,7 +89,7 @@ def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
         precision=own,
         shard=shard,
         shard_dim=shard_dim,
-        said=frozenset(a.name or "precision" for a in item.action.arguments),
+        explicit=frozenset(a.name or "precision" for a in item.action.arguments),
         origin=item.origin,
     )
 
@@ -358,6 +358,6 @@ def _unit(members: tuple[Modules, ...], terms: Terms, *, group: bool) -> Unit:
         precision=terms.precision,
         shard=terms.shard,
         shard_dim=terms.shard_dim,
-        said=terms.said,
+        explicit=terms.explicit,
         origin=terms.origin,
     )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from planc.ops.styles import (
     Attributes,
-    Change,
     Colwise,
     Custom,
     Experts,
     Features,
-    Held,
     Input,
     Layout,
     MlaKv,
     Output,
+    ParameterLayout,
     Parameters,
     Partial,
     Parts,
+    Redistribution,
     Replicate,
     Replicated,
     Rowwise,
@@ -105,7 +105,7 @@ def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | No
     )
 
 
-def _arrow(arguments: Arguments, at: int, source: Layout, told: str) -> Change | None:
+def _arrow(arguments: Arguments, at: int, source: Layout, told: str) -> Redistribution | None:
     """A positional arrow, whose left side may be omitted."""
     arrow = arguments.positional[at].value
     if not isinstance(arrow, ast.Arrow):
@@ -114,7 +114,7 @@ def _arrow(arguments: Arguments, at: int, source: Layout, told: str) -> Change |
         return None
     one = _layout(arrow.source, arguments) if arrow.source else source
     two = _layout(arrow.target, arguments)
-    return None if one is None or two is None else Change(one, two)
+    return None if one is None or two is None else Redistribution(one, two)
 
 
 def _parts(arguments: Arguments) -> tuple[Parts, bool]:
@@ -161,18 +161,18 @@ def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
     return None
 
 
-def _change(expression: ast.Expr, arguments: Arguments) -> Change | None:
+def _change(expression: ast.Expr, arguments: Arguments) -> Redistribution | None:
     if not isinstance(expression, ast.Arrow) or expression.source is None:
         told = "write what arrives and what is wanted: `shard(1) -> replicate`"
         arguments.wrong(expression, f"`{expression.origin.text}` is no change of layout", told)
         return None
     source = _layout(expression.source, arguments)
     target = _layout(expression.target, arguments)
-    return Change(source, target) if source is not None and target is not None else None
+    return Redistribution(source, target) if source is not None and target is not None else None
 
 
-def _positional(arguments: Arguments) -> tuple[Change | None, ...]:
-    result: list[Change | None] = []
+def _positional(arguments: Arguments) -> tuple[Redistribution | None, ...]:
+    result: list[Redistribution | None] = []
     for argument in arguments.positional:
         null = isinstance(argument.value, ast.Literal) and argument.value.value is None
         result.append(None if null else _change(argument.value, arguments))
@@ -243,7 +243,7 @@ def _attributes(call: ast.Call, scope: Scope) -> Attributes | None:
 def _bare(call: ast.Call, scope: Scope) -> Parameters | Experts | None:
     """`parameters(sinks = shard(0))`, `experts(up = shard(1, parts = 2), down = shard(2))`."""
     arguments = Arguments(call, scope)
-    flow = Change(Replicate(), Replicate())
+    flow = Redistribution(Replicate(), Replicate())
     experts = call.name == "experts"
     local = arguments.truth("local", True) if experts else True
     if arguments.positional and experts:
@@ -253,22 +253,22 @@ def _bare(call: ast.Call, scope: Scope) -> Parameters | Experts | None:
             return None
         flow = arrow
     named = [(str(a.name), _held(a.value, arguments)) for a in arguments.rest()]
-    held = tuple((name, one) for name, one in named if one is not None)
+    layouts = tuple((name, one) for name, one in named if one is not None)
     if not named and arguments.ok:
         told = f"name its parameters: `{call.name}(weight = shard(0))`"
         arguments.wrong(call, f"`{call.name}` names no parameter", told)
     if not arguments.done(positional=int(experts)):
         return None
     if experts:
-        return Experts(held=held, input=flow.source, output=flow.target, local=local)
-    return Parameters(held=held)
+        return Experts(layouts=layouts, input=flow.source, output=flow.target, local=local)
+    return Parameters(layouts=layouts)
 
 
-def _held(expression: ast.Expr, arguments: Arguments) -> Held | None:
+def _held(expression: ast.Expr, arguments: Arguments) -> ParameterLayout | None:
     """`shard(1)`, `shard(1, parts = 2, interleaved = true)`, `replicate`, `partial`."""
     if not isinstance(expression, ast.Call) or expression.name != "shard":
         layout = _layout(expression, arguments)
-        return None if layout is None else Held(layout=layout)
+        return None if layout is None else ParameterLayout(layout=layout)
     inner = Arguments(expression, arguments.scope, ("parts", "interleaved"))
     parts, interleaved = _parts(inner)
     dim = evaluate(inner.positional[0].value, inner.scope) if inner.positional else None
@@ -278,4 +278,6 @@ def _held(expression: ast.Expr, arguments: Arguments) -> Held | None:
         return None
     good = inner.done(positional=1)
     arguments.ok = arguments.ok and good
-    return Held(layout=Shard(dim), parts=parts, interleaved=interleaved) if good else None
+    return (
+        ParameterLayout(layout=Shard(dim), parts=parts, interleaved=interleaved) if good else None
+    )

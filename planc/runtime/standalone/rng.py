@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def draw_alike(mesh: DeviceMesh, axis: str) -> None:
+def sync_rng_state(mesh: DeviceMesh, axis: str) -> None:
     """Gives the random state of an axis's first rank to all, for CPU and device.
 
     They stay alike as long as they draw as many numbers, which like shards do.
