@@ -265,7 +265,8 @@ def test_units_that_become_a_group_are_told_member_by_member():
     old = [unit("m.norm"), unit("m.embed")]
     assert difference(old, [unit("m.norm", "m.embed", "m.head")]) == [
         "  ~ fsdp m.{norm,embed}  unit alone -> group(m.{norm,embed,head})",
-        "  + fsdp m.head          in group(m.{norm,embed,head}), reshard after forward, 0 B per rank",
+        "  + fsdp m.head          "
+        "in group(m.{norm,embed,head}), reshard after forward, 0 B per rank",
     ]
 
 

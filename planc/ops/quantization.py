@@ -46,7 +46,7 @@ class Quantize(Op):
     SCRIPT: ClassVar = ScriptFunction("quantize_weights", "Quantizes frozen weights to 4 bits.")
 
     def calls(self, context: Context) -> Iterator[Step]:
-        # one weight at a time, on the device of the mesh: a model on meta is materialized weight by weight
+        # One weight at a time, on the device of the mesh: a model on meta is materialized so.
         name = "quantize_filled" if context.fills else "quantize"
         options = given(
             compute=dtype(self.compute),

@@ -43,7 +43,7 @@ BASE_LAYER = "base_layer"  # the layer that peft wraps
 FOUR_BIT = "FourBit"  # the class of a quantized layer
 
 KINDS = ("linear", "conv1d", "embedding")
-"""The kinds of modules that can have an adapter; that of an embedding is parameters, not modules."""
+"""The kinds of modules that can have an adapter; an embedding's is parameters, not modules."""
 
 PARAMETERLESS = (Input, Output, MlaKv, Attributes)
 """Styles that change the inputs or outputs of a layer and its adapter, and no weights."""

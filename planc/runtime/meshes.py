@@ -76,7 +76,7 @@ _MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], _Made] = Wea
 def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
     """The mesh of these axes; a second plan of the same mesh gets the same while the first lives.
 
-    Each process group has threads and buffers of its own, and torch gives none of them back: a
+    Each process group has threads and buffers of its own, and keeps them until it is destroyed: a
     teacher beside a student would have them twice.
     """
     group = distributed.group.WORLD

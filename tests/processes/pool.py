@@ -9,6 +9,7 @@ stack of every rank that did not answer, so that a hang names the collective tha
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import os
 import queue
@@ -53,11 +54,9 @@ def worker(rank, store, parent, jobs, results):
         store=distributed.FileStore(*store),
         timeout=timeout,
     )
-    from planc.runtime import meshes
-
-    meshes._MADE = {}  # torch frees no process group, so the next job of a mesh shares them
     results.put((rank, None, None))
     for module, name, arguments in until_stopped(jobs, parent):
+        destroy_groups()
         try:
             result = getattr(importlib.import_module(module), name)(**arguments)
             results.put((rank, True, result))
@@ -65,6 +64,26 @@ def worker(rank, store, parent, jobs, results):
             results.put((rank, False, traceback.format_exc()))
     with contextlib.suppress(Exception):
         distributed.destroy_process_group()
+
+
+def destroy_groups():
+    """Destroys the process groups of the job before, whose ranks have all answered by now.
+
+    Each group of gloo has three threads that wake up a hundred times a second each, idle or not
+    (`idle_groups.py` measures it). The groups of 340 jobs took a whole core and starved the ranks
+    until collectives ran into their time limit.
+    """
+    from torch import distributed
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from planc.runtime import meshes
+
+    gc.collect()  # handles and FSDP's states hold meshes in cycles
+    meshes._MADE.clear()
+    _clear_sharding_prop_cache()  # it holds meshes, and equal meshes of later jobs would get them
+    for group in list(distributed.distributed_c10d._world.pg_map):
+        if group is not distributed.group.WORLD:
+            distributed.destroy_process_group(group)
 
 
 def until_stopped(jobs, parent):

@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+from idle_groups import measured
 from pool import Pool, RankError
 
 
@@ -29,3 +30,17 @@ def test_a_rank_that_dies_and_one_that_hangs():
     assert re.search(r"rank 1:\n(.|\n)*failing_models\.py\", line \d+ in hangs", str(caught.value))
     assert time.monotonic() - began < 30
     assert not any(p.is_alive() for p in pool._processes)
+
+
+def test_no_process_group_outlives_its_job(four):
+    """Idle groups of gloo take a core between them, which starves ranks that work."""
+    counts = four.run("unit_jobs.process_groups_of_a_mesh")
+    assert counts == [3] * 4  # the default group, and one for each dimension of the mesh
+    assert four.run("unit_jobs.process_groups_of_a_mesh") == counts
+
+
+def test_torch_keeps_the_threads_of_idle_groups_until_they_are_destroyed():
+    """The reason for the test above. It needs torch alone; where it fails, torch has changed."""
+    for default, more, destroyed in measured(20):
+        assert more >= default + 20
+        assert destroyed == default
