@@ -9,6 +9,7 @@ stack of every rank that did not answer, so that a hang names the collective tha
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -74,13 +75,18 @@ def destroy_groups():
     until collectives ran into their time limit.
     """
     from torch import distributed
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import _redistribute, debug
 
     from planc.runtime import meshes
 
+    # torch's caches hold meshes, and would give them to later jobs whose meshes are equal
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    for cached in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+        if str(cached.__module__).startswith("torch.distributed"):
+            cached.cache_clear()
     gc.collect()  # handles and FSDP's states hold meshes in cycles
     meshes._MADE.clear()
-    _clear_sharding_prop_cache()  # it holds meshes, and equal meshes of later jobs would get them
     for group in list(distributed.distributed_c10d._world.pg_map):
         if group is not distributed.group.WORLD:
             distributed.destroy_process_group(group)

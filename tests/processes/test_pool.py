@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+from handwritten_plans import llama
 from idle_groups import measured
 from pool import Pool, RankError
 
@@ -34,9 +35,11 @@ def test_a_rank_that_dies_and_one_that_hangs():
 
 def test_no_process_group_outlives_its_job(four):
     """Idle groups of gloo take a core between them, which starves ranks that work."""
-    counts = four.run("unit_jobs.process_groups_of_a_mesh")
-    assert counts == [3] * 4  # the default group, and one for each dimension of the mesh
-    assert four.run("unit_jobs.process_groups_of_a_mesh") == counts
+    four.run("idle_groups.threads")  # destroys the groups of the jobs before
+    before = four.run("idle_groups.threads")
+    four.run("numerics.compare", model="llama", plan=llama({"dp_shard": 2, "tp": 2}))
+    four.run("idle_groups.threads")
+    assert four.run("idle_groups.threads") == before
 
 
 def test_torch_keeps_the_threads_of_idle_groups_until_they_are_destroyed():

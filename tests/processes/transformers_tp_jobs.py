@@ -11,19 +11,16 @@ import copy
 import tempfile
 import traceback
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
-from transformers.distributed import DistributedConfig, mixin, utils
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.sources.huggingface import quiet
 from planc.trial.numerics import _errors_by_name, full_copy, relative
-
-_MESHES = {}
 
 
 def measure(values, seed=0):
@@ -78,23 +75,14 @@ def folder():
 def loaded(built, path, **sizes):
     """The saved model, in float32 and training mode; with sizes, spread by transformers."""
     more = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
-    with mock.patch.object(mixin, "initialize_distributed_mesh", meshes_once):
-        model = type(built).from_pretrained(
-            path,
-            config=copy.deepcopy(built.config),
-            attn_implementation="eager",
-            dtype=torch.float32,
-            **more,
-        )
+    model = type(built).from_pretrained(
+        path,
+        config=copy.deepcopy(built.config),
+        attn_implementation="eager",
+        dtype=torch.float32,
+        **more,
+    )
     return model.train()
-
-
-def meshes_once(config):
-    """Meshes of the same sizes are made once: gloo keeps every process group that it made."""
-    sizes = (config.pp_size, config.dp_replicate_size, config.fsdp_size, config.tp_size)
-    if sizes not in _MESHES:
-        _MESHES[sizes] = utils.initialize_distributed_mesh(config)
-    return _MESHES[sizes]
 
 
 def compared(single, parallel, inputs):

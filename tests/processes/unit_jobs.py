@@ -287,12 +287,6 @@ def world(*sizes, names=("dp_shard",)):
     return init_device_mesh("cpu", sizes or (4,), mesh_dim_names=names)
 
 
-def process_groups_of_a_mesh():
-    """How many process groups there are once a mesh of 2 x 2 is made."""
-    world(2, 2, names=("dp_shard", "tp"))
-    return len(distributed.distributed_c10d._world.pg_map)
-
-
 def place(mesh, *axes):
     rank, size = 0, 1
     for axis in axes:
