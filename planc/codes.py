@@ -177,6 +177,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL506", "warning", "proof", "an implicit redistribution that the plan does not state"),
     ("PL507", "error", "proof", "a size was read from a local shard of the sequence"),
     ("PL508", "error", "proof", "an FSDP unit whose forward is never called"),
+    ("PL509", "error", "proof", "the gradients are right and the step is wrong"),
+    ("PL510", "warning", "proof", "the loss of a batch is not the mean over the data ranks"),
     ("PL520", "error", "proof", "the plan trains another model"),
     ("PL521", "error", "proof", "a rank failed"),
     ("PL522", "error", "proof", "no answer in time"),

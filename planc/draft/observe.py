@@ -47,10 +47,10 @@ def run(builder: ModelBuilder) -> RunRecord | None:
     hidden: dict[str, str] = {}
     for name, call in trace.calls.items():
         for which, value in call.inputs.items():
-            if _hidden(value) and value.shape[-1] == width:
+            if _hidden(value.tensor) and value.tensor.shape[-1] == width:
                 hidden[name] = _gathered(which, positional.get(name, 1))
                 break
-    given = {n: c.output.dim() for n, c in trace.calls.items() if c.output is not None}
+    given = {n: c.output.tensor.dim() for n, c in trace.calls.items() if c.output is not None}
     return RunRecord(
         dims=given, order=list(trace.calls), hidden=hidden, output_counts=output_counts, width=width
     )
@@ -64,7 +64,8 @@ def _hidden(value: torch.Tensor) -> bool:
 def _width(trace: Trace) -> int | None:
     """The width of hidden states: the one that most modules take."""
     calls = trace.calls.values()
-    widths = Counter(v.shape[-1] for call in calls for v in call.inputs.values() if _hidden(v))
+    tensors = (seen.tensor for call in calls for seen in call.inputs.values())
+    widths = Counter(tensor.shape[-1] for tensor in tensors if _hidden(tensor))
     return widths.most_common(1)[0][0] if widths else None
 
 

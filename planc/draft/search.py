@@ -20,7 +20,8 @@ from planc.model.facts import Facts, Module, Modules
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
 from planc.proof.layout_flow import judge
-from planc.proof.small_case import RANKS, SmallCase, SmallModel
+from planc.proof.small_case import SmallCase, SmallModel
+from planc.proof.small_mesh import RANKS
 from planc.source import Source
 from planc.syntax import ast, parse
 from planc.trial.outcome import Discrepancy, Outcome
@@ -159,7 +160,7 @@ class Search:
         if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
             return Outcome(verdict="nothing", reason="none of its parameters can be sharded")
         assert self.small is not None
-        return judge(SmallCase(model=self.small, compiled=compiled))
+        return judge(SmallCase(model=self.small, compiled=compiled), quick=True)
 
     def _fill(self) -> None:
         """Writes the rules of the current recipes into the draft."""

@@ -12,22 +12,41 @@ from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rule_labels
 from planc.trial.outcome import Discrepancy, Outcome
 
-_SEEN = "seen on a small model, with all ranks of the axis simulated (2)"
+_SEEN = "seen on a small model, with all ranks simulated"
 _MOST = 8
 """The most findings of one kind."""
 
 
 def report_refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """Reports outputs, crashes, gradients and sizes that differ: PL501, PL503, PL502 and PL507.
+    """Reports what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes (PL507), and
+    the norm or the parameters after two steps (PL509).
 
     Only the first wrong output is reported, because the outputs after it differ as a consequence.
     """
     groups = _groups(outcome)
     first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
-    gradients = [g for g in groups if g[0].kind in ("gradient", "partial", "missing")]
+    gradients = [g for g in groups if g[0].kind in _OF_PARAMETERS]
     for group in (*sizes, *(first or gradients[:_MOST])):
         _REPORTERS.get(group[0].kind, _gradient)(group, small, sink)
+
+
+def report_means(outcome: Outcome, sink: Sink) -> None:
+    """Reports a loss whose mean over the data ranks is not that of the whole batch (PL510)."""
+    for mismatch in outcome.discrepancies:
+        if mismatch.kind == "mean":
+            sink.warning(
+                "PL510",
+                "the loss of the whole batch is not the mean over the data ranks: each rank's part "
+                "of it is computed on its own rows",
+                facts=[
+                    f"the gradient of `{generic(mismatch.subject)}` differs by "
+                    f"{mismatch.error:.1e} from that of the whole batch in one process",
+                    _SEEN,
+                ],
+                help="gradient accumulation in one process computes the same as the data ranks "
+                "do; an auxiliary loss, such as a router's, is the usual cause",
+            )
 
 
 def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
@@ -117,8 +136,20 @@ def _gradient(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     else:
         message = f"the gradient of `{subject}` is wrong under this plan"
         detail = f"relative error {worst:.1e}"
+        detail += f"; {mismatch.detail}" if mismatch.detail else ""
     facts = [detail, *_source(mismatch), _SEEN]
     sink.error("PL502", message, *rule_labels(module, small), facts=facts, help=help)
+
+
+def _later(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    mismatch, subject = group[0], generic(group[0].subject)
+    if mismatch.kind == "norm":
+        message = "the norm of the gradients is wrong under this plan, so clipping is"
+    else:
+        message = f"`{subject}` is wrong after two steps under this plan"
+    facts = [f"relative error {mismatch.error:.1e}, while every gradient is right", _SEEN]
+    labels = rule_labels(mismatch.subject.rpartition(".")[0], small)
+    sink.error("PL509", message, *labels, facts=facts)
 
 
 def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
@@ -175,4 +206,7 @@ _REPORTERS: dict[str, Callable[[list[Discrepancy], Plan, Sink], None]] = {
     "crash": _crash,
     "output": _output,
     "size": _size,
+    "norm": _later,
+    "parameter": _later,
 }
+_OF_PARAMETERS = ("gradient", "partial", "missing", "norm", "parameter")

@@ -1,9 +1,9 @@
 """Layout flow for `planc check`: shrink, compile, simulate, cache, report.
 
-The plan is compiled again for a small model of the same family, on its tensor axes only, and the
+The plan is compiled again for a small model of the same family and a few ranks, and the
 discrepancies found by `planc.trial.simulate` are reported at the lines of the plan. The outcome is
-cached by the digest of the tensor part of the small lowered plan, the configuration, the library
-versions and planc's own sources, so a warm check does not import torch.
+cached by the digest of the small lowered plan, the configuration, the library versions and planc's
+own sources, so a warm check does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from planc.diagnostic import Severity, Sink
 from planc.model import cache
 from planc.model.facts import Facts, below
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.compile import Compile
 from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
@@ -27,14 +26,20 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
-from planc.proof.flow_findings import report_refuted, report_uncalled, report_unstated
+from planc.proof.flow_findings import (
+    report_means,
+    report_refuted,
+    report_uncalled,
+    report_unstated,
+)
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
-from planc.proof.small_case import RANKS, SmallCase, small_case
+from planc.proof.small_case import SmallCase, small_case
+from planc.proof.small_mesh import simulated_sizes
 from planc.trial.outcome import Outcome, outcome_of
 from planc.trial.source_digest import source_digest
-from planc.trial.tensor_part import tensor_part
+from planc.trial.trial_part import left_out, trial_part
 
-_FORMAT = 6
+_FORMAT = 7
 UNSEEN = "Megatron-FSDP runs only on CUDA, where planc proves nothing"
 
 
@@ -44,9 +49,9 @@ class SectionVerdict:
 
     Args:
         name: such as `tensor on tp`.
-        verdict: `proved`, `refuted` or `unknown`.
+        verdict: `proved`, `refuted`, `unknown`, or `left out` of the simulation.
         by: `simulation`, or `structure` if rules decide it without a run.
-        reason: why it is unknown.
+        reason: why it is unknown or left out.
         data: whether it distributes parameters over the data axes (`fsdp`, `replicate`).
     """
 
@@ -157,7 +162,7 @@ class Verdict:
 
 
 _WORDS = ("proved", "refuted", "unknown")
-_ERRORS = ("logits", "loss", "gradient")
+_ERRORS = ("logits", "loss", "gradient", "norm", "parameters")
 
 
 def flow(
@@ -176,48 +181,74 @@ def flow(
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
-    if not axes:
-        return _unsplit(facts, ir, lowered, sink, strict)
     small: SmallCase | str
     if lowered.code and not allow_code:
         small = f"{lowered.code[0]} is custom code, imported only with --allow-code"
-    else:
-        sizes = {a.name: RANKS if a.name in axes else 1 for a in ir.mesh.axes}
-        small = small_case(compiled, sizes)
-    small_plan, layers = None, tuple[LayerVerdict, ...]()
-    if isinstance(small, str):
         outcome = Outcome(verdict="unknown", reason=small)
+    elif is_megatron(lowered) and not axes:
+        return _unsplit(facts, ir, lowered, sink, strict)
     else:
-        outcome, small_plan = judge(small), small.compiled.plan
-        layers = layer_verdicts(facts, small.compiled, outcome)
-    sections = tuple(_sections(lowered, ir, outcome))
+        outcome, small = _judge_all(compiled, axes)
+    if not axes and outcome.verdict in ("nothing", "unknown"):
+        return _unsplit(facts, ir, lowered, sink, strict)
+    layers = () if isinstance(small, str) else layer_verdicts(facts, small.compiled, outcome)
     released_early = bool(outcome.recomputed) and _released(lowered, outcome.recomputed)
     verdict = Verdict(
-        outcome=outcome, layers=layers, sections=sections, released_early=released_early
+        outcome=outcome,
+        layers=layers,
+        sections=tuple(_sections(lowered, ir, outcome, small)),
+        released_early=released_early,
     )
     if verdict.verdict == "proved":
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
         _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
-    if small_plan is not None:
-        if outcome.verdict == "refuted":
-            report_refuted(outcome, small_plan, sink)
-        report_unstated(outcome, small_plan, sink)
-        ran = {name for name, error in outcome.modules if error is not None}
-        if outcome.verdict == "proved" and report_uncalled(ran, small_plan, sink):
-            verdict = replace(verdict, gathered=False)
-    return verdict
+    if isinstance(small, str):
+        return verdict
+    return replace(verdict, gathered=_report(outcome, small.compiled, sink))
+
+
+def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | str]:
+    """The outcome over all small meshes, and the case that decided it.
+
+    Args:
+        compiled: the plan.
+        split: the axes of tensor parallelism.
+    """
+    assert compiled.plan is not None
+    first: tuple[Outcome, SmallCase | str] | None = None
+    for sizes in simulated_sizes(compiled.plan.mesh.axes, split):
+        small = small_case(compiled, sizes)
+        if isinstance(small, str):
+            return Outcome(verdict="unknown", reason=small), small
+        outcome = judge(small, quick=first is not None)
+        if first is None or outcome.verdict != "proved":
+            first = outcome, small
+        if outcome.verdict != "proved":
+            break
+    return first or (Outcome(verdict="nothing"), "no axis has more than one rank")
+
+
+def _report(outcome: Outcome, small: Compiled, sink: Sink) -> bool:
+    """Reports what a simulation found; returns whether every FSDP unit is called."""
+    assert small.plan is not None and small.lowered is not None
+    if outcome.verdict == "refuted":
+        report_refuted(outcome, small.plan, sink)
+    report_unstated(outcome, small.plan, sink)
+    report_means(outcome, sink)
+    ran = {name for name, error in outcome.modules if error is not None}
+    return outcome.verdict != "proved" or not report_uncalled(ran, small.plan, sink)
 
 
 def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:
     """The verdict on a plan without tensor parallelism: whether its FSDP units are called."""
     if is_megatron(lowered):
         unseen = Outcome(verdict="unknown", reason=UNSEEN)
-        verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen)))
+        verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen, "")))
         _unknown(verdict, sink, strict, "compare a few training steps with torch's FSDP")
         return verdict
     nothing = Outcome(verdict="nothing")
-    sections = tuple(_sections(lowered, ir, nothing))
+    sections = tuple(_sections(lowered, ir, nothing, ""))
     if ir.fsdp is None or all(unit.root for unit in ir.fsdp.units):
         return Verdict(outcome=nothing, sections=sections)
     ran, reason = called_modules(facts)
@@ -254,14 +285,20 @@ def is_megatron(lowered: Lowered) -> bool:
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
 
-def judge(small: SmallCase) -> Outcome:
-    """The outcome of a small lowered plan, from the cache or by simulation."""
+def judge(small: SmallCase, *, quick: bool = False) -> Outcome:
+    """The outcome of a small lowered plan, from the cache or by simulation.
+
+    Args:
+        small: the small model and the plan compiled for it.
+        quick: one step of one pass.
+    """
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
     config = json.dumps(model.values, sort_keys=True)
-    part = digest(tensor_part(lowered))
+    part = digest(trial_part(lowered))
     extra_versions = cache.extra_versions(model.values)
-    key = cache.entry_name(f"flow {_FORMAT}", part, config, *extra_versions, source_digest())
+    kind = f"flow {_FORMAT} {quick}"
+    key = cache.entry_name(kind, part, config, *extra_versions, source_digest())
     user_code = bool(model.code or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))
     if kept is not None:
@@ -272,15 +309,24 @@ def judge(small: SmallCase) -> Outcome:
         builder = model.builder()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
-    outcome = simulate(lambda: builder.build(0), builder.sample(), lowered)
+    outcome = simulate(builder, lowered, quick=quick)
     outcome = replace(outcome, missing_inputs=builder.choice.missing)
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
         cache.keep(key, outcome.document())
     return outcome
 
 
-def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[SectionVerdict]:
-    """Yields the verdict on each section; a section on an axis of one rank lowers to a no-op."""
+def _sections(
+    lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | str
+) -> Iterator[SectionVerdict]:
+    """Yields the verdict on each section; a section on an axis of one rank lowers to a no-op.
+
+    Args:
+        lowered: the plan for the original model.
+        ir: its meaning.
+        outcome: the outcome of the simulation.
+        small: the case that was simulated; axes of one rank in it were not.
+    """
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))
@@ -289,18 +335,28 @@ def _sections(lowered: Lowered, ir: Plan, outcome: Outcome) -> Iterator[SectionV
             name=f"tensor on {' * '.join(axes)}", verdict=run, by=by, reason=outcome.reason
         )
     if any(isinstance(op, Checkpoint) for op in lowered.ops):
-        reason = outcome.reason
+        reason, verdict = outcome.reason, run
         if run == "refuted":
-            run, reason = "unknown", "its tensor parallelism is wrong, so this cannot be compared"
-        yield SectionVerdict(name="checkpoint", verdict=run, by=by, reason=reason)
-    if any(isinstance(op, Compile) for op in lowered.ops):
-        yield SectionVerdict(name="compile", verdict="proved", by="structure")
+            verdict, reason = "unknown", "the plan is wrong, so this cannot be compared"
+        yield SectionVerdict(name="checkpoint", verdict=verdict, by=by, reason=reason)
     if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
         kind = "fsdp" if ir.fsdp.shard else "replicate"
-        on = " * ".join(ir.fsdp.shard or ir.fsdp.replicate)
-        yield SectionVerdict(name=f"{kind} on {on}", verdict="proved", by="structure", data=True)
+        axes = ir.fsdp.shard or ir.fsdp.replicate
+        name = f"{kind} on {' * '.join(axes)}"
+        if isinstance(small, SmallCase) and _simulated(small, axes):
+            yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason, data=True)
+        else:
+            yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
     if ir.fsdp is not None and is_megatron(lowered):
         on = " * ".join(ir.fsdp.shard)
         yield SectionVerdict(
             name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN, data=True
         )
+    for left in left_out(lowered):
+        name, _, reason = left.partition(": ")
+        yield SectionVerdict(name=name, verdict="left out", by="structure", reason=reason)
+
+
+def _simulated(small: SmallCase, axes: tuple[str, ...]) -> bool:
+    assert small.compiled.lowered is not None
+    return any(small.compiled.lowered.axis_size(axis) > 1 for axis in axes)

@@ -22,12 +22,10 @@ from planc.model.load import load_values
 from planc.model.small.shrink import shrink
 from planc.ops.base import AxisRole
 from planc.proof import small_mesh
+from planc.proof.small_mesh import RANKS
 
 if TYPE_CHECKING:
     from planc.model.small.user_model import ModelBuilder
-
-RANKS = 2
-"""The size of a simulated axis: errors on 8 ranks show on 2, and heads stay divisible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

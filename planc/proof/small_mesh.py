@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
+
+RANKS = 2
+"""The size of a simulated axis in the first run: errors on 8 ranks show on 2, and heads stay
+divisible."""
 
 _FIRST = (
     AxisRole.TENSOR,
@@ -16,6 +20,40 @@ _FIRST = (
     AxisRole.STAGE,
 )
 """The order in which axes get processes, if there are not enough."""
+
+
+MOST = 8
+"""The most ranks that are simulated at once."""
+
+
+def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterator[dict[str, int]]:
+    """The small meshes on which layout flow simulates a plan.
+
+    First every axis of more than one rank with 2 ranks, or 3 if it has that many; then, with the
+    other axes left out, tensor axes with 4 or 3, since 2 ranks cannot tell a swap from a reversal,
+    or 1/n from 1/2. Nothing if every axis has one rank.
+
+    Args:
+        axes: the axes of the original mesh.
+        split: those of tensor parallelism.
+    """
+    axes = tuple(axes)
+    sizes = {a.name: min(a.size, 3 if a.size == 3 else RANKS) for a in axes}
+    for axis in axes:  # the outermost first: an axis that replicates
+        if prod(sizes.values()) > MOST and axis.name not in split:
+            sizes[axis.name] = 1
+    if prod(sizes.values()) == 1:
+        return
+    yield sizes
+    more = {a.name: _other_degree(a.size) for a in axes if a.name in split and a.size > 3}
+    if more:
+        small = {name: sizes[name] for name in split if prod(more.values()) * 2 <= MOST}
+        yield {**dict.fromkeys(sizes, 1), **small, **more}
+
+
+def _other_degree(size: int) -> int:
+    """The second number of ranks for a tensor axis: 4, or 3 if only that divides its size."""
+    return 3 if size % 4 and size % 3 == 0 else 4
 
 
 def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:

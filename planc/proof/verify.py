@@ -13,11 +13,8 @@ from planc.diagnostic import Sink, one_of
 from planc.lowering.lowered_file import LoweredFile
 from planc.model.facts import Facts
 from planc.model.load import load
-from planc.ops.compile import Compile
 from planc.ops.document import digest
-from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
 from planc.proof.layout_flow import UNSEEN, is_megatron
 from planc.proof.small_case import SmallCase, small_case
@@ -31,8 +28,8 @@ from planc.trial.launcher import (
     ForkServer,
     TrialFailure,
     fork_server,
-    single_precision,
 )
+from planc.trial.trial_part import left_out, trial_part
 
 PROCESSES = 4
 TIMEOUT = 120.0
@@ -159,7 +156,7 @@ def _make_small_case(case: _Case) -> str | None:
     if isinstance(small, str):
         return small
     assert small.compiled.lowered is not None
-    case.small, case.run = small, single_precision(small.compiled.lowered)
+    case.small, case.run = small, trial_part(small.compiled.lowered)
     case.small_check_codes = _codes(checks)
     return None
 
@@ -238,7 +235,7 @@ def _certificate(
         and {**{n: first[n] for n in ("what", "name", "error")}, "places": list(places)},
         "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
-        "left_out": list(_left_out(case.lowered)),
+        "left_out": list(left_out(case.lowered)),
         "versions": store.versions(case.facts.config),
         "device": found.device if found else None,
         "seconds": round(found.seconds if found else 0.0, 3),
@@ -258,13 +255,3 @@ def _digest(files: Files | None) -> str:
     for file in files if isinstance(files, tuple) else ():
         whole.update(file.origin.source.text.encode())
     return whole.hexdigest()
-
-
-def _left_out(lowered: Lowered) -> Iterable[str]:
-    """Yields what the small run deliberately does differently."""
-    if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
-        yield "mixed precision: everything runs in float32"
-    if any(isinstance(op, Quantize) for op in lowered.ops):
-        yield "4 bits: frozen weights stay in full precision"
-    if any(isinstance(op, Compile) for op in lowered.ops):
-        yield "compile: the modules run uncompiled"

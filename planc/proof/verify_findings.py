@@ -17,6 +17,7 @@ _WORDS = {
     "logits": "the logits",
     "loss": "the loss",
     "gradients": "a gradient",
+    "norm": "the norm of the gradients",
     "parameters": "a parameter after two steps",
 }
 

@@ -16,6 +16,7 @@ _KINDS = {
     "logits": "logits",
     "loss": "loss",
     "gradients": "gradients",
+    "norm": "norm of the gradients",
     "parameters": "parameters after two AdamW steps",
 }
 

@@ -246,3 +246,8 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
         if isinstance(op, Adapt | Freeze):
             worker.run(op)
     return model
+
+
+def adapted(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model with a plan's adapters, and nothing else of the plan."""
+    return alone(model, lowered.with_ops(op for op in lowered.ops if isinstance(op, Adapt)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor
 from planc.runtime.sharded_tensors import reshard, units
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
+
+IGNORED = -100
+"""torch's `ignore_index` of a cross entropy."""
 
 
 @contextmanager
@@ -33,6 +36,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in own:
             unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def num_items_in_batch(labels: Sequence[Tensor], mesh: DeviceMesh | None) -> Tensor:
+    """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
+    count = torch.stack([(some[..., 1:] != IGNORED).sum() for some in labels]).sum().float()
+    if mesh is None:
+        return count
+    count = count.to(mesh.device_type)
+    distributed.all_reduce(count, group=mesh.get_group())
+    return count / mesh.size()
 
 
 @contextmanager

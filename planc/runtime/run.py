@@ -113,6 +113,21 @@ class Run:
             return megatron_fsdp.no_sync(self.model)
         return gradients.no_sync(self.model)
 
+    def num_items_in_batch(self, *labels: Tensor) -> Tensor:
+        """What a loss is divided by, so that the gradients of a step are those of the mean over
+        all its tokens, however unevenly ignored labels are spread over ranks and passes.
+
+        It is transformers' argument of that name: `model(..., num_items_in_batch=n).loss` is then
+        the sum over a pass's tokens over n, and each pass's backward adds to the gradients as it
+        is. The number is that of the valid labels of all data ranks over the number of data ranks,
+        since torch averages gradients over them. Every rank calls it, once a step.
+
+        Args:
+            labels: of each accumulated pass of this rank, [rows, length]; -100 is ignored, and so
+                is the first of a row, which a causal model does not predict.
+        """
+        return gradients.num_items_in_batch(labels, self.data_mesh)
+
     def unshard(self) -> AbstractContextManager[None]:
         """Keeps all parameters gathered, for inference: forward passes inside gather nothing.
 

@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
-from planc.runtime.standalone.shards import WRAPPERS, plain_name
 from planc.trial.numerics import full_copy, relative
-from planc.trial.trace import main_tensor
+from planc.trial.trace import main_tensor, named_modules
 
 Outputs = dict[str, torch.Tensor]
 Take = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -117,16 +115,10 @@ def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
         return keep
 
     handles = [
-        module.register_forward_hook(hook(_name(name)))
-        for name, module in model.named_modules()
-        if not isinstance(module, CheckpointWrapper)
+        module.register_forward_hook(hook(name)) for name, module in named_modules(model).items()
     ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _name(name: str) -> str:
-    return plain_name(name, WRAPPERS)  # `base_layer` is a module beside its adapter

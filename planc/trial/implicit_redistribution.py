@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
+
+from torch import distributed
 
 from planc.trial.trace import Trace, caller
 
@@ -32,14 +34,16 @@ class Implicit:
 
 
 @contextmanager
-def redistributions(trace: Trace, styled: Collection[str], found: list[Implicit]) -> Iterator[None]:
-    """Records redistributions that communicate, outside of modules with a style.
+def redistributions(
+    current: Callable[[], Trace | None], styled: Collection[str], found: list[Implicit]
+) -> Iterator[None]:
+    """Records redistributions of rank 0 that communicate, outside of modules with a style.
 
     It hooks torch's `ExplicitRedistributionContext`, which by itself only raises or warns,
     without the tensor or the place.
 
     Args:
-        trace: the trace of the running model.
+        current: gives the trace of the running model, None before it runs.
         styled: the modules with a style, whose redistributions are intended.
         found: receives each redistribution once.
     """
@@ -53,6 +57,9 @@ def redistributions(trace: Trace, styled: Collection[str], found: list[Implicit]
         return
 
     def observe(source: Any, target: Any, message: Any) -> None:
+        trace = current()
+        if trace is None or not trace.watching or distributed.get_rank() != 0:
+            return
         running = trace.running[-1] if trace.running else ""
         if running in styled or cost(source, target) <= 0:
             return

@@ -17,21 +17,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import one_of
-from planc.ops.compile import Compile
 from planc.ops.document import digest, dumps
-from planc.ops.fsdp import FullyShard
-from planc.ops.load import Load
-from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.quantization import Quantize
 from planc.trial.job_message import Job
 
-LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "parameters": 1e-3}
+LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "norm": 1e-4, "parameters": 1e-3}
 """The largest relative errors in float32 that count as the same; parameters are those after two
 steps of AdamW."""
 SEEDS = (0, 1)
@@ -107,7 +102,7 @@ class ForkServer:
 
         Args:
             config: the configuration of the small model.
-            lowered: the plan for it, from `single_precision`.
+            lowered: the plan for it, from `trial_part`.
             timeout: seconds for the whole comparison.
             code: the factory of a user's own model, which is run as it is.
         """
@@ -187,42 +182,6 @@ def fork_server() -> Iterator[ForkServer]:
             yield server
         finally:
             server.close()
-
-
-def with_random_adapters(lowered: Lowered) -> Lowered:
-    """The same operations with random adapters without dropout, so that errors in them show.
-
-    lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
-    Weights are not quantized: shards of a small one are not whole quantization blocks, as
-    checked for a real one.
-    """
-    ops = tuple(
-        replace(op, dropout=0.0, dtype=None, init="random") if isinstance(op, Adapt) else op
-        for op in lowered.ops
-        if not isinstance(op, Quantize)
-    )
-    return lowered.with_ops(ops)
-
-
-def single_precision(lowered: Lowered) -> Lowered:
-    """The same operations with all dtypes float32, so that results differ only by rounding.
-
-    Compile is left out: it does not change results, and takes minutes.
-    """
-    lowered = with_random_adapters(lowered)
-    ops = tuple(
-        replace(
-            op,
-            param=op.param and "float32",
-            reduce=op.reduce and "float32",
-            output=op.output and "float32",
-        )
-        if isinstance(op, FullyShard)
-        else op
-        for op in lowered.ops
-        if not isinstance(op, Compile | Load)
-    )
-    return lowered.with_ops(ops)
 
 
 def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:

@@ -7,24 +7,16 @@ the values. A DTensor has its layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.trial.numerics import relative
-from planc.trial.trace import ModuleCall
-
-
-def by_rank(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor of each simulated rank; a plain tensor is the same on all ranks."""
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    parts = getattr(value, "_local_tensors", None)
-    return list(parts.values()) if parts is not None else [value]
+from planc.trial.trace import ModuleCall, Seen
 
 
 def stated_inputs(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
@@ -48,30 +40,30 @@ def _inputs(style: ir.Style) -> Iterator[tuple[str, ir.Layout]]:
 
 
 def observed_layouts(
-    value: torch.Tensor, wanted: torch.Tensor, limit: float
+    parts: Sequence[Seen], wanted: torch.Tensor, limit: float
 ) -> tuple[ir.Layout, ...]:
     """Every layout for which the ranks' tensors represent the full tensor; empty if there is none.
 
     Args:
-        value: the tensor of the ranks.
+        parts: the tensors of the ranks.
         wanted: the full tensor.
         limit: the largest relative error.
     """
-    if isinstance(value, DTensor):
-        return tuple(filter(None, [_named(value.placements[0])]))
-    parts = by_rank(value)
+    if placements := parts[0].placements:
+        return tuple(filter(None, [_named(placements[0])]))
+    tensors = [part.tensor for part in parts]
     found: list[ir.Layout] = []
-    if all(_same(part, wanted, limit) for part in parts):
+    if all(_same(tensor, wanted, limit) for tensor in tensors):
         found.append(ir.Replicate())
-    if len(parts) == 1:
+    if len(tensors) == 1:
         return tuple(found)
     for dim in range(wanted.dim()):
-        others = [(*p.shape[:dim], *p.shape[dim + 1 :]) for p in parts]
+        others = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors if t.dim() > dim]
         fit = set(others) == {(*wanted.shape[:dim], *wanted.shape[dim + 1 :])}
-        if fit and _same(torch.cat(parts, dim), wanted, limit):
+        if fit and _same(torch.cat(tensors, dim), wanted, limit):
             found.append(ir.Shard(dim))
-    alike = {p.shape for p in parts} == {wanted.shape}
-    if not found and alike and _same(torch.stack(parts).sum(0), wanted, limit):
+    alike = {t.shape for t in tensors} == {wanted.shape}
+    if not found and alike and _same(torch.stack(tensors).sum(0), wanted, limit):
         found.append(ir.Partial())
     return tuple(found)
 
@@ -111,8 +103,7 @@ def resized_inputs(
     """
     for which, value in mine.inputs.items():
         wanted = right.inputs.get(which)
-        if wanted is None or wanted.is_floating_point() or isinstance(value, DTensor):
+        if wanted is None or wanted.tensor.is_floating_point() or value.placements:
             continue
-        part = by_rank(value)[0]
-        if part.shape != wanted.shape:
-            yield which, part, wanted
+        if value.tensor.shape != wanted.tensor.shape:
+            yield which, value.tensor, wanted.tensor

@@ -7,6 +7,8 @@ from typing import Any
 
 LIMIT = 1e-4
 """The largest relative error that counts as equal, in float32."""
+PARAMETER_LIMIT = 1e-3
+"""The same for parameters after two steps of AdamW."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,9 +17,11 @@ class Discrepancy:
 
     Args:
         kind: `output`, `gradient`, `partial` (a gradient that is right when summed over the
-            ranks, and that nothing all-reduces), `missing` (no gradient), `crash`, `size`
-            (positions or ids of another length), `boundary` (the layout that arrives is not the
-            stated one), or `unstated` (a redistribution that no rule states).
+            ranks, and that nothing all-reduces), `missing` (no gradient), `norm` (of all
+            gradients), `parameter` (after two steps), `crash`, `size` (positions or ids of another
+            length), `mean` (a loss that is another one over the rows of each data rank),
+            `boundary` (the layout that arrives is not the stated one), or `unstated` (a
+            redistribution that no rule states).
         subject: the torch name of a module or parameter, empty if not known.
         error: the relative error, if there is one.
         detail: a description, such as torch's message.
@@ -46,11 +50,13 @@ class Outcome:
         verdict: `proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel.
         reason: why it is unknown.
         discrepancies: in execution order.
-        logits, loss, gradient: the largest relative errors.
+        logits, loss, gradient, norm, parameters: the largest relative errors; `norm` is that of
+            all gradients, `parameters` are those after two steps.
         modules: the largest error of each module's output and own gradients, by name; None if the
             run did not reach it.
         recomputed: a module that the model's own code runs again in the backward pass, if any.
         missing_inputs: why a tower of the model got no input, empty if all did.
+        passes: what its batches were built to show, such as `padding`.
     """
 
     verdict: str
@@ -59,9 +65,12 @@ class Outcome:
     logits: float = 0.0
     loss: float = 0.0
     gradient: float = 0.0
+    norm: float = 0.0
+    parameters: float = 0.0
     modules: tuple[tuple[str, float | None], ...] = ()
     recomputed: str = ""
     missing_inputs: str = ""
+    passes: tuple[str, ...] = ()
 
     @property
     def worst(self) -> float:
@@ -87,6 +96,8 @@ def outcome_of(kept: Any) -> Outcome | None:
             Discrepancy(**{**d, "layouts": tuple(d["layouts"])}) for d in kept["discrepancies"]
         )
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
-        return Outcome(**{**kept, "discrepancies": found, "modules": modules})
+        passes = tuple(str(name) for name in kept["passes"])
+        values = {"discrepancies": found, "modules": modules, "passes": passes}
+        return Outcome(**{**kept, **values})
     except (KeyError, TypeError, ValueError):
         return None

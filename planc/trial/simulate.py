@@ -1,170 +1,153 @@
-"""Layout flow: checks in one process what a plan's tensor parallelism computes.
+"""Layout flow: checks in one process that a plan trains the same model.
 
-A small model runs forward and backward with all ranks of the tensor axes simulated (torch's
-LocalTensorMode keeps one local tensor per rank and executes their collectives). Logits, loss and
-every gradient are compared with the plain model. Nothing is inferred: a missing reduction, a
-gradient that stays partial or a mix of local tensors and DTensors shows in the numbers, or as the
+A small model is trained with all ranks as threads of this process, by the same program that
+`planc verify` runs on processes. Nothing is inferred: a missing reduction, a gradient that stays
+partial, a wrong divisor or a mix of local tensors and DTensors shows in the numbers, or as the
 exception of the real code.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
-from torch import distributed, nn
-from torch.distributed import _local_tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
+from planc.diagnostic import PlanError
 from planc.model.facts import below
+from planc.model.small.user_model import ModelBuilder
 from planc.ops import styles as ir
+from planc.ops.document import digest
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime.executor import Worker, alone
+from planc.runtime.executor import adapted, alone, apply_lowered
 from planc.runtime.lora import missing_peft
-from planc.runtime.meshes import Meshes
-from planc.runtime.standalone.shards import in_own_order, rank_orders
+from planc.trial.batches import Batches, batches
 from planc.trial.implicit_redistribution import Implicit, redistributions
-from planc.trial.launcher import with_random_adapters
-from planc.trial.local_tensor_patch import Literals
-from planc.trial.numerics import FLOOR, parameters_by_name, relative
-from planc.trial.observed_layouts import (
-    agrees,
-    by_rank,
-    observed_layouts,
-    resized_inputs,
-    stated_inputs,
+from planc.trial.numerics import FLOOR, relative
+from planc.trial.observed_layouts import agrees, observed_layouts, resized_inputs, stated_inputs
+from planc.trial.outcome import LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
+from planc.trial.program import (
+    Errors,
+    RankResult,
+    Reference,
+    SingleError,
+    compare,
+    train_rank,
+    train_single,
 )
-from planc.trial.outcome import LIMIT, Discrepancy, Outcome
-from planc.trial.tensor_part import tensor_part
-from planc.trial.trace import ModuleCall, Trace, code_line
+from planc.trial.thread_ranks import RankFailure, busy, run_ranks
+from planc.trial.trace import ModuleCall, Seen, Trace, code_line
+from planc.trial.trial_part import trial_part
+
+SECONDS = 300.0
+"""The time limit of a simulation."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Runs:
+    """The single process and the ranks, pass by pass of the first step."""
+
+    lowered: Lowered
+    batches: Batches
+    reference: Reference
+    results: list[RankResult]
+    implicit: list[Implicit] = field(default_factory=list)
+
+    def views(self) -> Iterator[_View]:
+        """Yields what the ranks that read the same rows computed in a pass, beside the right
+        one.
+        """
+        names = [one.name for one in self.batches.steps[0]]
+        for number, name in enumerate(names):
+            for right in self.reference.passes:
+                ranks = [r for r in self.results if r.data_rank == right.data_rank]
+                traces = [r.traces[number] for r in ranks if len(r.traces) > number]
+                if traces:
+                    yield _View(name, right.traces[number], traces)
 
 
 @dataclass(slots=True)
-class _Runs:
-    """The run without the plan and the one with it."""
-
-    single: nn.Module
-    model: nn.Module
-    lowered: Lowered
-    output: Any = None
-    right: Trace = field(default_factory=Trace)
-    mine: Trace = field(default_factory=Trace)
-    implicit: list[Implicit] = field(default_factory=list)
-
-
-def simulate(
-    make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], lowered: Lowered
-) -> Outcome:
-    """Runs a small model with and without the plan's tensor parallelism and checkpointing, and
-    compares.
+class _View:
+    """One pass over the rows of one data rank.
 
     Args:
-        make: builds the small model, the same each time.
-        inputs: the inputs of its forward, with labels.
-        lowered: the plan, lowered for this model on its tensor axes only.
+        name: the pass.
+        right: of the single process.
+        mine: of the ranks.
     """
-    if distributed.is_initialized():
-        return Outcome(verdict="unknown", reason="a process group is running in this process")
-    # built outside the simulation, in which random numbers differ by rank
-    lowered = with_random_adapters(tensor_part(lowered))
+
+    name: str
+    right: Trace
+    mine: list[Trace]
+
+    @property
+    def finished(self) -> list[str]:
+        """The modules that have ended on every rank, in order."""
+        every = [set(trace.finished) for trace in self.mine]
+        return [n for n in self.mine[0].finished if all(n in some for some in every)]
+
+    def outputs(self, name: str) -> tuple[list[Seen], torch.Tensor] | None:
+        """The ranks' outputs of a module and the right one; None if one of them is missing."""
+        right = self.right.calls.get(name)
+        mine = [t.calls[name].output for t in self.mine if name in t.calls]
+        seen = [output for output in mine if output is not None]
+        if right is None or right.output is None or len(seen) < len(self.mine):
+            return None
+        return seen, right.output.tensor
+
+
+def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) -> Outcome:
+    """Trains a small model with and without the plan, and compares.
+
+    Args:
+        builder: builds the small model and its inputs.
+        lowered: the plan, lowered for this model on few ranks.
+        quick: one step of one pass, for a draft that is tried often.
+    """
+    if reason := busy():
+        return Outcome(verdict="unknown", reason=reason)
+    lowered = trial_part(lowered)
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
-    runs = _Runs(alone(make(), lowered), alone(make(), lowered), lowered)
-    recomputed = Trace()
     try:
-        with runs.right.of(dict(runs.single.named_modules())):
-            runs.output = runs.single(**inputs)
-        if getattr(runs.output, "loss", None) is None:
-            return Outcome(verdict="unknown", reason="the model's forward gives no loss")
-        with recomputed.of(dict(runs.single.named_modules())):
-            runs.output.loss.backward()
+        plain = adapted(builder.build(0), lowered)  # once: ranks share the random numbers
+        lowered = lowered.with_ops(op for op in lowered.ops if not isinstance(op, Adapt))
+        models = [copy.deepcopy(plain) for _ in range(lowered.world_size)]
+        data = batches(builder, lowered, 0, quick=quick)
+        reference = train_single(alone(plain, lowered), data, lowered)
+    except SingleError as error:
+        return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
-    with warnings.catch_warnings(), _quiet(), _ranks(lowered.world_size):
-        warnings.simplefilter("ignore")
-        outcome = _compare(runs, inputs)
-    return replace(outcome, recomputed=next(iter(recomputed.calls), ""))
-
-
-@contextmanager
-def _ranks(count: int) -> Iterator[None]:
-    """A process group whose ranks are all simulated in this process."""
-    from torch.distributed._local_tensor import LocalTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
-    try:
-        with LocalTensorMode(count), Literals(), _Waits():
-            yield
-    finally:
-        distributed.destroy_process_group()
-
-
-class _Waits(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
-    """Waits for each collective at once: torch warns at exit about collectives that were not
-    awaited.
-
-    Recomputed checkpoints have such: no one needs their last output.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and isinstance(out, torch.Tensor):
-            torch.ops._c10d_functional.wait_tensor(out)
-        return out
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses what torch logs in addition to raising it."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def _compare(runs: _Runs, inputs: dict[str, torch.Tensor]) -> Outcome:
-    model, mine = runs.model, runs.mine
-    worker = Worker(model, dict(model.named_modules()), Meshes(runs.lowered, "cpu"), runs.lowered)
-    styled = set(_styled(runs.lowered))
-    try:
-        for op in runs.lowered.ops:
-            if not isinstance(op, Adapt):  # the model already has adapters
-                worker.run(op)
-        with mine.of(worker.modules), redistributions(mine, styled, runs.implicit):
-            output = model(**inputs)
-        output.loss.backward()
-    except Exception as error:
-        return _crashed(error, worker, runs)
-    gradients = list(_gradients(runs))
-    logits = _error(output.logits, runs.output.logits)
-    loss = _error(output.loss, runs.output.loss)
-    found = [*_sizes(runs)]
-    if max(logits, loss) > LIMIT:
-        found.append(
-            _first_wrong_output(runs) or Discrepancy(kind="output", subject="", error=logits)
-        )
-    found += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
-    return Outcome(
-        verdict="refuted" if found else "proved",
-        discrepancies=(*found, *_unstated(runs)),
-        logits=logits,
-        loss=loss,
-        gradient=max((p.error for p in gradients), default=0.0),
-        modules=_modules(runs, gradients),
+    runs = _Runs(
+        lowered=lowered,
+        batches=data,
+        reference=reference,
+        results=[RankResult() for _ in models],
     )
+    failure = _run(models, runs)
+    return _failed(failure, runs) if failure else _compare(runs)
+
+
+def _run(models: list[nn.Module], runs: _Runs) -> RankFailure | None:
+    """Trains the models, each as one rank."""
+    name, styled = digest(runs.lowered), set(_styled(runs.lowered))
+
+    def rank(number: int) -> None:
+        model, result = models[number], runs.results[number]
+        run = apply_lowered(model, runs.lowered, digest=name, device_type="cpu", allow_code=True)
+        train_rank(model, run, runs.batches, result, traced=True)
+
+    def current() -> Trace | None:
+        return runs.results[0].traces[-1] if runs.results[0].traces else None
+
+    with redistributions(current, styled, runs.implicit):
+        return run_ranks(len(models), rank, SECONDS)
 
 
 def _styled(lowered: Lowered) -> Iterator[str]:
@@ -177,81 +160,151 @@ def _styled(lowered: Lowered) -> Iterator[str]:
 # What differs ------------------------------------------------------------------------------------
 
 
-def _gradients(runs: _Runs) -> Iterator[Discrepancy]:
-    reference = dict(parameters_by_name(runs.single))
-    every = (p.grad for p in reference.values() if p.grad is not None)
-    floor = FLOOR * max((float(grad.abs().max()) for grad in every), default=0.0)
-    orders = rank_orders(runs.model)
-    for name, parameter in parameters_by_name(runs.model):
-        wanted = reference[name].grad
-        if wanted is None:
-            continue
-        call = runs.mine.calls.get(name.rpartition(".")[0])
+def _compare(runs: _Runs) -> Outcome:
+    errors = [compare(result, runs.reference) for result in runs.results]
+    logits, loss = max(e.logits for e in errors), max(e.loss for e in errors)
+    gradients = list(_gradients(runs, errors))
+    found = [*_sizes(runs)]
+    if max(logits, loss) > LIMIT:
+        found.append(
+            _first_wrong_output(runs) or Discrepancy(kind="output", subject="", error=logits)
+        )
+    found += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
+    norm = max(e.norm for e in errors)
+    if not found:
+        found += _later(errors, norm)
+    return Outcome(
+        verdict="refuted" if found else "proved",
+        discrepancies=(*found, *_means(runs), *_unstated(runs)),
+        logits=logits,
+        loss=loss,
+        gradient=max((p.error for p in gradients), default=0.0),
+        norm=norm,
+        parameters=max((v for e in errors for v in e.parameters.values()), default=0.0),
+        modules=_modules(runs, gradients),
+        recomputed=runs.reference.recomputed,
+        passes=tuple(p.name for p in runs.batches.steps[0] if p.name),
+    )
+
+
+def _gradients(runs: _Runs, errors: list[Errors]) -> Iterator[Discrepancy]:
+    """The error of each gradient, the largest over the ranks."""
+    reference = runs.reference.gradients
+    floor = FLOOR * max((float(g.abs().max()) for g in reference.values()), default=0.0)
+    calls = runs.results[0].traces[0].calls
+    group = [r for r in runs.results if r.data_rank == 0]
+    for name, wanted in reference.items():
+        call = calls.get(name.rpartition(".")[0])
         line = call.line if call else ""
-        if parameter.grad is None:
+        mine = [r.gradients[name] for r in group if name in r.gradients]
+        if len(mine) < len(group):
             yield Discrepancy(kind="missing", subject=name, error=1.0, line=line)
             continue
-        error = _error(in_own_order(_full(parameter.grad), orders.get(name)), wanted, floor)
-        kind = "gradient"
-        if error > LIMIT and not isinstance(parameter.grad, DTensor):
-            total = sum(by_rank(parameter.grad), torch.zeros_like(wanted))
-            if _relative(total, wanted, floor) < LIMIT:
-                kind = "partial"
-        yield Discrepancy(kind=kind, subject=name, error=error, line=line)
+        error = max(e.gradients[name] for e in errors)
+        kind, detail = "gradient", ""
+        if error > LIMIT and all(g.shape == wanted.shape for g in mine):
+            total = torch.stack(mine).sum(0)
+            summed = len(mine) > 1 and relative(total, wanted, floor) < LIMIT
+            kind = "partial" if summed else kind
+            detail = "" if summed else _ratio(mine[0], wanted, floor)
+        yield Discrepancy(kind=kind, subject=name, error=min(error, 1e9), line=line, detail=detail)
+    for name in dict.fromkeys(n for r in runs.results for n in r.gradients if n not in reference):
+        yield Discrepancy(
+            kind="gradient",
+            subject=name,
+            error=1.0,
+            detail="the single process does not train it",
+        )
+
+
+def _ratio(mine: torch.Tensor, wanted: torch.Tensor, floor: float) -> str:
+    """By which factor a gradient is off, if it is off by a factor alone."""
+    ratio = float((mine * wanted).sum() / (wanted * wanted).sum().clamp_min(1e-30))
+    if abs(ratio - 1) < LIMIT or relative(mine, wanted * ratio, floor) > LIMIT:
+        return ""
+    return f"it is {ratio:.4g} times the right one"
+
+
+def _later(errors: list[Errors], norm: float) -> Iterator[Discrepancy]:
+    """What differs after the gradients: their norm, or parameters after two steps."""
+    if norm > LIMIT:
+        yield Discrepancy(kind="norm", subject="", error=norm)
+        return
+    worst = {n: max(e.parameters[n] for e in errors) for n in errors[0].parameters}
+    name = max(worst, key=worst.__getitem__, default="")
+    if name and worst[name] > PARAMETER_LIMIT:
+        yield Discrepancy(kind="parameter", subject=name, error=min(worst[name], 1e9))
+
+
+def _means(runs: _Runs) -> Iterator[Discrepancy]:
+    """A loss that is no mean over tokens: over the rows of each data rank it is another one."""
+    right, whole = runs.reference.gradients, runs.reference.whole
+    top = max((float(g.abs().max()) for g in right.values()), default=0.0)
+    errors = {n: relative(whole[n], right[n], top * FLOOR) for n in right if n in whole}
+    name = max(errors, key=errors.__getitem__, default="")
+    if name and errors[name] > LIMIT:
+        yield Discrepancy(kind="mean", subject=name, error=errors[name])
 
 
 def _first_wrong_output(runs: _Runs) -> Discrepancy | None:
     """The first module, in the order in which they end, whose output is wrong."""
+    return next((found for view in runs.views() if (found := _wrong_in(view))), None)
+
+
+def _wrong_in(view: _View) -> Discrepancy | None:
     last = None
-    for name in runs.mine.finished:
-        mine, right = runs.mine.calls[name], runs.right.calls.get(name)
-        error = _output_error(mine, right)
-        if error is None or right is None or right.output is None or mine.output is None:
+    for name in view.finished:
+        both = view.outputs(name)
+        if both is None:
             continue
-        if error > LIMIT and not observed_layouts(mine.output, right.output, LIMIT):
+        mine, right = both
+        layouts = observed_layouts(mine, right, LIMIT)
+        error = _error(mine, right)
+        if error is not None and error > LIMIT and (mine[0].placements or not layouts):
             detail = (
                 f"`{last}` before it gives a part of a sum that nothing adds up" if last else ""
             )
-            before = last or ""
             return Discrepancy(
                 kind="output",
                 subject=name,
                 error=error,
-                line=mine.line,
-                detail=detail,
-                before=before,
+                line=view.mine[0].calls[name].line,
+                detail="; ".join(filter(None, [_batch(view.name), detail])),
+                before=last or "",
             )
-        partial = observed_layouts(mine.output, right.output, LIMIT) == (ir.Partial(),)
-        if not partial or isinstance(mine.output, DTensor):
+        if layouts != (ir.Partial(),) or mine[0].placements:
             last = None
         elif last is None or not below(last, name):  # an enclosing module returns the same tensor
             last = name
     return None
 
 
-def _output_error(mine: ModuleCall, right: ModuleCall | None) -> float | None:
-    """The relative error of a module's output, None if it cannot be compared."""
-    if right is None or mine.output is None or right.output is None:
+def _batch(name: str) -> str:
+    return f"in a batch with {name}" if name else ""
+
+
+def _error(mine: list[Seen], right: torch.Tensor) -> float | None:
+    """The relative error of a module's output; None if it cannot be compared."""
+    if any(seen.tensor.shape != right.shape for seen in mine):
         return None
-    whole = _full(mine.output)
-    if not _comparable(whole, right.output):
-        return None
-    return _error(whole, right.output)
+    return max(relative(seen.tensor, right) for seen in mine)
 
 
 def _modules(runs: _Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float | None], ...]:
     """The error of each module that the plain model ran: its output and its own gradients."""
     found: dict[str, float | None] = {}
-    for name, right in runs.right.calls.items():
-        mine = runs.mine.calls.get(name)
-        if mine is None or (mine.output is None and right.output is not None):
-            found[name] = None
-            continue
-        error = _output_error(mine, right) or 0.0
-        if error > LIMIT and mine.output is not None and right.output is not None:
-            # a shard or summand can have the same shape
-            error = 0.0 if observed_layouts(mine.output, right.output, LIMIT) else error
-        found[name] = error
+    for view in runs.views():
+        for name, right in view.right.calls.items():
+            both = view.outputs(name)
+            if both is None and (right.output is not None or name not in view.mine[0].calls):
+                found[name] = None
+                continue
+            error = (_error(*both) or 0.0) if both else 0.0
+            if error > LIMIT and both and not both[0][0].placements:
+                # a shard or summand can have the same shape
+                error = 0.0 if observed_layouts(*both, LIMIT) else error
+            if (before := found.get(name, 0.0)) is not None:
+                found[name] = max(before, error)
     for part in gradients:
         holder = part.subject.rpartition(".")[0]
         found[holder] = max(found.get(holder) or 0.0, part.error)
@@ -260,27 +313,32 @@ def _modules(runs: _Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, floa
 
 def _sizes(runs: _Runs) -> Iterator[Discrepancy]:
     """Positions and ids that the model's code made as long as a local shard of the sequence."""
-    for name, call in runs.mine.calls.items():
-        right = runs.right.calls.get(name)
-        for which, value, wanted in resized_inputs(call, right) if right else ():
-            detail = f"{which} of {list(value.shape)} where one process has {list(wanted.shape)}"
-            yield Discrepancy(kind="size", subject=name, detail=detail, line=call.line)
-            return
+    for view in runs.views():
+        for name, call in view.mine[0].calls.items():
+            right = view.right.calls.get(name)
+            for which, value, wanted in resized_inputs(call, right) if right else ():
+                detail = f"{which} of {list(value.shape)} where one process has "
+                detail += f"{list(wanted.shape)}"
+                yield Discrepancy(kind="size", subject=name, detail=detail, line=call.line)
+                return
 
 
 def _unstated(runs: _Runs) -> Iterator[Discrepancy]:
     """Yields layouts and redistributions that the plan does not state, whether right or wrong."""
-    for name, which, layout, _ in stated_inputs(runs.lowered):
-        mine, right = runs.mine.calls.get(name), runs.right.calls.get(name)
-        if mine is None or right is None:
+    view = next(runs.views(), None)
+    for name, which, layout, _ in stated_inputs(runs.lowered) if view else ():
+        assert view is not None
+        right = view.right.calls.get(name)
+        wanted = right.inputs.get(which) if right else None
+        calls = [trace.calls.get(name) for trace in view.mine]
+        mine = [call.inputs[which] for call in calls if call and which in call.inputs]
+        if wanted is None or len(mine) < len(view.mine):
             continue
-        value, wanted = mine.inputs.get(which), right.inputs.get(which)
-        if value is None or wanted is None:
-            continue
-        found = observed_layouts(value, wanted, LIMIT)
-        if found and not agrees(layout, found, wanted.dim()):
+        found = observed_layouts(mine, wanted.tensor, LIMIT)
+        if found and not agrees(layout, found, wanted.tensor.dim()):
             both = (str(layout), str(found[0]))
-            yield Discrepancy(kind="boundary", subject=name, layouts=both, line=mine.line)
+            line = _line(calls)
+            yield Discrepancy(kind="boundary", subject=name, layouts=both, line=line)
     for seen in runs.implicit:
         yield Discrepancy(
             kind="unstated",
@@ -292,10 +350,30 @@ def _unstated(runs: _Runs) -> Iterator[Discrepancy]:
         )
 
 
-def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
-    """The outcome of an exception: unknown if the simulation itself failed, else refuted."""
+def _line(calls: list[ModuleCall | None]) -> str:
+    return next((call.line for call in calls if call), "")
+
+
+# What stops it -----------------------------------------------------------------------------------
+
+
+def _failed(failure: RankFailure, runs: _Runs) -> Outcome:
+    """The outcome of ranks that did not end: unknown if the simulation itself failed, else
+    refuted.
+    """
+    error = failure.error
+    if error is None:
+        ranks = [r.phase for r in runs.results if r.phase != "done"]
+        crash = Discrepancy(
+            kind="crash", subject=_next_module(runs), detail=failure.message, before=_leaf(runs)
+        )
+        if not ranks:
+            return Outcome(verdict="unknown", reason=failure.message)
+        return Outcome(verdict="refuted", discrepancies=(crash, *_sizes(runs)))
     frames = traceback.extract_tb(error.__traceback__)
-    if _raised_by_simulation(error, Path(frames[-1].filename)):
+    if isinstance(error, NotImplementedError | AssertionError) and frames[-1].filename.endswith(
+        "multi_threaded_pg.py"
+    ):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
     own_frames = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
     line = (
@@ -304,64 +382,36 @@ def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
         else ""
     )
     part = _first_wrong_output(runs)
-    subject = part.subject if part else worker.at
-    if runs.mine.finished and not part:
-        subject = _next_module(runs) or runs.mine.finished[-1]
+    subject = part.subject if part else _next_module(runs)
+    at = runs.results[failure.rank].traces
+    name = runs.batches.steps[0][len(at) - 1].name if at else ""
+    cause = error.__cause__ if isinstance(error, PlanError) and error.__cause__ else error
+    assert isinstance(cause, Exception)
     crash = Discrepancy(
         kind="crash",
         subject=subject,
-        detail=_first(error),
+        detail="; ".join(filter(None, [_first(cause), _batch(name)])),
         line=line,
-        before=runs.mine.leaf,
+        before=_leaf(runs),
     )
     found = (crash, *([part] if part else []), *_sizes(runs), *_unstated(runs))
     return Outcome(verdict="refuted", discrepancies=found, modules=_modules(runs, []))
 
 
-def _raised_by_simulation(error: Exception, raised: Path) -> bool:
-    """Whether torch's simulation of ranks failed, and not the model under the plan.
-
-    The file that raises decides: LocalTensorMode raises for what it cannot simulate, such as a
-    number that differs between ranks, and an op that fails on a rank's tensors raises elsewhere,
-    as on a cluster. One case is recognized by its message: if an op does not accept LocalTensor,
-    torch raises a TypeError in any file.
-
-    Args:
-        error: the exception that ended the run.
-        raised: the file of its innermost frame.
-    """
-    if raised.parent == Path(_local_tensor.__file__).parent:
-        return True
-    return isinstance(error, TypeError) and _local_tensor.LocalTensor.__name__ in str(error)
+def _leaf(runs: _Runs) -> str:
+    """The leaf module that ended last."""
+    traces = runs.results[0].traces
+    return traces[-1].leaf if traces else ""
 
 
 def _next_module(runs: _Runs) -> str:
-    """The module that was to end next."""
-    return next((name for name in runs.right.finished if name not in runs.mine.finished), "")
-
-
-# Tensors -----------------------------------------------------------------------------------------
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    """The full tensor, if its layout is known."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
-def _comparable(value: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return all(part.shape == wanted.shape for part in by_rank(value))
-
-
-def _error(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest relative error over the ranks; 1 if the shapes differ."""
-    whole = _full(value)
-    if not _comparable(whole, wanted):
-        return 1.0
-    return max(_relative(part, wanted, floor) for part in by_rank(whole))
-
-
-def _relative(value: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
-    return relative(value.detach(), wanted.detach(), max(floor, 1e-12))
+    """The module that was to end next in the pass that a rank did not end."""
+    views = list(runs.views())
+    if not views:
+        return ""
+    finished = views[-1].finished
+    after = (name for name in views[-1].right.finished if name not in finished)
+    return next(after, finished[-1] if finished else "")
 
 
 def _first(error: Exception) -> str:

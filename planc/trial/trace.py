@@ -13,10 +13,34 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from planc.model.facts import below
+from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
 _MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/modeling_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor that was seen in a run.
+
+    Args:
+        tensor: the local tensor of this rank; of a DTensor the full tensor.
+        placements: those of a DTensor.
+    """
+
+    tensor: torch.Tensor
+    placements: tuple[Placement, ...] = ()
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> Seen:
+        """Gathers a DTensor: a collective that all ranks join, since they run the same code."""
+        if isinstance(value, DTensor):
+            return cls(value.detach().full_tensor(), value.placements)
+        return cls(value.detach())
 
 
 @dataclass(slots=True)
@@ -32,8 +56,8 @@ class ModuleCall:
 
     name: str
     line: str
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    output: torch.Tensor | None = None
+    inputs: dict[str, Seen] = field(default_factory=dict)
+    output: Seen | None = None
 
 
 @dataclass(slots=True)
@@ -44,11 +68,13 @@ class Trace:
         calls: in the order in which they began.
         finished: the names in the order in which they ended.
         running: the modules that run now, the outermost first.
+        watching: whether the run is watched now.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
+    watching: bool = False
 
     @contextmanager
     def of(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -60,9 +86,11 @@ class Trace:
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after),
             ]
+        self.watching = True
         try:
             yield
         finally:
+            self.watching = False
             for handle in handles:
                 handle.remove()
 
@@ -73,7 +101,7 @@ class Trace:
                 return
             given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
             call = ModuleCall(name=name, line=caller())
-            call.inputs = {k: v.detach() for k, v in given if isinstance(v, torch.Tensor)}
+            call.inputs = {k: Seen.of(v) for k, v in given if isinstance(v, torch.Tensor)}
             self.calls[name] = call
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -82,7 +110,7 @@ class Trace:
             call = self.calls[name]
             if call.output is None:
                 value = main_tensor(output)
-                call.output = None if value is None else value.detach()
+                call.output = None if value is None else Seen.of(value)
                 self.finished.append(name)
 
         return before, after
@@ -92,6 +120,15 @@ class Trace:
         """The leaf module that ended last."""
         leaves = (n for n in reversed(self.finished) if not any(below(o, n) for o in self.calls))
         return next(leaves, "")
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model, by their names before a plan was applied."""
+    return {
+        plain_name(name, WRAPPERS): module  # `base_layer` is a module beside its adapter
+        for name, module in model.named_modules()
+        if not isinstance(module, CheckpointWrapper)
+    }
 
 
 def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import math
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,18 @@ from planc.model.small.user_model import ModelBuilder, builder_of
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
+from planc.trial.batches import batches
 from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
 from planc.trial.job_message import Job
-from planc.trial.numerics import SingleError, batch, device_for, prove, rank_inputs, to_device
+from planc.trial.numerics import device_for
+from planc.trial.program import (
+    Errors,
+    RankResult,
+    SingleError,
+    compare,
+    train_rank,
+    train_single,
+)
 
 _MAKERS: dict[str, ModelBuilder] = {}
 
@@ -85,23 +95,58 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
         raise ValueError("; ".join(d.message for d in sink))
     found["seeds"] = []
     for seed in job.seeds:
-        errors = prove(builder, lowered, job.digest, seed, report, device=found["device"])
+        errors = _errors(builder, lowered, job, seed, report, device=found["device"])
         found["seeds"].append({"seed": seed, **_worst(errors)})
         everyone: list[Any] = [None] * job.ranks
         distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], job.limits))
         if any(everyone):
             report("locate")
-            wrong = {n: e for n, e in errors["gradients"].items() if e > job.limits["gradients"]}
+            wrong = {n: e for n, e in errors.gradients.items() if e > job.limits["gradients"]}
             found["first"] = _locate(builder, lowered, job, seed, wrong, device=found["device"])
             return
 
 
-def _worst(errors: dict[str, Any]) -> dict[str, Any]:
+def _errors(
+    builder: ModelBuilder,
+    lowered: Lowered,
+    job: Job,
+    seed: int,
+    report: Callable[[str], None],
+    *,
+    device: str,
+) -> Errors:
+    """The errors of this rank for one seed.
+
+    Args:
+        builder: builds the small model.
+        lowered: the plan for it, for the ranks of this process group.
+        job: has its digest.
+        seed: of weights and data.
+        report: called with each phase: `single`, `apply`, `parallel`, `compare`.
+        device: `cpu` or `cuda` (the current device).
+
+    Raises:
+        SingleError: the model does not train in a single process.
+    """
+    report("single")
+    data = batches(builder, lowered, seed).to(device)
+    reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
+    report("apply")
+    model = builder.build(seed).to(device)
+    run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
+    report("parallel")
+    result = RankResult()
+    train_rank(model, run, data, result, traced=False)
+    report("compare")
+    return compare(result, reference)
+
+
+def _worst(errors: Errors) -> dict[str, Any]:
     """The largest error of each kind, and the names with it."""
-    out: dict[str, Any] = {"logits": errors["logits"], "loss": errors["loss"]}
-    for kind in ("gradients", "parameters"):
-        name = max(errors[kind], key=errors[kind].__getitem__)
-        out[kind], out[f"{kind}_at"] = errors[kind][name], name
+    out: dict[str, Any] = {"logits": errors.logits, "loss": errors.loss, "norm": errors.norm}
+    for kind, values in (("gradients", errors.gradients), ("parameters", errors.parameters)):
+        name = max(values, key=values.__getitem__)
+        out[kind], out[f"{kind}_at"] = values[name], name
     return out
 
 
@@ -123,10 +168,10 @@ def _locate(
     The first module whose output differs; if all outputs are right, the wrong gradient that
     backward computes first, which is that of the module that forward ran last.
     """
-    whole_batch = to_device(batch(builder, lowered, seed, 0), device)
+    data = batches(builder, lowered, seed).to(device)
     model = builder.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
-    inputs = {**rank_inputs(run, whole_batch), "use_cache": False}
+    inputs = data.steps[0][0].of_rank(run.data_rank, run.data_size)
     single = alone(builder.build(seed).to(device), lowered)
     right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
     mine = outputs_of(model, whole_outputs(run, lowered), **inputs)

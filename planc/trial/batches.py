@@ -1,0 +1,189 @@
+"""The batches of a trial: built so that what small batches usually hide shows.
+
+The first step has two passes, accumulated: one with padding on the left of a row, rows that repeat
+one token (so that some experts get none), and labels that are ignored unevenly over the data
+ranks; one with two packed documents in each row. The second step has one plain pass. A model that
+does not take such an input in a single process gets the pass without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from planc.model.small.input_search import BatchShape, rank_slice
+from planc.model.small.sample_inputs import Inputs
+from planc.model.small.user_model import ModelBuilder
+from planc.ops.lowered import Lowered
+from planc.runtime.gradients import IGNORED
+
+LENGTH = 16
+"""The least tokens per row; divisible for sequence axes of up to 16 ranks."""
+PADS = 2
+"""Padding tokens of a row, on the left; towers' placeholder tokens begin after them."""
+COUNT = "num_items_in_batch"
+"""The argument by which transformers' models divide the sum of the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One forward and backward pass over the rows of all data ranks.
+
+    Args:
+        name: a description for messages, such as `padding`; empty for a plain batch.
+        inputs: the arguments of forward, rows outermost.
+    """
+
+    name: str = ""
+    inputs: Inputs
+
+    def of_rank(self, rank: int, ranks: int) -> Inputs:
+        """The rows that one data rank reads."""
+        return rank_slice(self.inputs, rank, ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """The batches of all steps.
+
+    Args:
+        steps: the passes of each step.
+        counted: whether the model divides its loss by a given number of valid tokens.
+        ranks: the number of data ranks that share the rows.
+    """
+
+    steps: tuple[tuple[Pass, ...], ...]
+    counted: bool
+    ranks: int
+
+    def to(self, device: str) -> Batches:
+        """The same batches on a device."""
+        steps = (
+            tuple(
+                replace(one, inputs={n: v.to(device) for n, v in one.inputs.items()})
+                for one in step
+            )
+            for step in self.steps
+        )
+        return replace(self, steps=tuple(steps))
+
+    def valid(self, step: int) -> int:
+        """The number of valid labels of a step, over all passes and data ranks."""
+        return sum(valid_labels(p.inputs["labels"]) for p in self.steps[step])
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """The arguments that normalize the loss of each data rank, if the model takes them."""
+        return {COUNT: self.valid(step) / self.ranks} if self.counted else {}
+
+    def weight(self, step: int) -> float:
+        """What a pass's loss is multiplied by: means of equally many tokens are averaged."""
+        return 1.0 if self.counted else 1 / len(self.steps[step])
+
+
+def valid_labels(labels: torch.Tensor) -> int:
+    """The labels that count; a causal model predicts none for the first token."""
+    return int((labels[..., 1:] != IGNORED).sum())
+
+
+def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool = False) -> Batches:
+    """The batches for one seed of weights and data.
+
+    Args:
+        builder: builds the small model.
+        lowered: the plan for it.
+        seed: of the tokens.
+        quick: one step of one pass, with padding.
+    """
+    ranks = lowered.axis_size(*lowered.data)
+    rows, length = ranks * max(1, 4 // ranks), math.lcm(LENGTH, lowered.world_size)
+
+    def plain(number: int) -> Inputs:
+        # ids at the ends of the vocabulary are often special tokens
+        return builder.sample(
+            BatchShape(rows=rows, length=length, seed=1000 * (number + 1) + seed, ends=8)
+        )
+
+    model = builder.build(seed)
+    counted = _counts(model, plain(0))
+    padded = _padded(model, plain(0), ranks, uneven=counted)
+    if quick:
+        return Batches(steps=((padded,),), counted=counted, ranks=ranks)
+    steps = ((padded, _packed(model, plain(1))), (Pass(inputs=plain(2)),))
+    return Batches(steps=steps, counted=counted, ranks=ranks)
+
+
+def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pass:
+    if not _text(inputs):
+        return Pass(inputs=inputs)
+    made = dict(inputs)
+    rows = len(made["input_ids"])
+    if set(made) == {"input_ids", "labels"}:
+        made["input_ids"] = made["input_ids"].clone()
+        last = rows - rows // ranks if ranks > 1 else rows // 2
+        made["input_ids"][last:] = made["input_ids"][last:, :1]
+    if uneven:
+        labels = made["labels"] = made["labels"].clone()
+        labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
+    if "attention_mask" not in made and "attention_mask" in _arguments(model):
+        mask = torch.ones_like(made["input_ids"])
+        mask[0, :PADS] = 0
+        padded = {**made, "attention_mask": mask}
+        if _runs(model, padded):
+            return Pass(name="padding", inputs=padded)
+    return Pass(inputs=made)
+
+
+def _packed(model: nn.Module, inputs: Inputs) -> Pass:
+    """Two documents in each row: positions begin again."""
+    if not _text(inputs) or set(inputs) != {"input_ids", "labels"}:
+        return Pass(inputs=inputs)
+    rows, length = inputs["input_ids"].shape
+    first = length // 2 - 1
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+    packed = {**inputs, "position_ids": positions.expand(rows, -1).contiguous()}
+    if "position_ids" in _arguments(model) and _runs(model, packed):
+        return Pass(name="two packed documents", inputs=packed)
+    return Pass(inputs=inputs)
+
+
+def _text(inputs: Inputs) -> bool:
+    ids, labels = inputs.get("input_ids"), inputs.get("labels")
+    return ids is not None and labels is not None and ids.dim() == 2 and ids.shape == labels.shape
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _runs(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether the model takes these inputs in a single process, with a finite loss."""
+    try:
+        with torch.no_grad():
+            return bool(torch.isfinite(model(**inputs).loss))
+    except Exception:
+        return False
+
+
+def _counts(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether the model divides the sum of its loss by `num_items_in_batch`."""
+    if not _text(inputs) or getattr(model, "accepts_loss_kwargs", None) is False:
+        return False
+    try:
+        with torch.no_grad():
+            one, two = (float(model(**inputs, **{COUNT: n}).loss) for n in (1.0, 2.0))
+    except Exception:
+        return False
+    # an auxiliary loss is added to the quotient
+    count = valid_labels(inputs["labels"])
+    return abs((one - two) * 2 / count - float(_loss(model, inputs))) < 0.1 * abs(two / count)
+
+
+def _loss(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    with torch.no_grad():
+        loss: torch.Tensor = model(**inputs).loss
+    return loss

@@ -1,0 +1,242 @@
+"""The trial program: what one rank trains, and the single process that it is compared with.
+
+`planc check` runs it with threads as ranks, `planc verify` with processes. A rank applies the plan,
+then trains two steps: the first of two accumulated passes, with gradients, their norm and
+clipping; then the second; then the parameters are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from planc.ops.lowered import Lowered
+from planc.runtime.run import Run
+from planc.runtime.standalone.shards import in_own_order, rank_orders
+from planc.trial.batches import COUNT, Batches
+from planc.trial.numerics import (
+    errors_by_name,
+    full_copy,
+    gradient_scale,
+    parameters_by_name,
+    relative,
+)
+from planc.trial.trace import Trace, named_modules
+
+RATE = 1e-3
+EPSILON = 1e-6
+"""AdamW's epsilon. With torch's 1e-8, a gradient that is zero up to rounding changes a weight as
+much as a real one, so the steps would compare noise."""
+MAX_NORM = 1.0
+
+Tensors = dict[str, torch.Tensor]
+
+
+class SingleError(Exception):
+    """The model does not train in a single process, so there is no reference."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RankResult:
+    """What one rank computed.
+
+    Args:
+        data_rank: the rows that it read.
+        phase: `apply`, `parallel`, then `done`.
+        traces: the calls of modules, for each pass of the first step.
+        logits, losses: of each pass of the first step.
+        gradients: full tensors by name, before clipping, of the first step.
+        norms: of the gradients of each step.
+        parameters: full tensors by name, after the last step.
+    """
+
+    data_rank: int = 0
+    phase: str = "apply"
+    traces: list[Trace] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: Tensors = field(default_factory=dict)
+    norms: list[torch.Tensor] = field(default_factory=list)
+    parameters: Tensors = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Reference:
+    """What the single process computed.
+
+    Args:
+        passes: what each data rank's rows gave, by data rank.
+        whole: the gradients of the first step with all rows of a pass in one batch, which differ
+            from the sum over the data ranks' rows where a loss is no mean over tokens.
+        recomputed: a module that the model's own code runs again in the backward pass.
+    """
+
+    passes: list[RankResult]
+    gradients: Tensors = field(default_factory=dict)
+    norms: list[torch.Tensor] = field(default_factory=list)
+    parameters: Tensors = field(default_factory=dict)
+    whole: Tensors = field(default_factory=dict)
+    recomputed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """The relative errors of one rank."""
+
+    logits: float
+    loss: float
+    gradients: dict[str, float]
+    norm: float
+    parameters: dict[str, float]
+
+
+def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Reference:
+    """Trains the model in this process: the same rows, normalized over all of them.
+
+    Args:
+        model: plain, from `alone`.
+        batches: the batches of all data ranks.
+        lowered: the plan, for the factor between its gradients and their mean.
+
+    Raises:
+        SingleError: the model has no loss, no gradient, or a value that is not finite.
+    """
+    reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
+    optimizer, scale = _optimizer(model), gradient_scale(lowered)
+    share = scale / batches.ranks
+    for number, step in enumerate(batches.steps):
+        for one in step:
+            for result in reference.passes:
+                inputs = {**one.of_rank(result.data_rank, batches.ranks), **batches.extra(number)}
+                loss = _forward(model, inputs, result if number == 0 else None)
+                backward = Trace()
+                with backward.of(named_modules(model)):
+                    (loss * (share * batches.weight(number))).backward()
+                reference.recomputed = reference.recomputed or next(iter(backward.calls), "")
+        if number == 0:
+            reference.gradients = _gradients(model)
+            reference.whole = _whole(model, batches, scale)
+        trained = [p for p in model.parameters() if p.grad is not None]
+        reference.norms.append(nn.utils.clip_grad_norm_(trained, MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    reference.parameters = _parameters(model)
+    _require_finite(reference)
+    return reference
+
+
+def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
+    """The gradients with all rows of a pass in one batch; the model's own are put back."""
+    if batches.ranks == 1:
+        return {}
+    before = {p: p.grad for p in model.parameters()}
+    model.zero_grad(set_to_none=True)
+    extra = {name: value * batches.ranks for name, value in batches.extra(0).items()}
+    for one in batches.steps[0]:
+        loss = _forward(model, {**one.inputs, **extra}, None)
+        (loss * (scale * batches.weight(0))).backward()
+    found = _gradients(model)
+    for parameter, gradient in before.items():
+        parameter.grad = gradient
+    return found
+
+
+def train_rank(
+    model: nn.Module, run: Run, batches: Batches, result: RankResult, *, traced: bool
+) -> None:
+    """Trains a parallel model on one rank, as a training script does.
+
+    Args:
+        model: spread by the plan.
+        run: its handle.
+        batches: the batches of all data ranks.
+        result: filled while the rank runs, so that what came before an error is known.
+        traced: whether to record the inputs and outputs of modules, which gathers DTensors.
+    """
+    result.phase, result.data_rank = "parallel", run.data_rank
+    optimizer = run.optimizer(_optimizer(model))
+    for number, step in enumerate(batches.steps):
+        extra = dict[str, Any]()
+        if batches.counted:
+            mine = [one.of_rank(run.data_rank, run.data_size)["labels"] for one in step]
+            extra[COUNT] = run.num_items_in_batch(*mine)
+        for at, one in enumerate(step):
+            last = at == len(step) - 1
+            inputs = {**one.of_rank(run.data_rank, run.data_size), **extra}
+            with contextlib.nullcontext() if last else run.no_sync():
+                loss = _forward(model, inputs, result if number == 0 else None, traced=traced)
+                weight = batches.weight(number)
+                (loss if weight == 1.0 else loss * weight).backward()
+        if number == 0:
+            result.gradients = _gradients(model)
+        result.norms.append(full_copy(run.clip_grad_norm_(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    result.parameters = _parameters(model)
+    result.phase = "done"
+
+
+def compare(result: RankResult, reference: Reference) -> Errors:
+    """The errors of one rank that has ended."""
+    right = reference.passes[result.data_rank]
+    return Errors(
+        logits=max(map(relative, result.logits, right.logits)),
+        loss=max(map(relative, result.losses, right.losses)),
+        gradients=errors_by_name(result.gradients, reference.gradients),
+        norm=max(map(relative, result.norms, reference.norms)),
+        parameters=errors_by_name(result.parameters, reference.parameters),
+    )
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=RATE, eps=EPSILON, foreach=False)
+
+
+def _forward(
+    model: nn.Module, inputs: dict[str, Any], result: RankResult | None, *, traced: bool = True
+) -> torch.Tensor:
+    """The loss of one pass, whose outputs a result keeps."""
+    trace = Trace()
+    if result is not None:
+        result.traces.append(trace)
+    watched = trace.of(named_modules(model)) if result is not None and traced else None
+    with watched or contextlib.nullcontext():
+        output = model(**inputs)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise SingleError("its forward gives no loss")
+    if result is not None:
+        result.logits.append(full_copy(output.logits))
+        result.losses.append(full_copy(loss))
+    kept: torch.Tensor = loss
+    return kept
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    orders = rank_orders(model)
+    return {
+        n: in_own_order(full_copy(p.grad), orders.get(n))
+        for n, p in parameters_by_name(model)
+        if p.grad is not None
+    }
+
+
+def _parameters(model: nn.Module) -> Tensors:
+    orders = rank_orders(model)
+    return {n: in_own_order(full_copy(p), orders.get(n)) for n, p in parameters_by_name(model)}
+
+
+def _require_finite(found: Reference) -> None:
+    """Raises SingleError if there are no gradients or values that are not finite."""
+    if not found.gradients:
+        raise SingleError("no parameter gets a gradient")
+    logits = {f"the logits {i}": v for r in found.passes for i, v in enumerate(r.logits)}
+    losses = {f"the loss {i}": v for r in found.passes for i, v in enumerate(r.losses)}
+    for name, value in {**logits, **losses, **found.gradients}.items():
+        if not torch.isfinite(value).all():
+            raise SingleError(f"{name} is not finite in one process")

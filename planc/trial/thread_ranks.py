@@ -1,0 +1,154 @@
+"""Runs the ranks of a process group as threads of this process.
+
+Each rank runs the real program with a control flow of its own: `planc.apply`, FSDP and DTensor as
+they are. The process group is the one that torch's own tests of FSDP2 and DTensor use
+(`torch.testing._internal.distributed.multi_threaded_pg`, private; this file is its only user). It
+is wrapped here so that every run ends: ranks that call different collectives, a rank that raises
+while others wait for it, and ranks that all wait become errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed
+
+_POLL = 0.05  # seconds between two looks at the threads
+_STILL = 1.0  # seconds without a change after which waiting ranks count as deadlocked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """Why the ranks did not end.
+
+    Args:
+        error: what a rank raised first, None if the ranks wait for each other or take too long.
+        rank: the rank that raised, -1 if none did.
+        message: a description if none raised.
+    """
+
+    error: Exception | None = None
+    rank: int = -1
+    message: str = ""
+
+
+def busy() -> str:
+    """Why no ranks can be started in this process now; empty if they can."""
+    if distributed.is_initialized():
+        return "a process group is running in this process"
+    return ""
+
+
+def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> RankFailure | None:
+    """Runs a program once for each rank, all in one process group.
+
+    Args:
+        count: the number of ranks.
+        program: called with the rank, in a thread of its own; it may use `torch.distributed`.
+        seconds: the time limit for all of them.
+
+    Returns:
+        The failure, None if every rank ended. Threads that still run after the time limit are
+        daemons, and end with the process.
+    """
+    store, failures = distributed.HashStore(), list[RankFailure]()
+
+    def body(rank: int) -> None:
+        try:
+            distributed.init_process_group("threaded", rank=rank, world_size=count, store=store)
+            program(rank)
+        except Exception as error:
+            failures.append(RankFailure(error=error, rank=rank))
+            groups.exception_handle(error)
+        except SystemExit:  # another rank has raised, and this one waited for it
+            pass
+
+    with _threaded() as groups:
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(count)]
+        for thread in threads:
+            thread.start()
+        stopped = _join(threads, time.monotonic() + seconds)
+        if stopped:
+            groups.exception_handle(None)
+            for thread in threads:
+                thread.join(_STILL)
+    if failures:
+        return failures[0]
+    return RankFailure(message=stopped) if stopped else None
+
+
+@contextmanager
+def _threaded() -> Iterator[Any]:
+    """Installs the process group of threads; yields its class."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    groups = multi_threaded_pg.ProcessLocalGroup
+    disabled = logging.root.manager.disable
+    groups.reset()
+    isolate(True)
+    multi_threaded_pg._install_threaded_pg()
+    logging.disable(logging.CRITICAL)  # what torch logs in addition to raising it
+    try:
+        with warnings.catch_warnings(), mock.patch.object(groups, "_start_coll", _matched(groups)):
+            warnings.simplefilter("ignore")
+            yield groups
+    finally:
+        logging.disable(disabled)
+        multi_threaded_pg._uninstall_threaded_pg()
+        isolate(False)
+
+
+def _matched(groups: Any) -> Callable[[Any, Any], Any]:
+    """`_start_coll`, which gives ranks their common collective, with a check that it is the same
+    one for all of them.
+    """
+    start = groups._start_coll
+
+    def checked(collective: Any, group: Any) -> Any:
+        joined = start(collective, group)
+        mine, other = type(collective).__name__, type(joined._collective).__name__
+        if mine != other:
+            raise RuntimeError(f"ranks call different collectives: {mine} here, {other} elsewhere")
+        return joined
+
+    return checked
+
+
+def _join(threads: list[threading.Thread], end: float) -> str:
+    """Waits for the threads; returns why they were given up, empty if they ended."""
+    before, since = None, 0.0
+    while alive := [t for t in threads if t.is_alive()]:
+        alive[0].join(_POLL)
+        now = time.monotonic()
+        if now > end:
+            return "the ranks did not end within the time limit"
+        frames = sys._current_frames()
+        waits = [_waiting(frames.get(t.ident or 0)) for t in alive if t.is_alive()]
+        if not all(waits) or waits != before:
+            before, since = waits, now
+        elif waits and now - since > _STILL:
+            return "the ranks wait for each other: not all of them call the same collectives"
+    return ""
+
+
+def _waiting(frame: FrameType | None) -> tuple[int, int] | None:
+    """The collective that a thread waits in, as the identity and position of its frame."""
+    while frame is not None:
+        if frame.f_code.co_name == "join" and frame.f_code.co_filename.endswith(
+            "multi_threaded_pg.py"
+        ):
+            return id(frame), frame.f_lasti
+        frame = frame.f_back
+    return None

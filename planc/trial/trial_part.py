@@ -1,0 +1,62 @@
+"""The part of a lowered plan that a trial runs; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planc.ops.compile import Compile
+from planc.ops.fsdp import FullyShard
+from planc.ops.load import Load
+from planc.ops.lora import Adapt
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.quantization import Quantize
+
+LEFT_OUT = (Compile, Load, Quantize, MegatronShard)
+"""The operations that a trial leaves out: compile takes minutes and does not change results by
+intent; weights are random; shards of a small weight are not whole quantization blocks, as checked
+for a real one; Megatron-FSDP needs CUDA."""
+
+
+def trial_part(lowered: Lowered) -> Lowered:
+    """The lowered plan reduced to the operations that a trial runs, with all dtypes float32, so
+    that results differ only by rounding.
+
+    Plans with the same part have the same outcome, so outcomes are cached by its digest.
+    """
+    ops = tuple(
+        replace(
+            op,
+            param=op.param and "float32",
+            reduce=op.reduce and "float32",
+            output=op.output and "float32",
+        )
+        if isinstance(op, FullyShard)
+        else op
+        for op in with_random_adapters(lowered).ops
+        if not isinstance(op, LEFT_OUT)
+    )
+    return replace(lowered, plan="").with_ops(ops)
+
+
+def with_random_adapters(lowered: Lowered) -> Lowered:
+    """The same operations with random adapters without dropout, so that errors in them show.
+
+    lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
+    """
+    ops = tuple(
+        replace(op, dropout=0.0, dtype=None, init="random") if isinstance(op, Adapt) else op
+        for op in lowered.ops
+    )
+    return lowered.with_ops(ops)
+
+
+def left_out(lowered: Lowered) -> Iterator[str]:
+    """Yields what a trial deliberately does differently, as `name: how`."""
+    if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
+        yield "mixed precision: everything runs in float32"
+    if any(isinstance(op, Quantize) for op in lowered.ops):
+        yield "4 bits: frozen weights stay in full precision"
+    if any(isinstance(op, Compile) for op in lowered.ops):
+        yield "compile: the modules run uncompiled"
