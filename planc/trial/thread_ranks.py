@@ -25,7 +25,7 @@ import torch
 from torch import distributed
 
 _POLL = 0.05  # seconds between two looks at the threads
-_STILL = 1.0  # seconds without a change after which waiting ranks count as deadlocked
+_GRACE = 2.0  # seconds for waiting threads to end after another one has failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
         if stopped:
             groups.exception_handle(None)
             for thread in threads:
-                thread.join(_STILL)
+                thread.join(_GRACE)
     if failures:
         return failures[0]
     return RankFailure(message=stopped) if stopped else None
@@ -128,27 +128,36 @@ def _matched(groups: Any) -> Callable[[Any, Any], Any]:
 
 def _join(threads: list[threading.Thread], end: float) -> str:
     """Waits for the threads; returns why they were given up, empty if they ended."""
-    before, since = None, 0.0
     while alive := [t for t in threads if t.is_alive()]:
         alive[0].join(_POLL)
-        now = time.monotonic()
-        if now > end:
+        if time.monotonic() > end:
             return "the ranks did not end within the time limit"
-        frames = sys._current_frames()
-        waits = [_waiting(frames.get(t.ident or 0)) for t in alive if t.is_alive()]
-        if not all(waits) or waits != before:
-            before, since = waits, now
-        elif waits and now - since > _STILL:
+        if _deadlocked(alive):
             return "the ranks wait for each other: not all of them call the same collectives"
     return ""
 
 
-def _waiting(frame: FrameType | None) -> tuple[int, int] | None:
-    """The collective that a thread waits in, as the identity and position of its frame."""
+def _deadlocked(threads: list[threading.Thread]) -> bool:
+    """Whether every rank waits in a collective that has not all of its ranks.
+
+    A rank may be on its way into a collective or out of it for as long as other work takes the
+    processor, so time decides nothing: each collective must have counted every rank that waits.
+    """
+    frames = sys._current_frames()
+    waits = [_collective(frames.get(t.ident or 0)) for t in threads if t.is_alive()]
+    return bool(waits) and all(
+        joined is not None
+        and not joined._done
+        and joined._count == waits.count(joined) < joined._world_size
+        for joined in waits
+    )
+
+
+def _collective(frame: FrameType | None) -> Any:
+    """The collective that a thread has joined, None if it runs."""
     while frame is not None:
-        if frame.f_code.co_name == "join" and frame.f_code.co_filename.endswith(
-            "multi_threaded_pg.py"
-        ):
-            return id(frame), frame.f_lasti
+        code = frame.f_code
+        if code.co_name == "join" and code.co_filename.endswith("multi_threaded_pg.py"):
+            return frame.f_locals["self"]
         frame = frame.f_back
     return None
