@@ -149,9 +149,9 @@ def _axes(program: Program, mesh: Mesh) -> None:
     """
     used: set[str] = set()
     for section in program.sections:
-        # what splits weights or sequences works over an axis; data spread over several
-        spreads = section.name in ("fsdp", "replicate")
-        names = known(mesh.names) if spreads else mesh.names
+        # only sections over data axes can work over a derived axis
+        data = section.name in ("fsdp", "replicate")
+        names = known(mesh.names) if data else mesh.names
         for axis in (*section.axes, *section.replicate):
             used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:
@@ -170,7 +170,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
                 f"`{sized.name} = {sized.size}`: experts on ranks of their own are not supported "
                 "yet",
                 sized.origin,
-                facts=["it would be taken out of dp_shard * cp * tp, which is ep_shard without it"],
+                facts=["it would split dp_shard * cp * tp, which is ep_shard without it"],
                 help=f"set `{sized.name} = 1`, and shard experts by `unit(on = ep_shard, "
                 "shard_dim = auto)`",
             )

@@ -100,7 +100,7 @@ def _binary(node: ast.Binary, scope: Scope) -> Value:
     if isinstance(one, Failed) or isinstance(two, Failed):
         return FAILED
     if isinstance(one, ast.Selector) or isinstance(two, ast.Selector):
-        return _wrong(node, "modules can't be compared or reckoned with", scope)
+        return _wrong(node, "modules cannot be compared or used in arithmetic", scope)
     match node.op:
         case "==" | "!=":
             same = one == two and isinstance(one, bool) == isinstance(two, bool)

@@ -128,7 +128,7 @@ def _style(statement: ast.Style, program: Program) -> None:
             f"there is a style `{name}` already",
             statement.name_origin,
             *([known.name_origin] if known else []),
-            help="take another name",
+            help="choose another name",
         )
     elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", statement.path):
         program.sink.error(
@@ -272,7 +272,7 @@ def _unused(files: Sequence[ast.File], program: Program) -> None:
                 "PL104",
                 f"{definition.kind} `{name}` is never used",
                 definition.origin,
-                help="use it or take it out",
+                help="use it or remove it",
             )
 
 

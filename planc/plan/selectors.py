@@ -258,7 +258,7 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
             reason += f", none of them in `{text}`" if length else ""
         case Kept(cls, has):
             found = one_of(dict.fromkeys(m.module.cls for m in miss.at), last="and")
-            reason = f"what is there is {found}" if cls else f"none of it has `{_path(has)}`"
+            reason = f"the modules there are {found}" if cls else f"none of them has `{_path(has)}`"
         case _:
             reason = f"{where} has no modules inside"
     scope.sink.error(

@@ -1,6 +1,7 @@
 """Lowered ops -> torch. The only code that calls torch's distributed API.
 
-What needs torch is imported when it is first used: a proof's command and its certificates don't.
+Modules that need torch are imported on first use, because the command of a proof and its
+certificates do not need them.
 """
 
 from typing import TYPE_CHECKING, Any

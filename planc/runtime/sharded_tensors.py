@@ -1,4 +1,4 @@
-"""FSDP units, and shards of Megatron-FSDP, whose places only the package knows."""
+"""FSDP units, and shards of Megatron-FSDP, whose offsets only the package knows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees full parameters: a unit that keeps them after forward has no shards in place."""
+    """Reshards all units: a unit that stays unsharded after forward has no shards in place."""
     for unit in units(model):
         unit.reshard()
     owner = megatron_of(model)
@@ -48,10 +48,10 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _measure(model: nn.Module) -> None:
-    """Lets the package record, once, the chunk of each shard; every rank must call it."""
+    """Makes the package record the chunk of each shard, once; every rank must call it."""
     from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 
     for parameter in model.parameters():
-        own = isinstance(parameter, DTensor) and any(map(splits, parameter.placements))
-        if own and not hasattr(parameter._local_tensor, CHUNK_LIST):
+        sharded = isinstance(parameter, DTensor) and any(map(splits, parameter.placements))
+        if sharded and not hasattr(parameter._local_tensor, CHUNK_LIST):
             update_uneven_dtensor_chunk_metadata(parameter)

@@ -215,12 +215,12 @@ def test_a_buffer_that_nothing_computes_again(four, tmp_path):
         assert result["Known"] == []
         ((code, message),) = result["Lost"]
         assert code == "PL496"
-        assert message == "no file holds, and no module computes again, scale"
+        assert message == "no file holds and no module can recompute scale"
 
 
 def test_a_buffer_that_the_ranks_compute_each_its_own_way(four, tmp_path):
     for found in four.run("loading_jobs.own_buffers", folder=str(tmp_path)):
-        assert found == [("PL496", "the ranks did not compute alike scale")]
+        assert found == [("PL496", "the ranks computed different values of scale")]
 
 
 # Memory ------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def test_an_optimizer_without_a_step(four, tmp_path):
 
 REFUSED = {
     "none": ("PL496", "holds no optimizer state"),
-    "shapes": ("PL496", "holds other shapes: model.layers.0.mlp.gate_proj.weight is [96, 64]"),
-    "groups": ("PL496", "holds what this one does not: model.embed_tokens.weight"),
+    "shapes": ("PL496", "has other shapes: model.layers.0.mlp.gate_proj.weight is [96, 64]"),
+    "groups": ("PL496", "has parameters that this optimizer lacks: model.embed_tokens.weight"),
     "other": ("PL497", "is there and is no checkpoint"),
     "cut": ("PL497", "lacks its file __0_0.distcp"),
 }

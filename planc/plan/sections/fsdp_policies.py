@@ -41,7 +41,7 @@ def section_precision(item: ast.Directive, scope: Scope) -> Precision | None:
     arguments = Arguments(item.call, scope, PRECISION)
     found = precision(arguments, item.origin)
     if arguments.done() and found is None:
-        arguments.wrong(item, "`precision` says nothing", "write `precision(param = bf16)`")
+        arguments.wrong(item, "`precision` has no arguments", "write `precision(param = bf16)`")
     return found if arguments.ok else None
 
 
@@ -58,7 +58,7 @@ def prefetch(item: ast.Directive, scope: Scope) -> Prefetch | None:
         return None
     if not (found.forward or found.backward):
         told = "write `prefetch(forward = 2, backward = 2)`"
-        arguments.wrong(item, "`prefetch` says nothing", told)
+        arguments.wrong(item, "`prefetch` has no arguments", told)
         return None
     return found
 
@@ -77,7 +77,7 @@ def offload(item: ast.Directive, scope: Scope) -> Offload | None:
     where = arguments.positional[0].value if arguments.positional else None
     if not isinstance(where, ast.Name) or where.path != "cpu":
         told = "write `offload(cpu)`, or `offload(cpu, pin = false)`"
-        arguments.wrong(where or item, "`offload` says where to: `cpu`", told)
+        arguments.wrong(where or item, "`offload` needs a device: `cpu`", told)
         return None
     return Offload(pin=pin, origin=item.origin) if arguments.done(positional=1) else None
 

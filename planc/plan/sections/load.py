@@ -24,7 +24,7 @@ WORDS: dict[str, dict[str, str]] = {
     "islands": {"model": "model", "none": "none"},
 }
 _FIELDS = {"init": "meta", "islands": "fp32"}
-"""The fields of the operation that are called otherwise than their settings."""
+"""The fields of the operation whose names differ from those of their settings."""
 
 
 def load(program: Program) -> Load | None:
@@ -37,9 +37,9 @@ def load(program: Program) -> Load | None:
     if "islands" in values and dtype is None:
         program.sink.error(
             "PL690",
-            "`islands` says what a cast leaves in fp32, and nothing is cast",
+            "`islands` names what a cast leaves in fp32, and nothing is cast",
             lines["islands"].origin,
-            help="say what parameters are kept in, such as `dtype = bf16`, or take this out",
+            help="set the dtype of the parameters, such as `dtype = bf16`, or remove this",
         )
     origin = next(lines[name].origin for name, value in values.items() if value)
     others = ((name, line.origin) for name, line in lines.items() if line.origin is not origin)
@@ -79,7 +79,7 @@ def _settings(program: Program) -> Settings:
 
 
 def _islands(dtype: str, facts: Facts) -> Iterator[Modules]:
-    """What a cast leaves in float32, or takes there, as modules with a parameter's name."""
+    """The parameters that a cast leaves in, or casts to, float32, with their modules."""
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
             if "float" in parameter.dtype and parameter.cast(dtype) != dtype:

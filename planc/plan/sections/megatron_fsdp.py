@@ -27,9 +27,9 @@ def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None
             if name != "backend" and said == "torch":
                 scope.sink.error(
                     "PL498",
-                    f"`{name}` is a word of Megatron-FSDP, and this section is torch's",
+                    f"`{name}` is a setting of Megatron-FSDP, and this section uses torch's FSDP",
                     item.origin,
-                    help="write `backend = megatron` in the section, or take this out",
+                    help="write `backend = megatron` in the section, or remove this",
                 )
         return None
     backend = lines["backend"]
@@ -81,7 +81,7 @@ def _directive(
         return {}, ()
     arguments = Arguments(item.call, scope, (*DTYPE_WORDS, *OPTIONS))
     if not item.call.arguments:
-        arguments.wrong(item, "`megatron` says nothing", "write `megatron(main_params = fp32)`")
+        arguments.wrong(item, "`megatron` has no arguments", "write `megatron(main_params = fp32)`")
     given = {a.name for a in item.call.arguments}
     known = {**DTYPES, "none": None}
     dtypes = {n: arguments.word(n, known, None) for n in DTYPE_WORDS if n in given}

@@ -40,7 +40,7 @@ def tensor(program: Program) -> Iterator[TensorRule]:
                 _claim(rule, found, held, program)
     for unused in program.styles.keys() - used:
         origin = program.styles[unused].name_origin
-        told = "use it or take it out"
+        told = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=told)
     for axis, held in claims.items():
         for claim in held.claims:

@@ -125,7 +125,7 @@ def _parts(arguments: Arguments) -> tuple[Parts, bool]:
         if interleaved:
             arguments.wrong(
                 arguments.call,
-                "`interleaved` says nothing without `parts`",
+                "`interleaved` has no effect without `parts`",
                 "write how many projections alternate: `parts = 2, interleaved = true`",
             )
         return 1, False
@@ -155,7 +155,7 @@ def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
                 return Shard(dim)
     arguments.wrong(
         expression,
-        f"`{expression.origin.text}` is no layout",
+        f"`{expression.origin.text}` is not a layout",
         "a layout is `replicate`, `shard(1)` or `partial`",
     )
     return None
@@ -163,8 +163,8 @@ def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
 
 def _change(expression: ast.Expr, arguments: Arguments) -> Redistribution | None:
     if not isinstance(expression, ast.Arrow) or expression.source is None:
-        told = "write what arrives and what is wanted: `shard(1) -> replicate`"
-        arguments.wrong(expression, f"`{expression.origin.text}` is no change of layout", told)
+        told = "write the current and the desired layout: `shard(1) -> replicate`"
+        arguments.wrong(expression, f"`{expression.origin.text}` is not a change of layout", told)
         return None
     source = _layout(expression.source, arguments)
     target = _layout(expression.target, arguments)
@@ -232,7 +232,7 @@ def _attributes(call: ast.Call, scope: Scope) -> Attributes | None:
     for name in names:
         arguments.word(name, {"split": True}, True)
     if not names and arguments.ok:
-        told = "name what counts heads: `attributes(heads = split)`"
+        told = "name the attributes that count heads: `attributes(heads = split)`"
         arguments.wrong(call, "`attributes` names no attribute", told)
     return Attributes(names=names) if arguments.done() else None
 
