@@ -109,9 +109,9 @@ def apply(
         PlanError: the plan has errors, the ranks disagree, or torch refused an operation.
     """
     from planc.emit.text import render
-    from planc.runtime import apply_lowered, fresh
+    from planc.runtime import apply_lowered, require_not_parallel
 
-    fresh(model)
+    require_not_parallel(model)
     if isinstance(plan, str):
         size = world_size or _ranks()
         lowered = lower(model, plan, world_size=size, overrides=overrides)

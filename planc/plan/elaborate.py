@@ -12,7 +12,7 @@ from planc.ops.base import AxisRole
 from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
 from planc.plan.mesh import solve
-from planc.plan.mesh_axes import axes_of, expanded, known, role_of
+from planc.plan.mesh_axes import axes_of, expanded, role_of, valid_axes
 from planc.plan.program import Program, gather, origin_of, require
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.adapters import adapters
@@ -151,7 +151,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
     for section in program.sections:
         # only sections over data axes can work over a derived axis
         data = section.name in ("fsdp", "replicate")
-        names = known(mesh.names) if data else mesh.names
+        names = valid_axes(mesh.names) if data else mesh.names
         for axis in (*section.axes, *section.replicate):
             used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:

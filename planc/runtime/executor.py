@@ -25,9 +25,9 @@ from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
 from planc.runtime import megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
-from planc.runtime.lora import remember, require
+from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
-from planc.runtime.preconditions import called, ready, stop
+from planc.runtime.preconditions import op_name, ready, stop
 from planc.runtime.run import Run
 
 _log = logging.getLogger("planc")
@@ -122,7 +122,7 @@ def _prepare(
     """Checks the model and creates the meshes; on an error, destroys a process group it started."""
     started = False
     try:
-        require(lowered)
+        require_packages(lowered)
         megatron_fsdp.require(lowered, device)
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
@@ -135,7 +135,7 @@ def _prepare(
 
 
 def _refused(op: AnyOp, at: str, error: Exception) -> PlanError:
-    return stop("PL492", f"torch refused {called(op)} of {at or 'the model'}: {_first(error)}")
+    return stop("PL492", f"torch refused {op_name(op)} of {at or 'the model'}: {_first(error)}")
 
 
 def _first(error: Exception) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.sharded_tensors import reshard, units
+from planc.runtime.sharded_tensors import fsdp_units, reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
 
@@ -25,7 +25,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     The first backward pass after it reduce-scatters the sum. Until then gradients are unsharded, so
     this saves communication and costs memory.
     """
-    every = units(model)
+    every = fsdp_units(model)
     for unit in every:
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -41,7 +41,7 @@ def unshard(model: nn.Module) -> Iterator[None]:
 
     Every rank must enter and leave it. Backward passes inside are not supported.
     """
-    sharded = [unit for unit in units(model) if all(map(_sharded, groups_of(unit)))]
+    sharded = [unit for unit in fsdp_units(model) if all(map(_sharded, groups_of(unit)))]
     before = [(g, g.post_forward_mesh_info) for unit in sharded for g in groups_of(unit)]
     automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, sharded)]
     try:

@@ -11,7 +11,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
 from planc.runtime.preconditions import problem, stop
-from planc.runtime.standalone.lora_init import adapter_layers, begin_adapters
+from planc.runtime.standalone.lora_init import adapter_layers, initialize_adapters
 
 NAME = "default"  # peft's name for the adapter
 _OPS = "_planc_adapters"  # the model's attribute with the operations that added its adapters
@@ -32,7 +32,7 @@ def missing_peft(lowered: Lowered) -> str | None:
     return None
 
 
-def require(lowered: Lowered) -> None:
+def require_packages(lowered: Lowered) -> None:
     """Checks that the packages that a plan's adapters need can be imported.
 
     Raises:
@@ -49,7 +49,7 @@ def require(lowered: Lowered) -> None:
 
 
 def remember(model: nn.Module, op: Adapt) -> None:
-    """Stores the operation that added adapters on the model, for `begin`."""
+    """Stores the operation that added adapters on the model, for `init_adapters`."""
     setattr(model, _OPS, (*getattr(model, _OPS, ()), op))
 
 
@@ -61,7 +61,7 @@ def layers(model: nn.Module) -> dict[str, Any]:
 # Initial values ----------------------------------------------------------------------------------
 
 
-def begin(model: nn.Module, unset: set[str]) -> None:
+def init_adapters(model: nn.Module, unset: set[str]) -> None:
     """Initializes adapters that were on meta with the values that they would have had on the CPU.
 
     Args:
@@ -69,4 +69,4 @@ def begin(model: nn.Module, unset: set[str]) -> None:
         unset: the plain names of adapter parameters without values.
     """
     for op in getattr(model, _OPS, ()):
-        begin_adapters(model, unset, op.pattern, rank=op.rank, init=op.initial, seed=op.seed)
+        initialize_adapters(model, unset, op.pattern, rank=op.rank, init=op.initial, seed=op.seed)

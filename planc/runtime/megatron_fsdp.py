@@ -29,7 +29,7 @@ def require(lowered: Lowered, device: str) -> None:
     Raises:
         PlanError: PL499, megatron_fsdp cannot be imported, or the device is not CUDA.
     """
-    if not called(lowered):
+    if not uses_megatron(lowered):
         return
     if find_spec("megatron_fsdp") is None:
         raise stop(
@@ -45,7 +45,7 @@ def require(lowered: Lowered, device: str) -> None:
         )
 
 
-def called(lowered: Lowered) -> bool:
+def uses_megatron(lowered: Lowered) -> bool:
     """Whether Megatron-FSDP shards the model."""
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
@@ -80,7 +80,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         wrapper.set_model_auto_sync(True)
 
 
-def installed(model: nn.Module) -> None:
+def install_loaded_weights(model: nn.Module) -> None:
     """Copies loaded weights from the optimizer's parameters to those of the forward pass."""
     megatron_of(model).install_optimized_model_weights()
 
@@ -91,7 +91,7 @@ def refuse(lowered: Lowered, what: str, told: str) -> None:
     Raises:
         PlanError: PL499, the plan has `backend = megatron`.
     """
-    if called(lowered):
+    if uses_megatron(lowered):
         raise stop(
             "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=told
         )

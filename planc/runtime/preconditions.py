@@ -36,7 +36,7 @@ def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
     return PlanError([problem(code, message, help=help)])
 
 
-def fresh(model: nn.Module) -> None:
+def require_not_parallel(model: nn.Module) -> None:
     """Checks that no parallelism was applied to a model.
 
     Raises:
@@ -79,7 +79,7 @@ def members_of(op: Op, context: Context) -> Iterator[Modules]:
         yield from modules_of(step)
 
 
-def called(op: Op) -> str:
+def op_name(op: Op) -> str:
     """An operation in a message: its torch call, and the line of the plan."""
     name = type(op).__name__.lower()
     if isinstance(op, FullyShard):
@@ -111,7 +111,7 @@ def _fits(
     model: nn.Module, lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[Diagnostic]:
     try:
-        fresh(model)
+        require_not_parallel(model)
     except PlanError as error:
         yield from error.diagnostics
         return
@@ -136,7 +136,7 @@ def _fits(
         if text:
             yield problem(
                 "PL494",
-                f"{called(op)}: {text}",
+                f"{op_name(op)}: {text}",
                 help="lower the plan for this model's configuration",
             )
 

@@ -100,7 +100,9 @@ class Run:
         optimizer that was not prepared raises at its first step.
         """
         return (
-            megatron_fsdp.optimizer(optimizer) if megatron_fsdp.called(self.lowered) else optimizer
+            megatron_fsdp.optimizer(optimizer)
+            if megatron_fsdp.uses_megatron(self.lowered)
+            else optimizer
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -108,7 +110,7 @@ class Run:
 
         Megatron-FSDP still reduce-scatters sharded gradients in each pass.
         """
-        if megatron_fsdp.called(self.lowered):
+        if megatron_fsdp.uses_megatron(self.lowered):
             return megatron_fsdp.no_sync(self.model)
         return gradients.no_sync(self.model)
 
@@ -174,8 +176,8 @@ class Run:
             optimizer=optimizer,
             device=self.mesh.device_type,
         )
-        if megatron_fsdp.called(self.lowered):
-            megatron_fsdp.installed(self.model)
+        if megatron_fsdp.uses_megatron(self.lowered):
+            megatron_fsdp.install_loaded_weights(self.model)
         return step
 
     def save(

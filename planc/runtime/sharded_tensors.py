@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from planc.runtime.standalone.shards import CHUNK_LIST, splits
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Every FSDP unit, outer before inner."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
     """Reshards all units: a unit that stays unsharded after forward has no shards in place."""
-    for unit in units(model):
+    for unit in fsdp_units(model):
         unit.reshard()
     owner = megatron_of(model)
     if owner is not None:
@@ -36,10 +36,10 @@ def megatron_of(model: nn.Module) -> Any:
 
 def detached(tensor: Tensor) -> Tensor:
     """A tensor without its history, with the chunk that Megatron-FSDP recorded on it."""
-    return like(tensor.detach(), tensor)
+    return with_chunk_of(tensor.detach(), tensor)
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
+def with_chunk_of(tensor: Tensor, other: Tensor) -> Tensor:
     """The same tensor, with the chunk that Megatron-FSDP recorded on another of its layout."""
     known = getattr(getattr(other, "_local_tensor", None), CHUNK_LIST, None)
     if known is not None and isinstance(tensor, DTensor) and tensor.shape == other.shape:

@@ -45,7 +45,7 @@ def adapters_on_meta(model: nn.Module) -> set[str]:
     }
 
 
-def begin_adapters(
+def initialize_adapters(
     model: nn.Module,
     unset: set[str],
     pattern: str,

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError
 from planc.model.checkpoint_conversion import recipes
-from planc.runtime.lora import begin
+from planc.runtime.lora import init_adapters
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.buffers import computed_buffers
@@ -69,10 +69,10 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
     except Exception as error:
         text = f"reading failed midway: {type(error).__name__}: {error}"
         findings.append(problem("PL497", text))
-    together(findings)
+    raise_on_all_ranks(findings)
 
 
-def together(findings: list[Diagnostic]) -> None:
+def raise_on_all_ranks(findings: list[Diagnostic]) -> None:
     """Raises on every rank if any rank has findings: its own, else those of the first such rank."""
     if found := first_found(findings):
         raise PlanError(found)
@@ -142,15 +142,15 @@ def allocate(model: nn.Module, findings: list[Diagnostic], device: str) -> None:
         text = f"no file holds and no module can recompute {listed_names(lost)}"
         how = "build the model on the CPU, or give the module a `reset_buffers` method"
         findings.append(problem("PL496", text, help=f"{how} that fills them"))
-    together(findings)
-    together(_unlike(model, values))
+    raise_on_all_ranks(findings)
+    raise_on_all_ranks(_differing_buffers(model, values))
     unset = adapters_on_meta(model)
     materialize(model, values, device)
     if unset:
-        begin(model, unset)
+        init_adapters(model, unset)
 
 
-def _unlike(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
+def _differing_buffers(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
     """PL496 for buffers whose computed values differ between ranks; a collective."""
     mine: dict[str, str] = {}
     for name, buffer in model.named_buffers():

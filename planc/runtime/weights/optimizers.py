@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
-from planc.runtime.sharded_tensors import detached, like
+from planc.runtime.sharded_tensors import detached, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces
 from planc.runtime.standalone.load_weights import listed_names
 from planc.runtime.standalone.shards import (
@@ -31,12 +31,12 @@ from planc.runtime.standalone.shards import (
 STATE, GROUPS = "state.", "param_groups."
 
 
-def outgoing(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's flattened state dict. A parameter before its first step has no state."""
     out: dict[str, Any] = {}
     for name, parameter, group in _parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            same = like(value, parameter) if isinstance(value, Tensor) else value
+            same = with_chunk_of(value, parameter) if isinstance(value, Tensor) else value
             out[f"{STATE}{name}.{key}"] = same
         for key, value in group.items():
             if key != "params":
@@ -44,12 +44,12 @@ def outgoing(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return out
 
 
-def moved(key: str, value: Any, own: Mapping[str, Order]) -> Order | None:
+def storage_order(key: str, value: Any, own: Mapping[str, Order]) -> Order | None:
     """The storage order of a state: a tensor with dims has its parameter's order."""
     return own.get(_owner(key)) if isinstance(value, Tensor) and value.ndim else None
 
 
-def check(
+def check_state(
     model: nn.Module,
     optimizer: Optimizer,
     stored: Mapping[str, Any],
@@ -78,7 +78,9 @@ def check(
                 findings.append(problem("PL496", f"the checkpoint's optimizer: {text}"))
 
 
-def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) -> dict[str, Any]:
+def empty_flat_state(
+    model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]
+) -> dict[str, Any]:
     """A flattened state dict with a checkpoint's keys and memory for this rank's values."""
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     out: dict[str, Any] = {}
@@ -90,14 +92,14 @@ def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) 
             shape, dtype = tuple(meta.size), meta.properties.dtype
             same = shape == tuple(parameter.shape)
             out[key] = (
-                room(parameter, dtype, own.get(_owner(key)))
+                empty_shard(parameter, dtype, own.get(_owner(key)))
                 if same
                 else torch.empty(shape, dtype=dtype)
             )
     return out
 
 
-def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     """Loads a flattened state dict into an optimizer."""
     numbers: dict[int, int] = {}
     for group in optimizer.param_groups:
@@ -111,7 +113,7 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
         if key.startswith(GROUPS):
             values.setdefault(name, {})[last] = value
         else:
-            placed = shard(value, names[name]) if isinstance(value, Tensor) else value
+            placed = assembled(value, names[name]) if isinstance(value, Tensor) else value
             state.setdefault(numbers[id(names[name])], {})[last] = placed
     by_id = {id(p): name for name, p in names.items()}
     groups = []
@@ -122,15 +124,15 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def room(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:
+def empty_shard(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:
     """Memory for a checkpoint's tensor that is sharded like `like`."""
     if irregular(like, order):
         return Pieces.of(like, order, dtype)
     return torch.empty_like(like, dtype=dtype)
 
 
-def shard(value: Tensor, like: Tensor) -> Tensor:
-    """The result of `room`; pieces are assembled to a DTensor with the placements of `like`."""
+def assembled(value: Tensor, like: Tensor) -> Tensor:
+    """The result of `empty_shard`; blocks become a DTensor with the placements of `like`."""
     if not isinstance(like, DTensor) or not isinstance(value, Pieces):
         return value
     return DTensor.from_local(

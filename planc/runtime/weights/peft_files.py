@@ -30,7 +30,7 @@ from planc.runtime.standalone.shards import (
     tied_names,
     whole_of,
 )
-from planc.runtime.weights.loading import together
+from planc.runtime.weights.loading import raise_on_all_ranks
 
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -48,7 +48,7 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     Raises:
         PlanError: PL189, PL497; PL688, a layer trains beside its own adapter. On every rank.
     """
-    together([*_tunes(lowered, "to save"), *_both(model)])
+    raise_on_all_ranks([*_require_adapters(lowered, "to save"), *_trained_with_adapter(model)])
     reshard(model)
     tensors, order = dict(named_tensors(model)), rank_orders(model)
     full: dict[str, Tensor] = {}
@@ -62,7 +62,7 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
             _write(model, lowered, folder, full)
         except OSError as error:
             failed.append(problem("PL497", f"{folder} could not be written: {error}"))
-    together(failed)
+    raise_on_all_ranks(failed)
 
 
 def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
@@ -71,7 +71,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     Raises:
         PlanError: PL189, PL496, PL497. On every rank.
     """
-    findings = _tunes(lowered, "to load")
+    findings = _require_adapters(lowered, "to load")
     reshard(model)
     tensors, order = dict(named_tensors(model)), rank_orders(model)
     wanted = {_peft_name(name): name for name in _trained(model)}
@@ -80,8 +80,8 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         findings.append(problem("PL189", told, help="call `run.load` first"))
     entries = _read(model, lowered, folder, findings) if not findings else {}
     if not findings:
-        findings += _unlike(wanted, tensors, entries, folder)
-    together(findings)
+        findings += _mismatches(wanted, tensors, entries, folder)
+    raise_on_all_ranks(findings)
     try:
         with torch.no_grad():
             for stored, name in wanted.items():
@@ -89,10 +89,10 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
                 entries[stored].copy_to(part_of(tensors[name]), ranges)
     except Exception as error:
         findings.append(problem("PL497", f"reading {folder} failed midway: {error}"))
-    together(findings)
+    raise_on_all_ranks(findings)
 
 
-def _tunes(lowered: Lowered, what: str) -> list[Diagnostic]:
+def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
     if adapts(lowered):
         return []
     told = f"the plan {lowered.plan} has no adapters {what}"
@@ -101,18 +101,18 @@ def _tunes(lowered: Lowered, what: str) -> list[Diagnostic]:
 
 def _trained(model: nn.Module) -> list[str]:
     """The tensors in an adapter file: the adapters, and other trainable modules whole."""
-    tensors, modules = dict(named_tensors(model)), set(_beside(model))
+    tensors, modules = dict(named_tensors(model)), set(_other_trained(model))
     return [n for n in tensors if is_adapter(n) or n.rpartition(".")[0] in modules]
 
 
-def _beside(model: nn.Module) -> list[str]:
+def _other_trained(model: nn.Module) -> list[str]:
     """The modules with trainable parameters of their own that are not adapters."""
     own = (n for n, t in named_tensors(model) if t.requires_grad and not is_adapter(n))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
 
 
-def _both(model: nn.Module) -> list[Diagnostic]:
-    found = [name for name in _beside(model) if name in layers(model)]
+def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
+    found = [name for name in _other_trained(model) if name in layers(model)]
     if not found:
         return []
     told = f"{found[0]} is trainable and has an adapter: peft's files have no place for its weight"
@@ -156,7 +156,7 @@ def _config(model: nn.Module, lowered: Lowered) -> Any:
         task_type="CAUSAL_LM" if causal else None,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", "")
         or None,
-        modules_to_save=_beside(model) or None,
+        modules_to_save=_other_trained(model) or None,
         inference_mode=True,
     )
 
@@ -206,7 +206,7 @@ def _of(config: dict[str, Any], field: str, name: str) -> float:
     return float(config.get({"alpha": "lora_alpha", "rank": "r"}[field]) or 0)
 
 
-def _unlike(
+def _mismatches(
     wanted: dict[str, str],
     tensors: dict[str, Tensor],
     entries: dict[str, StoredTensor],
@@ -228,7 +228,7 @@ def _unlike(
 # Merging -----------------------------------------------------------------------------------------
 
 
-def unmerged(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
+def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
     """PL189 for an export without a choice for adapters, or that cannot merge them; PL686 for
     4-bit weights."""
     if four := next(iter(four_bit_layers(model)), None):

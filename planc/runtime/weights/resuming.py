@@ -18,7 +18,7 @@ from planc.runtime.standalone.load_weights import checkpoint_targets, tensors_in
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import optimizers
-from planc.runtime.weights.loading import Weights, allocate, checked, load_files, together
+from planc.runtime.weights.loading import Weights, allocate, checked, load_files, raise_on_all_ranks
 from planc.runtime.weights.saving import METADATA, reason, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
@@ -52,7 +52,7 @@ def load(
                 help="leave it to the plan, or remove the setting from the plan",
             )
         )
-    together(problems)
+    raise_on_all_ranks(problems)
     folder = saved(folder)
     kind = [(folder / METADATA).is_file()]
     if distributed.get_world_size() > 1:  # only rank 0 may see the folder
@@ -60,14 +60,14 @@ def load(
     if kind[0]:
         if weights == "rank0":
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
-        together(problems)
+        raise_on_all_ranks(problems)
         return load_checkpoint(model, folder, optimizer=optimizer, device=device)
     if optimizer is not None:
         problems.append(problem("PL497", f"{folder} is not a checkpoint with an optimizer's state"))
     elif planned == "checkpoint":
         text = f"the plan has weights = checkpoint, and {folder} is not a checkpoint"
         problems.append(problem("PL497", text))
-    together(problems)
+    raise_on_all_ranks(problems)
     how: Weights = "rank0" if "rank0" in (weights, planned) else "slices"
     load_files(model, folder, weights=how, device=device)
     return None
@@ -104,18 +104,18 @@ def load_checkpoint(
         findings.append(problem("PL496", f"{folder} holds no optimizer state"))
     if optimizer is not None and not findings:
         # its state is as large as the model: nothing is allocated before every check has passed
-        optimizers.check(model, optimizer, flat, findings)
+        optimizers.check_state(model, optimizer, flat, findings)
     allocate(model, findings, device)
     target: dict[str, Any] = dict(checkpoint_targets(model, found))
     if optimizer is not None:
-        own_state = optimizers.expected(model, optimizer, flat)
+        own_state = optimizers.empty_flat_state(model, optimizer, flat)
         target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
     if _STEP in metadata:
         target[_STEP] = None
     _read(target, folder)
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
-        optimizers.incoming(model, optimizer, loaded)
+        optimizers.load_flat_state(model, optimizer, loaded)
     step = target.get(_STEP)
     return int(step) if step is not None else None
 
@@ -169,4 +169,4 @@ def _read(target: dict[str, Any], folder: Path) -> None:
             checkpoint.load(target, checkpoint_id=folder)
     except (Exception, checkpoint.CheckpointException) as error:
         failed.append(problem("PL497", f"{folder} could not be read: {reason(error)}"))
-    together(failed)
+    raise_on_all_ranks(failed)

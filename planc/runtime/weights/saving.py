@@ -30,9 +30,9 @@ from planc.runtime.standalone.shards import (
     tied_names,
     whole_of,
 )
-from planc.runtime.weights.loading import together
-from planc.runtime.weights.optimizers import moved, outgoing
-from planc.runtime.weights.peft_files import Tuned, change, unmerged
+from planc.runtime.weights.loading import raise_on_all_ranks
+from planc.runtime.weights.optimizers import flat_state, storage_order
+from planc.runtime.weights.peft_files import Tuned, change, merge_findings
 
 METADATA = ".metadata"  # torch.distributed.checkpoint writes this file last
 
@@ -56,16 +56,18 @@ def save(
         PlanError: PL497, the folder holds something else, or writing failed. On every rank.
     """
     new, old = _beside(folder)
-    together(_on_rank0(lambda: _clear(folder, new)))
+    raise_on_all_ranks(_on_rank0(lambda: _clear(folder, new)))
     reshard(model)
     tensors, own = dict(named_tensors(model)), rank_orders(model)
     four = four_bit_layers(model)
     names = [n[0] for n in tied_names(model) if n[0] not in four]
     state: dict[str, Any] = {"model": {n: storable(tensors[n], own.get(n)) for n in names}}
     if optimizer is not None:
-        flat = outgoing(model, optimizer)
+        flat = flat_state(model, optimizer)
         state["optimizer"] = {
-            name: storable(value, moved(name, value, own)) if isinstance(value, Tensor) else value
+            name: storable(value, storage_order(name, value, own))
+            if isinstance(value, Tensor)
+            else value
             for name, value in flat.items()
         }
     if step is not None:
@@ -75,8 +77,8 @@ def save(
         checkpoint.save(state, checkpoint_id=new)
     except (Exception, checkpoint.CheckpointException) as error:  # such as a full disk
         failed.append(problem("PL497", f"{folder} could not be written: {reason(error)}"))
-    together(failed)
-    together(_on_rank0(lambda: _publish(folder, new, old)))
+    raise_on_all_ranks(failed)
+    raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)))
 
 
 def saved(folder: Path) -> Path:
@@ -171,8 +173,8 @@ def export(
             weights; PL686, 4-bit weights; PL497, the folder holds weights already, or writing
             failed. On every rank.
     """
-    together(unmerged(model, adapters))
-    together(_on_rank0(lambda: _empty(folder)))
+    raise_on_all_ranks(merge_findings(model, adapters))
+    raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
     names = [_kept(model, group) for group in tied_names(model) if not is_adapter(group[0])]
     changes = layers(model) if adapters == "merged" else {}
@@ -192,8 +194,8 @@ def export(
         if first and not failed:
             file = folder / _named(number, len(parts))
             failed = _on_rank0(lambda file=file, full=full: _write(file, full))  # type: ignore[misc]
-    together(failed)
-    together(_on_rank0(lambda: _describe(model, lowered, folder, parts)))
+    raise_on_all_ranks(failed)
+    raise_on_all_ranks(_on_rank0(lambda: _describe(model, lowered, folder, parts)))
 
 
 def _empty(folder: Path) -> None:
