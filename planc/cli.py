@@ -118,9 +118,9 @@ def _diff(options: argparse.Namespace) -> int:
     from planc.model.load import load
 
     sides = []
-    told, own = Sink(), vars(options)
+    merged, own = Sink(), vars(options)
     plans = {"old": options.old, "new": options.new or options.old}
-    files = {plan: compiler.read(plan, told) for plan in dict.fromkeys(plans.values())}
+    files = {plan: compiler.read(plan, merged) for plan in dict.fromkeys(plans.values())}
     for side, plan in plans.items():
         sink = Sink()  # an error in one plan must not hide findings about the other
         compiled = compiler.compile(
@@ -132,8 +132,8 @@ def _diff(options: argparse.Namespace) -> int:
         )
         sides.append(compiled.lowered)
         for diagnostic in sink:
-            told.add(diagnostic)
-    _show(told, "full", sys.stderr, quiet=True)
+            merged.add(diagnostic)
+    _show(merged, "full", sys.stderr, quiet=True)
     old, new = sides
     if old is None or new is None:
         return FAILED

@@ -129,7 +129,7 @@ def test_a_conversion_that_planc_does_not_know(tmp_path):
     entries = {"a": entry("a", 4, 2, tmp_path=tmp_path)}
     steps = (("Interleave", 0, 0),)
     assert "`Interleave`" in made(Recipe(parts=(("a",),), steps=steps), entries)
-    assert "several times" in made(Recipe(parts=(("a", "a"),)), entries)
+    assert "several tensors match it" in made(Recipe(parts=(("a", "a"),)), entries)
 
 
 def test_a_swap_of_dims(tmp_path):

@@ -156,9 +156,9 @@ def _axes(program: Program, mesh: Mesh) -> None:
             used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:
                 continue
-            told = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
+            hint = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
             program.sink.error(
-                "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=told
+                "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=hint
             )
         found = expanded((a.path for a in section.axes), mesh.names)
         for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):

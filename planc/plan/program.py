@@ -254,13 +254,13 @@ def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
         if name in known:
             continue
         has = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}" if known else None
-        told = did_you_mean(name, known, has)
+        hint = did_you_mean(name, known, has)
         source = literal.origin.source
         program.sink.error(
             "PL106",
             f"`--set {name}` names no option and no mesh axis of the plan",
             source.span(0, len(name)),
-            help=told,
+            help=hint,
         )
 
 
@@ -301,10 +301,10 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
                 help=f"planc has {one_of(known, last='and')} sections today",
             )
             continue
-        told = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
-        told = _ITEMS.get(section.name, told)
+        hint = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
+        hint = _ITEMS.get(section.name, hint)
         program.sink.error(
-            "PL011", f"there is no section `{section.name}`", section.name_origin, help=told
+            "PL011", f"there is no section `{section.name}`", section.name_origin, help=hint
         )
 
 

@@ -162,11 +162,11 @@ class Scope:
 
     def _unknown(self, name: ast.Name) -> Value:
         known = [*self.definitions, *valid_axes(self.axis_names)]
-        told = "declare an `option` or a `let`, or put a text in quotes"
+        hint = "declare an `option` or a `let`, or put a text in quotes"
         if known:
-            told = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
-        told = did_you_mean(name.path, known, told) or told
-        self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=told)
+            hint = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
+        hint = did_you_mean(name.path, known, hint) or hint
+        self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=hint)
         return FAILED
 
 

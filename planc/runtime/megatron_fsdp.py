@@ -85,7 +85,7 @@ def install_loaded_weights(model: nn.Module) -> None:
     megatron_of(model).install_optimized_model_weights()
 
 
-def refuse(lowered: Lowered, what: str, told: str) -> None:
+def refuse(lowered: Lowered, what: str, hint: str) -> None:
     """Raises for a method that planc supports with torch's FSDP only.
 
     Raises:
@@ -93,5 +93,5 @@ def refuse(lowered: Lowered, what: str, told: str) -> None:
     """
     if uses_megatron(lowered):
         raise stop(
-            "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=told
+            "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=hint
         )

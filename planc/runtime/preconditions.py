@@ -217,10 +217,10 @@ def _agree(digest: str, findings: list[Diagnostic]) -> None:
         everyone = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, mine)
     if len({status.digest for status in everyone}) > 1:
-        told = one_of(_digests([status.digest for status in everyone]), last="and")
+        different = one_of(_digests([status.digest for status in everyone]), last="and")
         raise stop(
             "PL491",
-            f"the ranks disagree on the lowered plan: {told}",
+            f"the ranks disagree on the lowered plan: {different}",
             help="every rank must read the same plan, settings and model configuration",
         )
     if findings:

@@ -170,8 +170,8 @@ def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
     if one.end is not None and one.end < len(source.text):
         line, _ = source.position(one.end)
         end = one.end + len(source.line(line))
-        told = "by the indentation, it ends before this line"
-        labels.append(Label(span=source.span(one.end, end), text=told))
+        note = "by the indentation, it ends before this line"
+        labels.append(Label(span=source.span(one.end, end), text=note))
     sink.error(
         "PL004",
         f"this `{span.text}` is never closed",

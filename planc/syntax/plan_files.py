@@ -87,9 +87,9 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
     place = locate(plan)
     if place is None:
         names = shipped()
-        told = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
+        hint = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
         message = f"there is no plan {plan!r}: no such file, and no shipped plan"
-        sink.error("PL006", message, help=told)
+        sink.error("PL006", message, help=hint)
         return ()
     chain.add(place, None)
     return tuple(chain.files)

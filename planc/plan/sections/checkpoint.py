@@ -99,20 +99,20 @@ def _checkpoint(call: ast.Call, scope: Scope) -> Checkpoint | None:
         early_stop=arguments.truth("early_stop", True),
     )
     if pinned is not None and not op.offload and arguments.ok:
-        told = "write `offload = cpu` too"
-        arguments.wrong(pinned, "`pin` has no effect without `offload`", told)
+        hint = "write `offload = cpu` too"
+        arguments.wrong(pinned, "`pin` has no effect without `offload`", hint)
     return op if arguments.done() else None
 
 
 def _save(arguments: Arguments) -> tuple[Save, ...] | None:
     """The list of `ops(save = [...])`, or None after a finding."""
     given = arguments.take("save")
-    told = "write what to save: `ops(save = [attention, matmul(every = 2)])`"
+    hint = "write what to save: `ops(save = [attention, matmul(every = 2)])`"
     if given is None:
-        arguments.wrong(arguments.call, "`ops` has no list of what to save", told)
+        arguments.wrong(arguments.call, "`ops` has no list of what to save", hint)
         return None
     if not isinstance(given, ast.List):
-        arguments.wrong(given, "`save` is a list", told)
+        arguments.wrong(given, "`save` is a list", hint)
         return None
     if not given.items:
         arguments.wrong(given, "the list is empty: everything would be recomputed", "write `full`")

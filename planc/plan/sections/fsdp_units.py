@@ -116,8 +116,8 @@ def spread(item: ast.Rule, placed: Placed, claims: Claims[SpreadTerms], scope: S
     if isinstance(item.target, ast.Call):
         arguments.wrong(item.target, "`spread` applies to modules", "name them by a selector")
     if shard is None and not dim and arguments.ok:
-        told = "write `spread(on = ep_shard, shard_dim = auto)`"
-        arguments.wrong(item.action, "`spread` names neither axes nor a dim", told)
+        hint = "write `spread(on = ep_shard, shard_dim = auto)`"
+        arguments.wrong(item.action, "`spread` names neither axes nor a dim", hint)
     if arguments.done() and isinstance(item.target, ast.Selector):
         found = select(item.target, placed.bases, scope, optional=item.optional)
         claims.add(found, "spreading", (shard, dim), item.origin, override=item.override)
@@ -141,8 +141,8 @@ def _axes(arguments: Arguments) -> tuple[str, ...] | None:
         return None
     names = tuple(_factors(expression))
     if None in names:
-        told = "write `on = dp_shard`, or `on = dp_shard * cp`"
-        arguments.wrong(expression, "`on` names axes of the mesh", told)
+        hint = "write `on = dp_shard`, or `on = dp_shard * cp`"
+        arguments.wrong(expression, "`on` names axes of the mesh", hint)
         return None
     return expanded((n for n in names if n is not None), arguments.scope.axis_names)
 
@@ -241,8 +241,8 @@ def _by_size(
 ) -> _Found | None:
     least = arguments.integer("min_params", 0)
     if least <= 0 and arguments.ok:
-        told = "write `auto(min_params = 100M)`"
-        arguments.wrong(arguments.call, "`auto` needs a number of parameters", told)
+        hint = "write `auto(min_params = 100M)`"
+        arguments.wrong(arguments.call, "`auto` needs a number of parameters", hint)
     if not arguments.done():
         return None
     found = by_size(arguments.scope.facts, least, taken, ignored)
@@ -268,10 +268,10 @@ def _dtype(arguments: Arguments) -> str | None:
     value = arguments.positional[0].value if arguments.positional else None
     if isinstance(value, ast.Name) and value.path in DTYPES:
         return DTYPES[value.path]
-    told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
+    hint = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
     if isinstance(value, ast.Name):
-        told = did_you_mean(value.path, DTYPES, told) or told
-    arguments.wrong(value or arguments.call, "`dtype` needs the dtype of parameters", told)
+        hint = did_you_mean(value.path, DTYPES, hint) or hint
+    arguments.wrong(value or arguments.call, "`dtype` needs the dtype of parameters", hint)
     return None
 
 
@@ -315,16 +315,16 @@ def _one_by_one(
     for member in members:
         found = [s for s in member.path if isinstance(s, Indices)]
         if len(found) != 1:
-            told = "write `groups(encoder.layers.*, decoder.layers.*)`"
+            hint = "write `groups(encoder.layers.*, decoder.layers.*)`"
             Arguments(call, scope).wrong(
-                call, f"`{member}` does not name the entries of one list", told
+                call, f"`{member}` does not name the entries of one list", hint
             )
             return
         entries.setdefault(member.key, set()).update(found[0])
     if len({frozenset(e) for e in entries.values()}) > 1:
         sizes = one_of([f"{len(e)}" for e in entries.values()], last="and")
-        told = "each list needs the same entries"
-        Arguments(call, scope).wrong(call, f"the lists have {sizes} entries", told)
+        hint = "each list needs the same entries"
+        Arguments(call, scope).wrong(call, f"the lists have {sizes} entries", hint)
         return
     last = max((max(e) for e in entries.values()), default=-1)
     for member in members:

@@ -70,9 +70,9 @@ def _settings(program: Program) -> Settings:
                     help="it holds settings: `weights = slices`",
                 )
             elif item.name not in WORDS:
-                told = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
+                hint = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
                 message = f"there is no setting `{item.name}`"
-                program.sink.error("PL105", message, item.name_origin, help=told)
+                program.sink.error("PL105", message, item.name_origin, help=hint)
             else:
                 settings.add(item, lambda item: _value(item, program))
     return settings
@@ -95,6 +95,6 @@ def _value(item: ast.Setting, program: Program) -> str | None:
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
         wanted = one_of(f"`{w}`" for w in words)
         message = f"`{item.name}` is {wanted}, not {shown}"
-        told = did_you_mean(value, words) if isinstance(value, str) else None
-        program.sink.error("PL012", message, item.value.origin, help=told)
+        hint = did_you_mean(value, words) if isinstance(value, str) else None
+        program.sink.error("PL012", message, item.value.origin, help=hint)
     return None

@@ -21,10 +21,10 @@ DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
 def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None:
     """The settings of a section, or None for torch's FSDP or after a finding."""
     lines = {n: item for n, item in settings.lines.items() if n in (*SETTINGS, NAME)}
-    said = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
-    if said != NAME:
+    chosen = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
+    if chosen != NAME:
         for name, item in lines.items():
-            if name != "backend" and said == "torch":
+            if name != "backend" and chosen == "torch":
                 scope.sink.error(
                     "PL498",
                     f"`{name}` is a setting of Megatron-FSDP, and this section uses torch's FSDP",

@@ -115,9 +115,9 @@ def matched(
     ignored = [r"rotary_emb\.inv_freq$", *ignored]  # older libraries stored it
     extra = [name for name in inside if name not in tensors]
     extra = [n for n in extra if not any(re.search(pattern, n) for pattern in ignored)]
-    told = f"{folder} has names that the model lacks:"
+    text = f"{folder} has names that the model lacks:"
     problems += [f"{folder} lacks {listed_names(missing)}"] if missing else []
-    problems += [f"{told} {listed_names(extra)}"] if extra else []
+    problems += [f"{text} {listed_names(extra)}"] if extra else []
     problems += [f"{folder} has other shapes: {'; '.join(wrong)}"] if wrong else []
     return found
 
@@ -156,8 +156,8 @@ def listed_names(names: Iterable[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    told = {p: f"{p} ({len(g)} of them)" if g[1:] else g[0] for p, g in groups.items()}
-    return ", ".join(told.values())
+    shown = {p: f"{p} ({len(g)} of them)" if g[1:] else g[0] for p, g in groups.items()}
+    return ", ".join(shown.values())
 
 
 # Memory -------------------------------------------------------------------------------
@@ -366,8 +366,8 @@ def checked_checkpoint(
 def agreed_buffers(model: nn.Module, problems: list[str]) -> dict[int, Tensor]:
     """Values for buffers; raises on every rank if any rank has findings."""
     values, lost = computed_buffers(model)
-    told = f"no file holds and no module can recompute {listed_names(lost)}"
-    problems += [told] if lost else []
+    text = f"no file holds and no module can recompute {listed_names(lost)}"
+    problems += [text] if lost else []
     if found := first_found(problems):
         raise ValueError("nothing was loaded: " + "; ".join(found))
     return values

@@ -152,8 +152,8 @@ def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
         counts = tuple(len(p) for p in found)
         here = tuple(part_of(tensor).shape)
         if counts != here and 0 not in (prod(counts), prod(here)):
-            told = f"a shard of {tensor.placements} is {here}"
-            raise RuntimeError(f"{told}, its ranges give {counts}")
+            what = f"a shard of {tensor.placements} is {here}"
+            raise RuntimeError(f"{what}, its ranges give {counts}")
     if order is not None:
         dim, ranges = order
         own = [position for start, stop in ranges for position in range(start, stop)]

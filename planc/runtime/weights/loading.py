@@ -58,8 +58,8 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
         if not findings:
             found = checked(model, _converted(model, stored, findings), folder, findings)
         if adapters := [name for name in found if is_adapter(name)]:
-            told = f"{folder} holds adapters, {listed_names(adapters)}"
-            findings.append(problem("PL496", told, help="load them with `run.load_adapters`"))
+            text = f"{folder} holds adapters, {listed_names(adapters)}"
+            findings.append(problem("PL496", text, help="load them with `run.load_adapters`"))
     allocate(model, findings, device)
     try:
         if weights == "slices":

@@ -167,8 +167,8 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tenso
 
 def _names(what: str, names: list[str]) -> Diagnostic:
     text = f"the checkpoint's optimizer {what} {listed_names(names)}"
-    told = "nothing was loaded: create the optimizer with the parameters that were saved"
-    return problem("PL496", text, help=told)
+    hint = "nothing was loaded: create the optimizer with the parameters that were saved"
+    return problem("PL496", text, help=hint)
 
 
 def _owner(key: str) -> str:

@@ -76,8 +76,8 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     tensors, order = dict(named_tensors(model)), rank_orders(model)
     wanted = {_peft_name(name): name for name in _trained(model)}
     if any(tensors[name].is_meta for name in wanted.values()):
-        told = "the model is on the meta device, and has no memory for adapters"
-        findings.append(problem("PL189", told, help="call `run.load` first"))
+        text = "the model is on the meta device, and has no memory for adapters"
+        findings.append(problem("PL189", text, help="call `run.load` first"))
     entries = _read(model, lowered, folder, findings) if not findings else {}
     if not findings:
         findings += _mismatches(wanted, tensors, entries, folder)
@@ -95,8 +95,8 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
 def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
     if adapts(lowered):
         return []
-    told = f"the plan {lowered.plan} has no adapters {what}"
-    return [problem("PL189", told, help="`run.save` and `run.load` are for the whole model")]
+    text = f"the plan {lowered.plan} has no adapters {what}"
+    return [problem("PL189", text, help="`run.save` and `run.load` are for the whole model")]
 
 
 def _trained(model: nn.Module) -> list[str]:
@@ -115,8 +115,8 @@ def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
     found = [name for name in _other_trained(model) if name in layers(model)]
     if not found:
         return []
-    told = f"{found[0]} is trainable and has an adapter: peft's files have no place for its weight"
-    return [problem("PL688", told, help="write `none` for its adapter, or leave it frozen")]
+    text = f"{found[0]} is trainable and has an adapter: peft's files have no place for its weight"
+    return [problem("PL688", text, help="write `none` for its adapter, or leave it frozen")]
 
 
 def _peft_name(name: str) -> str:
@@ -182,16 +182,16 @@ def _read(
         return {}
     unsupported = [name for name in _OTHER if config.get(name)]
     if config.get("peft_type") != "LORA" or unsupported:
-        told = ", ".join([f"peft_type = {config.get('peft_type')}", *unsupported])
-        text = f"{folder} holds adapters that a plan cannot describe: {told}"
+        kind = ", ".join([f"peft_type = {config.get('peft_type')}", *unsupported])
+        text = f"{folder} holds adapters that a plan cannot describe: {kind}"
         findings.append(problem("PL496", text))
     for op in adapts(lowered):
         for name in op.names():
             scale = [_of(config, field, name) for field in ("alpha", "rank")]
             if scale[0] * op.rank != op.alpha * scale[1]:
-                told = f"alpha {scale[0]:g} over rank {scale[1]:g}"
+                found = f"alpha {scale[0]:g} over rank {scale[1]:g}"
                 own = f"{op.alpha:g} over {op.rank}"
-                text = f"{folder}: the adapter of {name} has {told}, the plan's {own}"
+                text = f"{folder}: the adapter of {name} has {found}, the plan's {own}"
                 findings.append(problem("PL496", text))
                 break
     return entries
@@ -232,22 +232,22 @@ def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
     """PL189 for an export without a choice for adapters, or that cannot merge them; PL686 for
     4-bit weights."""
     if four := next(iter(four_bit_layers(model)), None):
-        told = f"{four} is in 4 bits, and no export can restore the original weights"
+        text = f"{four} is in 4 bits, and no export can restore the original weights"
         how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
-        return [problem("PL686", told, help=how_to)]
+        return [problem("PL686", text, help=how_to)]
     own = layers(model)
     if not own or how == "left_out":
         return []
     if how != "merged":
-        told = "the model has adapters, which `from_pretrained` does not read from an export"
+        text = "the model has adapters, which `from_pretrained` does not read from an export"
         how_to = 'pass `adapters="merged"` or `"left_out"`; `run.save_adapters` writes them'
-        return [problem("PL189", told, help=how_to)]
+        return [problem("PL189", text, help=how_to)]
     tied = [g for g in tied_names(model) if len(g) > 1]
     parted = [n for group in tied for n in group if n.rpartition(".")[0] in own]
     if not parted:
         return []
-    told = f"{parted[0]} is tied to another weight, which does not have its adapter"
-    return [problem("PL189", told, help='pass `adapters="left_out"`, and call `run.save_adapters`')]
+    text = f"{parted[0]} is tied to another weight, which does not have its adapter"
+    return [problem("PL189", text, help='pass `adapters="left_out"`, and call `run.save_adapters`')]
 
 
 def change(layer: Any) -> Tensor:
