@@ -1,7 +1,7 @@
 """The Python API: what `import planc` offers.
 
-Each function takes what the command of its name takes, and raises one `PlanError` that carries
-every diagnostic of the run.
+Each function takes the arguments of the command of its name, and raises one `PlanError` with every
+diagnostic of the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check(
     allow_code: bool = False,
     level: str = "flow",
 ) -> tuple[Diagnostic, ...]:
-    """Every finding about a plan for a model; empty when there is nothing to say.
+    """Every finding about a plan for a model; empty without findings.
 
     Args:
         model: a folder with `config.json`, a JSON file, a cached hub name, a shipped model's name,
@@ -40,7 +40,7 @@ def check(
         plan: a path, the name of a shipped plan, or `REV:path`.
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options.
-        allow_code: whether code that `model` or the plan names may be run.
+        allow_code: whether Python code that `model` or the plan names may be run.
         level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
 
     Raises:
@@ -91,16 +91,16 @@ def apply(
     device_type: str | None = None,
     allow_code: bool = False,
 ) -> Run:
-    """Spreads a model over the ranks of this run, in place, as a plan says.
+    """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
     Args:
-        model: a module whose parameters are on meta, CPU or CUDA, and not parallel yet.
+        model: a module with parameters on meta, CPU or CUDA that is not parallel yet.
         plan: a path, the name of a shipped plan, a lowered JSON file, or a lowered plan.
         overrides: `name=value` for mesh axes and options.
         world_size: the number of ranks; by default that of the process group, else that of
             torchrun's environment, else 1.
-        device_type: `cpu` or `cuda`; by default where the model is.
-        allow_code: whether styles of the plan's own (`style NAME = python "..."`) may be imported.
+        device_type: `cpu` or `cuda`; by default the device of the model.
+        allow_code: whether custom styles of the plan (`style NAME = python "..."`) may be imported.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`.
@@ -109,9 +109,9 @@ def apply(
         PlanError: the plan has errors, the ranks disagree, or torch refused an operation.
     """
     from planc.emit.text import render
-    from planc.runtime import apply_lowered, fresh
+    from planc.runtime import apply_lowered, require_not_parallel
 
-    fresh(model)
+    require_not_parallel(model)
     if isinstance(plan, str):
         size = world_size or _ranks()
         lowered = lower(model, plan, world_size=size, overrides=overrides)

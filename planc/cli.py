@@ -77,7 +77,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _proof(compiled: Compiled, sink: Sink) -> Certificate | None:
-    """What `planc verify` found of this very plan, if it was asked; a refuted one is a finding."""
+    """The result of `planc verify` for this plan, if it was run; a refuted plan is an error."""
     from planc.trial import certificate
 
     if compiled.facts is None or compiled.lowered is None:
@@ -118,11 +118,11 @@ def _diff(options: argparse.Namespace) -> int:
     from planc.model.load import load
 
     sides = []
-    told, own = Sink(), vars(options)
+    merged, own = Sink(), vars(options)
     plans = {"old": options.old, "new": options.new or options.old}
-    files = {plan: compiler.read(plan, told) for plan in dict.fromkeys(plans.values())}
+    files = {plan: compiler.read(plan, merged) for plan in dict.fromkeys(plans.values())}
     for side, plan in plans.items():
-        sink = Sink()  # an error of one side hides nothing of the other
+        sink = Sink()  # an error in one plan must not hide findings about the other
         compiled = compiler.compile(
             files[plan],
             load(own[f"{side}_model"] or options.model, sink, allow_code=options.allow_code),
@@ -132,8 +132,8 @@ def _diff(options: argparse.Namespace) -> int:
         )
         sides.append(compiled.lowered)
         for diagnostic in sink:
-            told.add(diagnostic)
-    _show(told, "full", sys.stderr, quiet=True)
+            merged.add(diagnostic)
+    _show(merged, "full", sys.stderr, quiet=True)
     old, new = sides
     if old is None or new is None:
         return FAILED
@@ -267,9 +267,9 @@ def _show(
     quiet: bool = False,
     also: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints the findings; `quiet` leaves infos, and an empty summary, out.
+    """Prints the findings; `quiet` leaves out infos and an empty summary.
 
-    `also` is what a JSON document says beside them.
+    `also` has further fields of a JSON document.
     """
     found = [d for d in sink if not (quiet and d.severity == "info")]
     if quiet and not found:
@@ -288,11 +288,11 @@ def _width() -> int:
 
 
 def _code(sink: Sink, *, strict: bool = False) -> int:
-    """The exit code that the findings ask for.
+    """The exit code for the findings.
 
     Args:
         sink: the findings.
-        strict: whether a warning alone makes it 1.
+        strict: whether warnings without errors give 1.
     """
     from planc.codes import exit_code
 
@@ -302,7 +302,7 @@ def _code(sink: Sink, *, strict: bool = False) -> int:
 
 
 def _write(text: str, output: str | None) -> int:
-    """To standard output, or to a file that is whole or not there at all."""
+    """Writes to standard output, or atomically to a file."""
     if output is None or output == "-":
         sys.stdout.write(text)
         return CLEAN

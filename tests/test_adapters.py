@@ -296,7 +296,7 @@ def test_a_diff_and_why_of_4_bits():
 
 
 def test_without_bitsandbytes_apply_says_so(monkeypatch):
-    from planc.runtime.lora import require
+    from planc.runtime.lora import require_packages
 
     real = builtins.__import__
 
@@ -308,9 +308,9 @@ def test_without_bitsandbytes_apply_says_so(monkeypatch):
     pytest.importorskip("peft")
     monkeypatch.setattr(builtins, "__import__", hidden)
     with pytest.raises(PlanError) as caught:
-        require(lowered(f"{Q} : qlora(rank = 4)"))
+        require_packages(lowered(f"{Q} : qlora(rank = 4)"))
     assert [d.code for d in caught.value.diagnostics] == ["PL685"]
-    require(lowered(f"{Q} : lora(rank = 4)"))
+    require_packages(lowered(f"{Q} : lora(rank = 4)"))
 
 
 def test_adapters_of_another_dtype_than_what_trains_beside_them():
@@ -361,7 +361,7 @@ def test_the_script_casts_and_names_peft_alone_beside_torch():
 
 
 def test_without_peft_apply_says_so_before_it_touches_the_model(monkeypatch):
-    from planc.runtime.lora import require
+    from planc.runtime.lora import require_packages
 
     real = builtins.__import__
 
@@ -372,9 +372,9 @@ def test_without_peft_apply_says_so_before_it_touches_the_model(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", hidden)
     with pytest.raises(PlanError) as caught:
-        require(lowered(f"{Q} : lora(rank = 4)"))
+        require_packages(lowered(f"{Q} : lora(rank = 4)"))
     assert [d.code for d in caught.value.diagnostics] == ["PL187"]
-    require(lower(*plan_of(f"{Q} : none")[:2]))  # nothing to adapt, nothing to import
+    require_packages(lower(*plan_of(f"{Q} : none")[:2]))  # nothing to adapt, nothing to import
 
 
 def test_why_names_the_layer_and_its_adapter():

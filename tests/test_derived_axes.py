@@ -11,7 +11,7 @@ from planc.emit.text import render as text_of
 from planc.ops.base import AxisRole
 from planc.ops.document import digest, dumps, loads
 from planc.ops.fsdp import Divide, FullyShard
-from planc.plan.mesh_axes import axes_of, known, role_of
+from planc.plan.mesh_axes import axes_of, role_of, valid_axes
 
 MESH = """plan t for mixtral
 mesh {
@@ -45,8 +45,8 @@ def test_the_axes_of_a_name():
     assert axes_of("loss", mesh) == ()
     assert axes_of("dp", ("dp", "dp_shard")) == ("dp",)  # an axis of that name goes before
     assert axes_of("dp_cp", ("node", "gpu")) == ()
-    assert known(("gpu",)) == ("gpu",)
-    assert known(("dp_shard",)) == ("dp_shard", "dp", "dp_shard_cp", "dp_cp", "ep_shard")
+    assert valid_axes(("gpu",)) == ("gpu",)
+    assert valid_axes(("dp_shard",)) == ("dp_shard", "dp", "dp_shard_cp", "dp_cp", "ep_shard")
 
 
 def test_experts_on_ep_shard():

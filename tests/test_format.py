@@ -185,7 +185,7 @@ def test_what_does_not_parse_has_no_layout(text, at, length):
 
 def test_a_layout_that_would_change_the_plan_is_not_given(monkeypatch):
     monkeypatch.setattr(layout, "laid_out", lambda text: "plan a for c\n")
-    with pytest.raises(RuntimeError, match="would change what it says"):
+    with pytest.raises(RuntimeError, match="would change its meaning"):
         formatted("plan a for b\n")
     monkeypatch.setattr(layout, "laid_out", lambda text: "plan a for b\n")
     with pytest.raises(RuntimeError):

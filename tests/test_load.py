@@ -340,7 +340,7 @@ def test_a_factory(home, monkeypatch):
     assert (facts.name, facts.family, facts.count, said) == ("ModuleDict", "ModuleDict", 60, [])
     assert (home / "ran").exists()
     failures = {
-        "wrong": "it returned a int, not an nn.Module",
+        "wrong": "it returned an object of type int, not an nn.Module",
         "fails": "RuntimeError: no weights here",
         "leaves": "SystemExit: 7",
         "missing": "AttributeError",

@@ -73,7 +73,7 @@ def test_five_errors_give_five_diagnostics():
     ]
 
 
-CLOSES = "nothing is open that this `{}` could close"
+CLOSES = "no bracket is open that this `{}` could close"
 LONELY = "this `{` is never closed"
 
 

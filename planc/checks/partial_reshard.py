@@ -15,9 +15,9 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None:
         return
-    lying = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
+    spread = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
     pairs: list[tuple[Unit, Unit | SpreadRule]] = [(u, u) for u in plan.fsdp.units]
-    for unit, part in dict.fromkeys([*pairs, *lying]):
+    for unit, part in dict.fromkeys([*pairs, *spread]):
         shard, _ = plan.fsdp.axes(part)
         size = plan.mesh.size(*shard)
         count = unit.reshard

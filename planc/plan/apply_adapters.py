@@ -38,7 +38,7 @@ from planc.ops.styles import (
 )
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
-NAME = "default"  # of the adapter: peft's default
+NAME = "default"  # peft's default name of an adapter
 BASE_LAYER = "base_layer"  # the layer that peft wraps
 FOUR_BIT = "FourBit"  # the class of a quantized layer
 
@@ -260,8 +260,8 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
             return (style, style) if style.summed else (None, None)
         case Colwise() | Rowwise():
             split = style.output if isinstance(style.output, Partial) else style.input
-            return f"nothing in two steps has the layout `{split}`"
-    return "it is no style of a linear layer"
+            return f"the two steps of an adapter cannot have the layout `{split}`"
+    return "it is not a style of a linear layer"
 
 
 def _of_embedding(style: Style) -> tuple[None, None] | str:
@@ -269,7 +269,7 @@ def _of_embedding(style: Style) -> tuple[None, None] | str:
     match style:
         case Colwise() | Rowwise() if style.output == Replicate() and style.local:
             return None, None
-    return "the adapter of an embedding stays whole, and so must the embedding's output"
+    return "the adapter of an embedding is replicated, so the embedding's output must be, too"
 
 
 def _features(shard: Shard) -> bool:

@@ -91,17 +91,17 @@ class Arguments:
         wanted = [f"`{w}`" for w in words]
         if least is not None:
             wanted.append("a positive integer" if least else "an integer from 0")
-        told = did_you_mean(value, words) if isinstance(value, str) else None
-        self._type(expression, name, one_of(wanted), value, told)
+        hint = did_you_mean(value, words) if isinstance(value, str) else None
+        self._type(expression, name, one_of(wanted), value, hint)
         return default
 
     def _type(
-        self, node: ast.Expr, name: str, wanted: str, value: Value, told: str | None = None
+        self, node: ast.Expr, name: str, wanted: str, value: Value, hint: str | None = None
     ) -> None:
         self.ok = False
         if not isinstance(value, Failed):
             shown = f"`{value}`" if isinstance(value, str) else describe(value)
-            self.wrong(node, f"`{name}` is {wanted}, not {shown}", told)
+            self.wrong(node, f"`{name}` is {wanted}, not {shown}", hint)
 
     def done(self, *, positional: int = 0) -> bool:
         """Whether all arguments were valid; reports those that were not read."""
@@ -110,8 +110,8 @@ class Arguments:
         for argument in self.positional[positional:]:
             self.wrong(argument, f"`{self.call.name}` takes no such argument", takes)
         for name, argument in self._named.items():
-            told = did_you_mean(name, self.known, takes)
-            self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", told)
+            hint = did_you_mean(name, self.known, takes)
+            self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", hint)
         return self.ok
 
 
@@ -126,8 +126,8 @@ def word(expression: ast.Expr, scope: Scope) -> Value:
 
 def unknown(call: ast.Call, known: tuple[str, ...], what: str, scope: Scope) -> None:
     """PL105: an action that the section does not have."""
-    told = did_you_mean(call.name, known, f"there is {one_of(known, last='and')}")
-    scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=told)
+    hint = did_you_mean(call.name, known, f"there is {one_of(known, last='and')}")
+    scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=hint)
 
 
 __all__ = ["Arguments", "unknown", "word"]

@@ -12,7 +12,7 @@ from planc.ops.base import AxisRole
 from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
 from planc.plan.mesh import solve
-from planc.plan.mesh_axes import axes_of, expanded, known, role_of
+from planc.plan.mesh_axes import axes_of, expanded, role_of, valid_axes
 from planc.plan.program import Program, gather, origin_of, require
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.adapters import adapters
@@ -149,16 +149,16 @@ def _axes(program: Program, mesh: Mesh) -> None:
     """
     used: set[str] = set()
     for section in program.sections:
-        # what splits weights or sequences works over an axis; data spread over several
-        spreads = section.name in ("fsdp", "replicate")
-        names = known(mesh.names) if spreads else mesh.names
+        # only sections over data axes can work over a derived axis
+        data = section.name in ("fsdp", "replicate")
+        names = valid_axes(mesh.names) if data else mesh.names
         for axis in (*section.axes, *section.replicate):
             used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:
                 continue
-            told = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
+            hint = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
             program.sink.error(
-                "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=told
+                "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=hint
             )
         found = expanded((a.path for a in section.axes), mesh.names)
         for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):
@@ -170,7 +170,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
                 f"`{sized.name} = {sized.size}`: experts on ranks of their own are not supported "
                 "yet",
                 sized.origin,
-                facts=["it would be taken out of dp_shard * cp * tp, which is ep_shard without it"],
+                facts=["it would split dp_shard * cp * tp, which is ep_shard without it"],
                 help=f"set `{sized.name} = 1`, and shard experts by `unit(on = ep_shard, "
                 "shard_dim = auto)`",
             )

@@ -100,7 +100,7 @@ def _binary(node: ast.Binary, scope: Scope) -> Value:
     if isinstance(one, Failed) or isinstance(two, Failed):
         return FAILED
     if isinstance(one, ast.Selector) or isinstance(two, ast.Selector):
-        return _wrong(node, "modules can't be compared or reckoned with", scope)
+        return _wrong(node, "modules cannot be compared or used in arithmetic", scope)
     match node.op:
         case "==" | "!=":
             same = one == two and isinstance(one, bool) == isinstance(two, bool)
@@ -122,10 +122,10 @@ def _inside(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
 def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
     if not (_number(one) and _number(two)):
         bad, side = (one, node.left) if not _number(one) else (two, node.right)
-        told = None
+        hint = None
         if bad is None and isinstance(side, ast.Name):
-            told = f"`{side.path}` is null for this model; test it first: `{side.path} != null`"
-        return _wrong(side, f"`{node.op}` takes numbers, not {describe(bad)}", scope, told)
+            hint = f"`{side.path}` is null for this model; test it first: `{side.path} != null`"
+        return _wrong(side, f"`{node.op}` takes numbers, not {describe(bad)}", scope, hint)
     assert isinstance(one, int | float) and isinstance(two, int | float)
     if node.op in ("/", "//", "%") and two == 0:
         return _wrong(node.right, f"`{node.op}` by zero", scope)
@@ -158,8 +158,8 @@ def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value
 
 def _call(node: ast.Call, scope: Scope) -> Value:
     if node.name not in ("min", "max", "len"):
-        told = "an expression can call `min`, `max` and `len`"
-        return _wrong(node, f"there is no function `{node.name}`", scope, told)
+        hint = "an expression can call `min`, `max` and `len`"
+        return _wrong(node, f"there is no function `{node.name}`", scope, hint)
     values = []
     for argument in node.arguments:
         if argument.name is not None:

@@ -70,8 +70,7 @@ def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:
 
     Returns:
         The dim, or None where some parameter has fewer rows than there are ranks, and no other dim
-            is
-        divisible in all such parameters.
+        is divisible in all such parameters.
     """
     short = [s for s in shapes if len(s) > 1 and s[0] < ranks]
     if not short:

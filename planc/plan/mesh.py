@@ -98,7 +98,9 @@ def _settings(program: Program) -> list[ast.Setting] | None:
     for section in sections:
         for item in _flat(section.items, program):
             if not isinstance(item, ast.Setting):
-                program.sink.error("PL011", "a mesh holds axes: `tp = 8`, one a line", item.origin)
+                program.sink.error(
+                    "PL011", "a mesh section contains axes: `tp = 8`, one a line", item.origin
+                )
                 continue
             _axis(item, found, program)
     if not found:
@@ -119,7 +121,7 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
         )
         return
     if item.override and not earlier:
-        help = did_you_mean(item.name, found, "take `override` away")
+        help = did_you_mean(item.name, found, "remove `override`")
         nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, help)
     if program.scope.definitions.get(item.name):
         program.sink.error(
@@ -186,7 +188,7 @@ def _left(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | No
     if world % product:
         program.sink.error(
             "PL303",
-            f"{world:,} ranks do not divide by {product:,}: nothing is left for "
+            f"{world:,} ranks are not divisible by {product:,}: nothing is left for "
             f"`{auto.name} = auto` ({sizes.text})",
             Label(span=auto.value.origin, text="auto"),
             *sizes.labels(program),

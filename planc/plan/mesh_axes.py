@@ -63,6 +63,6 @@ def expanded(names: Iterable[str], mesh: Collection[str]) -> tuple[str, ...]:
     return tuple(axis for name in names for axis in axes_of(name, mesh) or (name,))
 
 
-def known(mesh: Collection[str]) -> tuple[str, ...]:
+def valid_axes(mesh: Collection[str]) -> tuple[str, ...]:
     """The names that are valid in a mesh: its axes, then the derived axes."""
     return (*mesh, *(n for n in DERIVED if n not in mesh and axes_of(n, mesh)))

@@ -49,12 +49,12 @@ def conflict(sink: Sink, word: str, what: str, origin: Span, earlier: Span) -> N
         f"two {word}s decide {what}",
         Label(span=origin, text=f"this {word}"),
         Label(span=earlier, text="and this one"),
-        help="take one away, or write `override` before the one that is to hold",
+        help="remove one, or write `override` before the one that applies",
     )
 
 
 def nothing_to_override(
-    sink: Sink, what: str, origin: Span, help: str | None = "take `override` away"
+    sink: Sink, what: str, origin: Span, help: str | None = "remove `override`"
 ) -> None:
     """PL103: an `override` without an earlier line."""
     sink.error("PL103", f"there is no earlier {what} to override", origin, help=help)

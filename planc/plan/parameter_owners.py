@@ -52,11 +52,11 @@ def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
                 if ignore is not None:
                     yield Owned(modules=own, ignored=ignore, training=training)
                     continue
-                for piece, unit, spread in _lying(own, members, spreads):
+                for piece, unit, spread in _by_placement(own, members, spreads):
                     yield Owned(modules=piece, unit=unit, spread=spread, training=training)
 
 
-def _lying(
+def _by_placement(
     modules: Modules,
     units: Sequence[tuple[Modules, Unit]],
     spreads: Sequence[tuple[Modules, SpreadRule]],

@@ -128,7 +128,7 @@ def _style(statement: ast.Style, program: Program) -> None:
             f"there is a style `{name}` already",
             statement.name_origin,
             *([known.name_origin] if known else []),
-            help="take another name",
+            help="choose another name",
         )
     elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", statement.path):
         program.sink.error(
@@ -254,13 +254,13 @@ def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
         if name in known:
             continue
         has = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}" if known else None
-        told = did_you_mean(name, known, has)
+        hint = did_you_mean(name, known, has)
         source = literal.origin.source
         program.sink.error(
             "PL106",
             f"`--set {name}` names no option and no mesh axis of the plan",
             source.span(0, len(name)),
-            help=told,
+            help=hint,
         )
 
 
@@ -272,7 +272,7 @@ def _unused(files: Sequence[ast.File], program: Program) -> None:
                 "PL104",
                 f"{definition.kind} `{name}` is never used",
                 definition.origin,
-                help="use it or take it out",
+                help="use it or remove it",
             )
 
 
@@ -301,10 +301,10 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
                 help=f"planc has {one_of(known, last='and')} sections today",
             )
             continue
-        told = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
-        told = _ITEMS.get(section.name, told)
+        hint = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
+        hint = _ITEMS.get(section.name, hint)
         program.sink.error(
-            "PL011", f"there is no section `{section.name}`", section.name_origin, help=told
+            "PL011", f"there is no section `{section.name}`", section.name_origin, help=hint
         )
 
 

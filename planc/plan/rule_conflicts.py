@@ -84,7 +84,7 @@ class Claims(Generic[T]):
 
     def add_all(
         self,
-        said: Sequence[tuple[Modules, T]],
+        decisions: Sequence[tuple[Modules, T]],
         aspect: str,
         origin: Span,
         *,
@@ -93,7 +93,7 @@ class Claims(Generic[T]):
         """Adds a rule's claims where it decides differently for each of its sets."""
         met = False
         own: list[Modules] = []
-        for wanted, value in said:
+        for wanted, value in decisions:
             rest: list[Claim[T]] = []
             for claim in self.claims:
                 both = claim.modules.overlap(wanted) if claim.aspect == aspect else None
@@ -111,8 +111,8 @@ class Claims(Generic[T]):
                 *rest,
                 Claim(modules=wanted, aspect=aspect, value=value, origin=origin),
             ]
-        if override and said and not met:
-            nothing_to_override(self.sink, f"rule for `{said[0][0]}`", origin)
+        if override and decisions and not met:
+            nothing_to_override(self.sink, f"rule for `{decisions[0][0]}`", origin)
 
     def ops(self: Claims[Ruled | None]) -> tuple[Ruled, ...]:
         """The operations of all claims that decide one, each on its modules."""

@@ -10,8 +10,7 @@ from typing import Any, Final
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Parameter
 from planc.plan.ir import Mesh
-from planc.plan.mesh_axes import axes_of
-from planc.plan.mesh_axes import known as known_axes
+from planc.plan.mesh_axes import axes_of, valid_axes
 from planc.source import Span
 from planc.syntax import ast
 
@@ -162,12 +161,12 @@ class Scope:
         return _plain(value)
 
     def _unknown(self, name: ast.Name) -> Value:
-        known = [*self.definitions, *known_axes(self.axis_names)]
-        told = "declare an `option` or a `let`, or put a text in quotes"
+        known = [*self.definitions, *valid_axes(self.axis_names)]
+        hint = "declare an `option` or a `let`, or put a text in quotes"
         if known:
-            told = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
-        told = did_you_mean(name.path, known, told) or told
-        self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=told)
+            hint = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
+        hint = did_you_mean(name.path, known, hint) or hint
+        self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=hint)
         return FAILED
 
 

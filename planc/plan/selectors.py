@@ -123,15 +123,15 @@ def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Select
         path = path[match.end() :]
     texts = list(itertools.islice(_braces(path), _MAX_ALTERNATIVES + 1))
     if len(texts) * len(prefixes) > _MAX_ALTERNATIVES:
-        told = f"the braces of `{selector.path}` give more than {_MAX_ALTERNATIVES:,} alternatives"
-        scope.sink.error("PL112", told, selector.origin)
+        text = f"the braces of `{selector.path}` give more than {_MAX_ALTERNATIVES:,} alternatives"
+        scope.sink.error("PL112", text, selector.origin)
         return
     for part in re.findall(r"\[([^\]]*)\]", path):
         if not re.fullmatch(r"-?\d+|-?\d*(:-?\d*){1,2}", part) and not all(
             re.fullmatch(r"\d+(:\d+){0,2}", p) for p in part.split(",")
         ):
-            told = "pick entries as Python does: `[0:4]`, `[-1]`, `[::2]`, or a list `[0:3,5]`"
-            scope.sink.error("PL112", f"`[{part}]` picks nothing", selector.origin, help=told)
+            hint = "pick entries as Python does: `[0:4]`, `[-1]`, `[::2]`, or a list `[0:3,5]`"
+            scope.sink.error("PL112", f"`[{part}]` picks nothing", selector.origin, help=hint)
             return
     kept = (Kept(selector.cls, selector.has),) if selector.cls or selector.has else ()
     for before, text in itertools.product(prefixes, texts):
@@ -247,22 +247,22 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
     where = f"`{at}`" if at.path else "the model"
     names = list(dict.fromkeys(c.name for m in miss.at for c in m.module.children if c.name))
     facts = [f"{where} is a {at.module.cls}"]
-    told: str | None = None
+    hint: str | None = None
     match miss.step:
         case NamedChild(pattern):
             reason = f"{where} has no `{pattern}`"
-            told = _instead(pattern, at, names, scope)
+            hint = _instead(pattern, at, names, scope)
         case Picked(text):
             length = _length(at)
             reason = f"{where} has {length} entries" if length else f"{where} is not a list"
             reason += f", none of them in `{text}`" if length else ""
         case Kept(cls, has):
             found = one_of(dict.fromkeys(m.module.cls for m in miss.at), last="and")
-            reason = f"what is there is {found}" if cls else f"none of it has `{_path(has)}`"
+            reason = f"the modules there are {found}" if cls else f"none of them has `{_path(has)}`"
         case _:
             reason = f"{where} has no modules inside"
     scope.sink.error(
-        "PL101", f"`{written}` matches nothing: {reason}", selector.origin, facts=facts, help=told
+        "PL101", f"`{written}` matches nothing: {reason}", selector.origin, facts=facts, help=hint
     )
 
 

@@ -1,23 +1,24 @@
 """Lowered ops -> torch. The only code that calls torch's distributed API.
 
-What needs torch is imported when it is first used: a proof's command and its certificates don't.
+Modules that need torch are imported on first use, because the command of a proof and its
+certificates do not need them.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planc.runtime.executor import apply_lowered
-    from planc.runtime.preconditions import fresh
+    from planc.runtime.preconditions import require_not_parallel
 
-__all__ = ["apply_lowered", "fresh"]
+__all__ = ["apply_lowered", "require_not_parallel"]
 
 
 def __getattr__(name: str) -> Any:
     match name:
-        case "fresh":
-            from planc.runtime.preconditions import fresh
+        case "require_not_parallel":
+            from planc.runtime.preconditions import require_not_parallel
 
-            return fresh
+            return require_not_parallel
         case "apply_lowered":
             from planc.runtime.executor import apply_lowered
 

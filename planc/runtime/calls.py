@@ -1,4 +1,4 @@
-"""The values of calls: what data of `planc.ops.call` stands for in this process."""
+"""Evaluates the values of `planc.ops.call` in this process."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from planc.plan.unit_lists import entries, of_entry
 
 
 def resolve(path: str) -> Any:
-    """What `package.module:name` names.
+    """The object that `package.module:name` names.
 
     Raises:
-        Exception: whatever importing raises.
+        Exception: any exception of the import.
     """
     module, _, name = path.partition(":")
     home = f"planc.runtime.{module}" if module.startswith("standalone.") else module
@@ -40,7 +40,7 @@ def resolve(path: str) -> Any:
 
 
 def function_of(call: FunctionCall) -> Callable[..., Any]:
-    """The function of a call, or one that calls the method of its first argument."""
+    """The function of a call; for a method, a function that calls it on its first argument."""
     if not call.function.startswith("."):
         found: Callable[..., Any] = resolve(call.function)
         return found
@@ -49,13 +49,13 @@ def function_of(call: FunctionCall) -> Callable[..., Any]:
 
 
 class Values:
-    """Makes values; what calls share is made once.
+    """Evaluates values; a value that calls share is evaluated once.
 
     Args:
-        variables: `mesh`, and `model` where a value names it.
-        modules: by name, as they are now.
-        mesh: gives the mesh of some axes.
-        known: shared values that were made already.
+        variables: `mesh` and `model`, if a value names them.
+        modules: the current modules by name.
+        mesh: returns the mesh of some axes.
+        known: shared values that were evaluated already.
     """
 
     def __init__(
@@ -115,6 +115,6 @@ class Values:
 
     def _numbered(self, value: Numbered) -> Iterator[tuple[int, nn.Module]]:
         for index in entries((value.modules,)):
-            own = of_entry(value.modules, index)
-            for name in own.names() if own else ():
+            members = of_entry(value.modules, index)
+            for name in members.names() if members else ():
                 yield index, self._modules[name]

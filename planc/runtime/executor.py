@@ -25,9 +25,9 @@ from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
 from planc.runtime import megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
-from planc.runtime.lora import remember, require
+from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
-from planc.runtime.preconditions import called, ready, stop
+from planc.runtime.preconditions import op_name, ready, stop
 from planc.runtime.run import Run
 
 _log = logging.getLogger("planc")
@@ -42,24 +42,23 @@ def apply_lowered(
     describe: Callable[[], str] | None = None,
     allow_code: bool = False,
 ) -> Run:
-    """Spreads a model over the ranks of this run, in place.
+    """Parallelizes a model over the ranks of this run, in place.
 
-    Inside a process group it works over that one; outside, it starts one: torchrun's, or one of
-    a single rank.
+    It uses the default process group, or starts one: torchrun's, or a group of one rank.
 
     Args:
-        model: on meta, CPU or CUDA, and not parallel yet.
+        model: a model on meta, CPU or CUDA that is not parallel yet.
         lowered: the operations.
-        digest: of `lowered`; all ranks must have the same.
-        device_type: `cpu` or `cuda`; by default where the model is, from meta `cuda` if there is
-            any.
-        describe: gives the text of `Run.describe`.
-        allow_code: whether styles of the plan's own may be imported.
+        digest: the digest of `lowered`, which must be equal on all ranks.
+        device_type: `cpu` or `cuda`; by default the model's device, or for a model on meta `cuda`
+            if it is available.
+        describe: returns the text of `Run.describe`.
+        allow_code: whether custom styles of the plan may be imported.
 
     Raises:
-        PlanError: PL172 (a style of the plan's own), PL490 (world size), PL491 (digests differ),
-            PL493 (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
-            (Megatron-FSDP cannot run), all before the model is touched; PL492 (torch refused an
+        PlanError: PL172 (a custom style), PL490 (world size), PL491 (digests differ), PL493
+            (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
+            (Megatron-FSDP cannot run), all before the model is changed; PL492 (torch refused an
             operation).
     """
     began = time.perf_counter()
@@ -89,7 +88,7 @@ def apply_lowered(
 
 
 def _code(lowered: Lowered, allowed: bool) -> None:
-    """The styles of the plan's own, imported before anything is touched."""
+    """Imports the custom styles of a plan before the model is changed."""
     for path in lowered.code:
         if not allowed:
             raise stop(
@@ -107,7 +106,7 @@ def _code(lowered: Lowered, allowed: bool) -> None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection: torch makes so many small objects that it would be half the time."""
+    """Disables garbage collection, which takes half the time, as torch creates many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -120,10 +119,10 @@ def _without_collection() -> Iterator[None]:
 def _prepare(
     model: nn.Module, lowered: Lowered, digest: str, device: str
 ) -> tuple[dict[str, nn.Module], Meshes]:
-    """All that can fail before the model is touched; a process group of its own goes with it."""
+    """Checks the model and creates the meshes; on an error, destroys a process group it started."""
     started = False
     try:
-        require(lowered)
+        require_packages(lowered)
         megatron_fsdp.require(lowered, device)
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
@@ -136,23 +135,23 @@ def _prepare(
 
 
 def _refused(op: AnyOp, at: str, error: Exception) -> PlanError:
-    return stop("PL492", f"torch refused {called(op)} of {at or 'the model'}: {_first(error)}")
+    return stop("PL492", f"torch refused {op_name(op)} of {at or 'the model'}: {_first(error)}")
 
 
 def _first(error: Exception) -> str:
-    """The first line that an error says; the rest is in the error that this one is chained to."""
+    """The first line of an error's message; the chained exception has the rest."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Worker:
-    """Makes the calls of operations on one model.
+    """Runs the calls of operations on one model.
 
     Args:
-        model: what `modules` belong to.
-        modules: every module under the name that it had at first, whatever was wrapped since.
-        meshes: the mesh and its parts; None where no operation works over one.
-        lowered: the plan that they are of.
-        at: the names that torch is at work on, for a message.
+        model: the model that owns `modules`.
+        modules: every module under its original name, whatever was wrapped since.
+        meshes: the mesh and its submeshes; None if no operation uses one.
+        lowered: the plan.
+        at: the names that the current call works on, for error messages.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Worker:
             remember(self.model, op)
 
     def _each(self, step: Each) -> None:
-        """Modules by name, and not by paths that torch would search for again."""
+        """Makes the calls on each module, found by name: torch would search for a path again."""
         of = self._values
         prepared = [
             (function_of(c), [of.of(v) for v in c.arguments], of.keywords(c.keywords))
@@ -210,7 +209,7 @@ class Worker:
             return
         self.at = ", ".join(map(str, step.replaces))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tied layers, and of Conv1D, which peft handles
+            warnings.simplefilter("ignore")  # about tied layers, and Conv1D, which peft handles
             self._values.of(step.call)
         for name in (name for some in step.replaces for name in some.names()):
             inner = self.model.get_submodule(name).named_modules()
@@ -228,7 +227,7 @@ class Worker:
         setattr(attrgetter(path)(owner) if path else owner, name, value)
 
     def _inner(self, name: str) -> nn.Module:
-        """The module itself, whatever it is wrapped in: the one that holds its children."""
+        """The module without its checkpoint wrapper: the one that holds the children."""
         module = self.modules[name]
         return (
             module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
@@ -240,7 +239,7 @@ def _no_mesh(mesh: MeshOf) -> DeviceMesh:
 
 
 def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model as one process would train it: with a plan's adapters, and frozen as it says."""
+    """The model for training in one process: with a plan's adapters and frozen parameters."""
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
         if isinstance(op, Adapt | Freeze):

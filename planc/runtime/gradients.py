@@ -1,4 +1,4 @@
-"""What a training loop asks of a run: accumulation, inference, clipping, the full weights."""
+"""Methods of `Run` for a training loop: accumulation, inference, clipping, full weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.sharded_tensors import reshard, units
+from planc.runtime.sharded_tensors import fsdp_units, reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
 
@@ -23,18 +23,18 @@ IGNORED = -100
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside add to the gradients and send nothing over the data axes.
+    """Backward passes inside accumulate gradients without communication over the data axes.
 
-    The first backward after it reduces the sum, once. Gradients are whole meanwhile, so this
-    trades memory for traffic.
+    The first backward pass after it reduce-scatters the sum. Until then gradients are unsharded, so
+    this saves communication and costs memory.
     """
-    own = units(model)
-    for unit in own:
+    every = fsdp_units(model)
+    for unit in every:
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:
-        for unit in own:
+        for unit in every:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
@@ -50,16 +50,15 @@ def num_items_in_batch(labels: Sequence[Tensor], mesh: DeviceMesh | None) -> Ten
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[None]:
-    """Gathers the parameters of every unit once, for any number of forward passes inside.
+    """All-gathers the parameters of every unit once, for any number of forward passes inside.
 
-    Every rank must enter and leave it. Backward passes have no place in it.
+    Every rank must enter and leave it. Backward passes inside are not supported.
     """
-    own = units(model)
-    own = [unit for unit in own if all(_sharded(group) for group in groups_of(unit))]
-    before = [(g, g.post_forward_mesh_info) for unit in own for g in groups_of(unit)]
-    automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, own)]
+    sharded = [unit for unit in fsdp_units(model) if all(map(_sharded, groups_of(unit)))]
+    before = [(g, g.post_forward_mesh_info) for unit in sharded for g in groups_of(unit)]
+    automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, sharded)]
     try:
-        for unit in own:
+        for unit in sharded:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
@@ -72,7 +71,7 @@ def unshard(model: nn.Module) -> Iterator[None]:
 
 
 def _sharded(group: Any) -> bool:
-    """Whether there is something to gather: what is replicated is whole already."""
+    """Whether a parameter group is sharded; a replicated one needs no all-gather."""
     return hasattr(group.mesh_info, "shard_mesh_size")
 
 
@@ -92,16 +91,16 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients so that the norm of the whole model's gradient is at most `max_norm`.
+    """Scales all gradients so that the norm of the full model's gradient is at most `max_norm`.
 
-    Parameters may lie on different meshes, or on none: those of one layout are added up on each
-    rank, then over the mesh dimensions that split them, and never over those that copy them.
+    Parameters may be on different meshes, or on none. Gradients of one layout are summed on each
+    rank, then over the mesh dims that shard them, but not over those that replicate them.
 
     Args:
-        model: after its backward pass, the same on every rank.
-        max_norm: the largest norm allowed; infinity only measures.
+        model: a model after its backward pass; every rank calls this.
+        max_norm: the largest norm allowed; with infinity gradients are not scaled.
         norm_type: 2 for the Euclidean norm, infinity for the largest absolute value.
-        error_if_nonfinite: whether a norm that is not finite is an error.
+        error_if_nonfinite: whether to raise if the norm is not finite.
 
     Returns:
         The norm before scaling, a scalar of float32, the same on every rank.
@@ -124,7 +123,7 @@ def clip_grad_norm(
 def _norm(model: nn.Module, norm_type: float) -> Tensor:
     parts_of: dict[_Axes, list[Tensor]] = {}
     device: Any = "cpu"
-    for parameter in model.parameters():  # not only those with gradients: ranks must agree
+    for parameter in model.parameters():  # also those without gradients: ranks must agree
         axes, part = _share(parameter)
         device = _device(parameter)
         parts = parts_of.setdefault(axes, [])
@@ -137,19 +136,19 @@ def _norm(model: nn.Module, norm_type: float) -> Tensor:
 
 
 def _share(parameter: Tensor) -> tuple[_Axes, Tensor | None]:
-    """The mesh dimensions that split a parameter, and this rank's part of its gradient."""
+    """The mesh dims that shard a parameter, and this rank's shard of its gradient."""
     gradient = parameter.grad
     if not isinstance(parameter, DTensor):
         return (), None if gradient is None else whole_of(gradient)
     mesh, placements = parameter.device_mesh, parameter.placements
     axes = tuple((mesh, i) for i, p in enumerate(placements) if splits(p) and mesh.size(i) > 1)
     if isinstance(gradient, DTensor) and gradient.placements != placements:
-        gradient = gradient.redistribute(placements=placements)  # a norm's is a part of a sum
+        gradient = gradient.redistribute(placements=placements)  # a norm's gradient is partial
     return axes, None if gradient is None else part_of(gradient)
 
 
 def _device(parameter: Tensor) -> Any:
-    """Where a norm can be reduced: an offloaded parameter's mesh has no backend for the CPU."""
+    """The device for reducing a norm: an offloaded parameter's mesh has no backend for the CPU."""
     if isinstance(parameter, DTensor):
         kind = parameter.device_mesh.device_type
         return parameter.device if parameter.device.type == kind else torch.device(kind)
@@ -157,7 +156,7 @@ def _device(parameter: Tensor) -> Any:
 
 
 def _reduced(parts: list[Tensor], axes: _Axes, norm_type: float, device: Any) -> Tensor:
-    """The sum of powers (or the maximum) over the parts of all ranks that differ."""
+    """The sum of powers (or the maximum) over the shards of all ranks."""
     total = torch.zeros((), device=device)
     norms = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else ()
     for norm in norms:
@@ -177,15 +176,15 @@ def _add(one: Tensor, other: Tensor, norm_type: float) -> Tensor:
 
 
 def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Tensor]:
-    """The whole state dict, on the CPU, one tensor gathered at a time; every rank must call it.
+    """The full state dict on the CPU, all-gathered one tensor at a time; every rank must call it.
 
     Args:
         model: sharded or not.
-        every_rank: whether all ranks get it; otherwise rank 0 alone, and the others an empty one.
+        every_rank: whether all ranks get it; otherwise rank 0 gets it and others an empty dict.
 
     Returns:
-        Names as the model had them before anything was wrapped, tied ones under each name; of
-        weights in 4 bits none, whose bytes mean nothing without their scales.
+        Tensors by their names before anything was wrapped; a tied tensor has each of its names.
+        4-bit weights are left out, because their bytes have no meaning without their scales.
     """
     reshard(model)
     return shards.full_state_dict(model, every_rank=every_rank)

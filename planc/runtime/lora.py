@@ -1,4 +1,4 @@
-"""LoRA by peft: put into a model, given its first values, written and read as peft does."""
+"""LoRA by peft: what it requires, and the initial values of adapters that were on meta."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
 from planc.runtime.preconditions import problem, stop
-from planc.runtime.standalone.lora_init import adapter_layers, begin_adapters
+from planc.runtime.standalone.lora_init import adapter_layers, initialize_adapters
 
-NAME = "default"  # of the adapter, peft's own
-_OPS = "_planc_adapters"  # where a model keeps the operations that gave it adapters
+NAME = "default"  # peft's name for the adapter
+_OPS = "_planc_adapters"  # the model's attribute with the operations that added its adapters
 
 
 def adapts(lowered: Lowered) -> tuple[Adapt, ...]:
@@ -22,7 +22,7 @@ def adapts(lowered: Lowered) -> tuple[Adapt, ...]:
 
 
 def missing_peft(lowered: Lowered) -> str | None:
-    """Why a plan's adapters can't be made here; None where they can, or where it has none."""
+    """Why a plan's adapters cannot be created here; None if they can, or if it has none."""
     if not adapts(lowered):
         return None
     try:
@@ -32,41 +32,41 @@ def missing_peft(lowered: Lowered) -> str | None:
     return None
 
 
-def require(lowered: Lowered) -> None:
-    """What the adapters of a plan need is there.
+def require_packages(lowered: Lowered) -> None:
+    """Checks that the packages that a plan's adapters need can be imported.
 
     Raises:
-        PlanError: PL187, peft cannot be imported; PL685, bitsandbytes cannot.
+        PlanError: PL187, peft cannot be imported; PL685, bitsandbytes cannot be imported.
     """
     if missing := missing_peft(lowered):
         raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
     if any(isinstance(op, Quantize) for op in lowered.ops):
         try:
             import bitsandbytes  # noqa: F401
-        except Exception as error:  # its own libraries may fail to load, in many ways
+        except Exception as error:  # loading its shared libraries can raise any exception
             text = f"the plan has 4-bit weights, and bitsandbytes cannot be imported: {error}"
             raise stop("PL685", text, help="pip install 'planc[qlora]'") from error
 
 
 def remember(model: nn.Module, op: Adapt) -> None:
-    """Notes on a model the operation that gave it adapters, for `begin`."""
+    """Stores the operation that added adapters on the model, for `init_adapters`."""
     setattr(model, _OPS, (*getattr(model, _OPS, ()), op))
 
 
 def layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers, by the names of the layers that they are around."""
+    """peft's layers, by the names of the layers that they wrap."""
     return adapter_layers(model)
 
 
-# First values ------------------------------------------------------------------------------------
+# Initial values ----------------------------------------------------------------------------------
 
 
-def begin(model: nn.Module, unset: set[str]) -> None:
-    """Gives adapters that were on meta the values that they would have had elsewhere.
+def init_adapters(model: nn.Module, unset: set[str]) -> None:
+    """Initializes adapters that were on meta with the values that they would have had on the CPU.
 
     Args:
-        model: with memory for them by now.
-        unset: the plain names of those without a value.
+        model: a model whose adapters are allocated.
+        unset: the plain names of adapter parameters without values.
     """
     for op in getattr(model, _OPS, ()):
-        begin_adapters(model, unset, op.pattern, rank=op.rank, init=op.initial, seed=op.seed)
+        initialize_adapters(model, unset, op.pattern, rank=op.rank, init=op.initial, seed=op.seed)

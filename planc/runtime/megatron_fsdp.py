@@ -1,4 +1,4 @@
-"""A model that Megatron-FSDP shards: what must be there, the call, and what a run asks of it."""
+"""Models that Megatron-FSDP shards: what they require, and the methods of `Run` for them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.megatron_fsdp import prepare_optimizer
 
 DEVICES = ("cuda",)
-"""Where the package runs: its first lines ask for `torch.cuda.current_device()`."""
+"""The devices that the package supports: it calls `torch.cuda.current_device()` first."""
 
 
 def require(lowered: Lowered, device: str) -> None:
-    """What a plan with `backend = megatron` needs is there.
+    """Checks that a plan with `backend = megatron` can run here.
 
     Args:
         lowered: the plan.
-        device: the type of device that the run is on.
+        device: the device type of the run.
 
     Raises:
-        PlanError: PL499, there is no megatron_fsdp, or no CUDA.
+        PlanError: PL499, megatron_fsdp cannot be imported, or the device is not CUDA.
     """
-    if not called(lowered):
+    if not uses_megatron(lowered):
         return
     if find_spec("megatron_fsdp") is None:
         raise stop(
@@ -45,7 +45,7 @@ def require(lowered: Lowered, device: str) -> None:
         )
 
 
-def called(lowered: Lowered) -> bool:
+def uses_megatron(lowered: Lowered) -> bool:
     """Whether Megatron-FSDP shards the model."""
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
@@ -54,7 +54,7 @@ def called(lowered: Lowered) -> bool:
 
 
 def optimizer(given: Optimizer) -> Optimizer:
-    """An optimizer of the model's parameters, made to step with the package."""
+    """Prepares an optimizer of the model's parameters for Megatron-FSDP, and returns it."""
     if not hasattr(given.param_groups[0]["params"][0], "_megatron_fsdp_model"):
         raise ValueError(
             "the optimizer has parameters that are not in this model: create it after the plan "
@@ -66,32 +66,32 @@ def optimizer(given: Optimizer) -> Optimizer:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside add up; the next one after sums over the ranks what is left to sum.
+    """Backward passes inside accumulate gradients; the next one after all-reduces the sum.
 
-    Where gradients are sharded each pass is reduced all the same: they add up in shards.
+    Sharded gradients are still reduce-scattered in each pass, and accumulate in shards.
     """
-    own = megatron_of(model)
-    own.set_model_auto_sync(False)
-    own.is_last_microbatch = False
+    wrapper = megatron_of(model)
+    wrapper.set_model_auto_sync(False)
+    wrapper.is_last_microbatch = False
     try:
         yield
     finally:
-        own.is_last_microbatch = True
-        own.set_model_auto_sync(True)
+        wrapper.is_last_microbatch = True
+        wrapper.set_model_auto_sync(True)
 
 
-def installed(model: nn.Module) -> None:
-    """What was read into the optimizer's weights goes on to those that the model computes with."""
+def install_loaded_weights(model: nn.Module) -> None:
+    """Copies loaded weights from the optimizer's parameters to those of the forward pass."""
     megatron_of(model).install_optimized_model_weights()
 
 
-def refuse(lowered: Lowered, what: str, told: str) -> None:
-    """Stops what planc does with torch's FSDP alone.
+def refuse(lowered: Lowered, what: str, hint: str) -> None:
+    """Raises for a method that planc supports with torch's FSDP only.
 
     Raises:
         PlanError: PL499, the plan has `backend = megatron`.
     """
-    if called(lowered):
+    if uses_megatron(lowered):
         raise stop(
-            "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=told
+            "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=hint
         )

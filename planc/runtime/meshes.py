@@ -1,4 +1,4 @@
-"""The device mesh of a run, the meshes derived from it, and the process group below."""
+"""The device mesh of a run, its submeshes, and the default process group."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from planc.runtime.calls import Values
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
-    """Where a model is to run, as the type of a torch device.
+    """The type of the device that a model will run on.
 
-    What was asked for; else what the backend of the process group can do alone; else where the
-    model is; from the meta device, CUDA where there is one.
+    It is `asked`; else CUDA if the process group uses NCCL; else the model's device; for a model
+    on meta, CUDA if it is available and the process group does not use gloo, else the CPU.
     """
     if asked:
         return asked
@@ -37,10 +37,10 @@ def device_of(model: nn.Module, asked: str | None) -> str:
 
 
 def start(device_type: str) -> bool:
-    """Starts the default process group where there is none: torchrun's, or one of one rank.
+    """Starts the default process group if there is none: torchrun's, or a group of one rank.
 
     Returns:
-        Whether it was started here, so that whoever fails next can take it down again.
+        Whether it was started here, so that the caller can destroy it after an error.
     """
     if distributed.is_initialized():
         return False
@@ -58,10 +58,10 @@ def start(device_type: str) -> bool:
 
 @dataclass(slots=True, weakref_slot=True)
 class _Made:
-    """A mesh and the parts of it that were asked for.
+    """A mesh and the submeshes that were requested.
 
     Args:
-        group: the default process group that it was made in.
+        group: the default process group when the mesh was created.
     """
 
     group: distributed.ProcessGroup | None
@@ -70,14 +70,14 @@ class _Made:
 
 
 _MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], _Made] = WeakValueDictionary()
-"""Weak, because a mesh holds its process groups, which must be gone before the interpreter is."""
+"""Weak, because a mesh holds process groups, which must be freed before the interpreter exits."""
 
 
 def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
-    """The mesh of these axes; a second plan of the same mesh gets the same while the first lives.
+    """The mesh of these axes; plans with equal meshes share one while any of them is alive.
 
-    Each process group has threads and buffers of its own, and keeps them until it is destroyed: a
-    teacher beside a student would have them twice.
+    A process group keeps its threads and buffers until it is destroyed. Without sharing, a teacher
+    and a student in one process would have two sets of them.
     """
     group = distributed.group.WORLD
     known = _MADE.get((sizes, device_type))
@@ -85,17 +85,17 @@ def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
         root = init_device_mesh(
             device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
         )
-        # init_device_mesh starts a process group where there is none
+        # init_device_mesh starts a process group if there is none
         known = _Made(distributed.group.WORLD, root)
         _MADE[sizes, device_type] = known
     return known
 
 
 class Meshes:
-    """The mesh of a lowered plan, and the parts of it that its operations work over.
+    """The mesh of a lowered plan, and its submeshes.
 
-    A part of several axes is made when it is first asked for, which makes process groups, so every
-    rank must ask. The one that every training loop needs, `dp`, is there from the beginning.
+    The first request for a submesh of several axes creates process groups, so every rank must make
+    it. The one that every training loop needs, `dp`, is created at the start.
     """
 
     def __init__(self, lowered: Lowered, device_type: str) -> None:
@@ -144,6 +144,6 @@ class Meshes:
         return self.of(MeshOf(axes))
 
     def of(self, mesh: MeshOf) -> DeviceMesh:
-        """The mesh of some axes, made when it is first asked for."""
+        """The mesh of some axes, created on the first request."""
         made: DeviceMesh = self._values.of(mesh_source(mesh, self._sizes))
         return made

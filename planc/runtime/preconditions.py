@@ -1,4 +1,4 @@
-"""What must hold before a model is touched: on this rank, and on all of them together."""
+"""Checks before a model is changed: on this rank, and across ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize, Tie
 
-_MOST = 8  # findings about a wrong model; the first few say it all
+_MOST = 8  # findings about a wrong model
 
 
 def problem(code: str, message: str, *, help: str | None = None) -> Diagnostic:
-    """A finding of the runtime: it has no span, an operation's place is part of its message."""
+    """A finding of the runtime, without a span: its message has the operation's place."""
     return Diagnostic(code=code, severity=Severity.ERROR, message=message, help=help)
 
 
@@ -36,11 +36,11 @@ def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
     return PlanError([problem(code, message, help=help)])
 
 
-def fresh(model: nn.Module) -> None:
-    """The model is as its maker built it.
+def require_not_parallel(model: nn.Module) -> None:
+    """Checks that no parallelism was applied to a model.
 
     Raises:
-        PlanError: PL493, it is parallel already.
+        PlanError: PL493, the model is parallel already.
     """
     found = already_parallel(model)
     if found:
@@ -52,34 +52,34 @@ def fresh(model: nn.Module) -> None:
 
 
 def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Module]:
-    """Every module of a model that all ranks can go on with, by name.
+    """The modules of a model by name, once every rank has checked that the plan fits.
 
-    What one rank finds stops all of them, so that none waits for another in vain.
+    A finding on one rank raises on every rank, so that no rank waits for another forever.
 
     Args:
-        model: not touched.
-        lowered: what is to be done to it.
-        digest: of `lowered`, on this rank.
+        model: unchanged by this.
+        lowered: the plan that will be applied.
+        digest: the digest of `lowered` on this rank.
 
     Raises:
         PlanError: PL490, another number of ranks; PL491, the digests differ; PL493, the model is
-            parallel already; PL494, it is not the model that was lowered for. On every rank.
+            parallel already; PL494, the plan was lowered for another model. On every rank.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    own = list(_world(lowered)) or list(_fits(model, lowered, modules))[:_MOST]
-    _together(digest, own)
+    findings = list(_world(lowered)) or list(_fits(model, lowered, modules))[:_MOST]
+    _agree(digest, findings)
     return modules
 
 
 def members_of(op: Op, context: Context) -> Iterator[Modules]:
     """The module sets that an operation works on."""
-    if isinstance(op, MegatronShard):  # whose call takes their classes
+    if isinstance(op, MegatronShard):  # its call takes the classes of the modules
         yield from op.members
     for step in op.calls(context):
         yield from modules_of(step)
 
 
-def called(op: Op) -> str:
+def op_name(op: Op) -> str:
     """An operation in a message: its torch call, and the line of the plan."""
     name = type(op).__name__.lower()
     if isinstance(op, FullyShard):
@@ -111,7 +111,7 @@ def _fits(
     model: nn.Module, lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[Diagnostic]:
     try:
-        fresh(model)
+        require_not_parallel(model)
     except PlanError as error:
         yield from error.diagnostics
         return
@@ -131,12 +131,12 @@ def _fits(
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     context = Context.of(lowered.axes)
     for op in lowered.ops:
-        # a set holds like modules: what is wrong with one of them is wrong with the next
+        # a set has modules of one structure, so all of them have the same mismatch
         text = next(_misfits(op, context, model, modules), None)
         if text:
             yield problem(
                 "PL494",
-                f"{called(op)}: {text}",
+                f"{op_name(op)}: {text}",
                 help="lower the plan for this model's configuration",
             )
 
@@ -144,7 +144,7 @@ def _fits(
 def _inside_adapters(
     lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The names that adapters will make, with what can be said of them before."""
+    """The modules that adapters will add; those of A and B are placeholders."""
     for op in lowered.ops:
         for name in op.names() if isinstance(op, Adapt) else ():
             if name in modules:
@@ -156,7 +156,7 @@ def _inside_adapters(
 def _misfits(
     op: Op, context: Context, model: nn.Module, modules: dict[str, nn.Module]
 ) -> Iterator[str]:
-    """What an operation names and the model lacks."""
+    """The modules, fields and parameters that an operation names and the model lacks."""
     for name in (n for members in members_of(op, context) for n in members.names()):
         if name not in modules:
             yield f"the model has no module {name!r}"
@@ -177,11 +177,11 @@ def _misfits(
 
 
 def _classes(op: MegatronShard, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """Units by their classes, and subclasses of these, are to be the plan's and no others."""
-    own = tuple({type(m) for m in modules.values() if type(m).__name__ in op.classes})
+    """Modules of the unit classes, or of their subclasses, that are not units of the plan."""
+    classes = tuple({type(m) for m in modules.values() if type(m).__name__ in op.classes})
     wanted = {name for members in op.members for name in members.names()}
     for name, module in modules.items():
-        if isinstance(module, own) and name not in wanted:
+        if isinstance(module, classes) and name not in wanted:
             yield f"{name} is a {type(module).__name__}, and would be a separate unit"
 
 
@@ -200,38 +200,38 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Voice:
-    """What one rank says of itself."""
+class _RankStatus:
+    """The digest of one rank, and its first finding; both texts are empty without one."""
 
     digest: str
     code: str
     message: str
 
 
-def _together(digest: str, own: list[Diagnostic]) -> None:
-    """All ranks are about to do the same, or none does anything."""
-    first = own[0] if own else None
-    mine = _Voice(digest, first.code if first else "", first.message if first else "")
+def _agree(digest: str, findings: list[Diagnostic]) -> None:
+    """Raises on every rank unless all ranks have the same digest and no findings."""
+    first = findings[0] if findings else None
+    mine = _RankStatus(digest, first.code if first else "", first.message if first else "")
     everyone: list[Any] = [mine]
     if distributed.get_world_size() > 1 and distributed.get_backend() != "fake":
         everyone = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, mine)
-    if len({v.digest for v in everyone}) > 1:
-        told = one_of(_digests([v.digest for v in everyone]), last="and")
+    if len({status.digest for status in everyone}) > 1:
+        different = one_of(_digests([status.digest for status in everyone]), last="and")
         raise stop(
             "PL491",
-            f"the ranks disagree on the lowered plan: {told}",
+            f"the ranks disagree on the lowered plan: {different}",
             help="every rank must read the same plan, settings and model configuration",
         )
-    if own:
-        raise PlanError(own)
-    for rank, voice in enumerate(everyone):
-        if voice.code:
-            raise stop(voice.code, f"rank {rank} cannot apply the plan: {voice.message}")
+    if findings:
+        raise PlanError(findings)
+    for rank, status in enumerate(everyone):
+        if status.code:
+            raise stop(status.code, f"rank {rank} cannot apply the plan: {status.message}")
 
 
 def _digests(digests: list[str]) -> Iterator[str]:
-    """Each digest, long enough to tell it from the others, and the ranks that have it."""
+    """Each digest, with enough digits to be unique, and the ranks that have it."""
     different = set(digests)
     length = next(
         (n for n in range(12, 64) if len({d[:n] for d in different}) == len(different)), 64

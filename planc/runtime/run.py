@@ -1,4 +1,4 @@
-"""The handle of a run: what a training script needs to know of its plan."""
+"""The handle of a run, for training scripts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class Run:
     Args:
         model: the model, changed in place.
         lowered: the operations that were run.
-        digest: of the lowered plan, the same on every rank.
+        digest: the digest of the lowered plan, equal on every rank.
         meshes: one-dimensional parts of the mesh by name: `meshes["tp"]`, `meshes["dp"]` for the
             ranks that read different data, `meshes["loss"]` for those that a loss is averaged over,
             `meshes["dp_shard_cp"]` for axes flattened to one, `meshes["dp_cp"]` and
-            `meshes["ep_shard"]` for other derived axes. A
-            part of several axes that no operation used makes process groups when it is first
-            asked for, so every rank must ask for it.
+            `meshes["ep_shard"]` for other derived axes. The first request for several axes that no
+            operation uses creates process groups, so every rank must make it.
     """
 
     model: nn.Module
@@ -50,7 +49,7 @@ class Run:
     def submesh(self, *axes: str) -> DeviceMesh:
         """One dimension of the mesh: an axis, or several flattened to one, outermost first.
 
-        Several axes make a process group, so every rank must ask for them.
+        The first request for several axes creates a process group, so every rank must make it.
 
         Raises:
             KeyError: the mesh has no such axis.
@@ -64,21 +63,21 @@ class Run:
 
     @property
     def loss_mesh(self) -> DeviceMesh | None:
-        """The ranks over which gradients are averaged, and so a loss: those that read different
-        data, and those that share a sample's sequence. None without any.
+        """The ranks over which gradients, and so a loss, are averaged: those that read different
+        data, and those that share the sequence of a sample. None without any.
 
-        It makes a process group when it is first asked for, so every rank must ask.
+        The first request creates a process group, so every rank must make it.
         """
         return self.meshes.part(*self.lowered.averaged) if self.lowered.averaged else None
 
     @property
     def data_size(self) -> int:
-        """The number of different batches a step reads: `num_replicas` of a sampler."""
+        """The number of different batches in a step: `num_replicas` of a sampler."""
         return self.lowered.axis_size(*self.lowered.data)
 
     @property
     def data_rank(self) -> int:
-        """Which of them this rank reads: `rank` of a sampler."""
+        """The index of this rank's batch: `rank` of a sampler."""
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None  # the mesh holds every rank
         rank = 0
@@ -94,22 +93,24 @@ class Run:
     # training: planc/runtime/gradients.py
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Readies an optimizer of the model's parameters for the plan, and gives it back.
+        """Prepares an optimizer of the model's parameters for the plan, and returns it.
 
-        torch's FSDP asks for nothing, and it comes back as it was. Megatron-FSDP has weights of its
-        own for the optimizer, which each step hands on to the model: an optimizer that does not
-        come through here stops at its first step.
+        torch's FSDP needs no preparation: the optimizer is returned unchanged. Megatron-FSDP keeps
+        separate parameters for the optimizer and copies them to the model after each step, so an
+        optimizer that was not prepared raises at its first step.
         """
         return (
-            megatron_fsdp.optimizer(optimizer) if megatron_fsdp.called(self.lowered) else optimizer
+            megatron_fsdp.optimizer(optimizer)
+            if megatron_fsdp.uses_megatron(self.lowered)
+            else optimizer
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate and send no gradients; the next one after sends all.
+        """Backward passes inside accumulate gradients; the next one after reduces the sum.
 
-        Megatron-FSDP keeps sharded gradients in shards, so each pass sends its own all the same.
+        Megatron-FSDP still reduce-scatters sharded gradients in each pass.
         """
-        if megatron_fsdp.called(self.lowered):
+        if megatron_fsdp.uses_megatron(self.lowered):
             return megatron_fsdp.no_sync(self.model)
         return gradients.no_sync(self.model)
 
@@ -129,7 +130,7 @@ class Run:
         return gradients.num_items_in_batch(labels, self.data_mesh)
 
     def unshard(self) -> AbstractContextManager[None]:
-        """Keeps all parameters gathered, for inference: forward passes inside gather nothing.
+        """Keeps all parameters unsharded, for inference: forward passes inside do not all-gather.
 
         Raises:
             PlanError: PL499, Megatron-FSDP shards the model.
@@ -142,15 +143,15 @@ class Run:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over every mesh: gives the whole model's norm."""
+        """`torch.nn.utils.clip_grad_norm_` over every mesh; returns the full model's norm."""
         return gradients.clip_grad_norm(
             self.model, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
-        """The whole weights by their first names, on rank 0 or on all; every rank calls it.
+        """The full state dict with the model's original names, on rank 0 or on all ranks.
 
-        Weights in 4 bits are left out.
+        Every rank calls it. 4-bit weights are left out.
         """
         return gradients.full_state_dict(self.model, every_rank=every_rank)
 
@@ -163,24 +164,24 @@ class Run:
         weights: Weights | None = None,
         optimizer: Optimizer | None = None,
     ) -> int | None:
-        """Fills the model from a folder of safetensors, or from a checkpoint with its optimizer.
+        """Loads the model from a folder of safetensors, or from a checkpoint with an optimizer.
 
-        A model on meta gets its memory here. Every rank calls it, after `apply`.
+        A model on meta is allocated here. Every rank calls it, after `apply`.
 
         Args:
-            path: a folder of safetensors, or what `save` or torch.distributed.checkpoint wrote.
-            weights: of safetensors, `slices` if each rank reads its own from the files; `rank0` if
-                rank 0 alone reads, and sends. By default what the plan's load section says, else
+            path: a folder of safetensors, or a torch.distributed.checkpoint, such as `save` writes.
+            weights: for safetensors, `slices` if each rank reads its own slices, or `rank0` if rank
+                0 reads all and sends them. By default the setting of the plan's load section, else
                 `slices`.
-            optimizer: of the model's parameters; a checkpoint's state goes into it.
+            optimizer: an optimizer of the model's parameters, to load the checkpoint's state into.
 
         Returns:
-            The step that `save` was given, None without one.
+            The step that was passed to `save`, None without one.
 
         Raises:
-            PlanError: PL475, the plan says otherwise; PL496, every missing, unexpected or wrongly
-                shaped name at once, before anything is loaded; PL497, files that are missing or
-                broken.
+            PlanError: PL475, the plan has another setting; PL496, all missing names, unexpected
+                names and wrong shapes at once, before anything is loaded; PL497, missing or broken
+                files.
         """
         step = resuming.load(
             self.model,
@@ -190,8 +191,8 @@ class Run:
             optimizer=optimizer,
             device=self.mesh.device_type,
         )
-        if megatron_fsdp.called(self.lowered):
-            megatron_fsdp.installed(self.model)
+        if megatron_fsdp.uses_megatron(self.lowered):
+            megatron_fsdp.install_loaded_weights(self.model)
         return step
 
     def save(
@@ -201,7 +202,7 @@ class Run:
         optimizer: Optimizer | None = None,
         step: int | None = None,
     ) -> None:
-        """Writes a checkpoint that any plan can resume from; the last one stays whole until then.
+        """Writes a checkpoint that any plan can resume from; the previous one is replaced last.
 
         Raises:
             PlanError: PL497, the folder holds something else, or it could not be written.
@@ -215,16 +216,16 @@ class Run:
         shard_size: int = 5 * 10**9,
         adapters: peft_files.Tuned | None = None,
     ) -> None:
-        """Writes the whole weights as safetensors that transformers' `from_pretrained` reads.
+        """Writes the full weights as safetensors that transformers' `from_pretrained` reads.
 
         Args:
-            path: a folder; weights that it holds are not replaced.
-            shard_size: bytes of one file, at most.
-            adapters: of a plan that has some, `merged` into the weights, or `left_out`.
+            path: a folder; weights in it are not replaced.
+            shard_size: the maximum size of a file in bytes.
+            adapters: `merged` into the weights, or `left_out`; required if the plan has adapters.
 
         Raises:
-            PlanError: PL189, adapters, and not a word about them; PL686, weights in 4 bits; PL497,
-                the folder holds weights already, or it could not be written.
+            PlanError: PL189, the plan has adapters and `adapters` is None; PL686, 4-bit weights;
+                PL497, the folder holds weights already, or it could not be written.
         """
         saving.export(
             self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
@@ -233,20 +234,20 @@ class Run:
     # adapters: planc/runtime/weights/peft_files.py
 
     def save_adapters(self, path: str | os.PathLike[str]) -> None:
-        """Writes what is trained alone, as peft's `PeftModel.from_pretrained` reads it: adapters,
-        and modules that a plan lets train beside them.
+        """Writes the adapters and other trainable modules for peft's `PeftModel.from_pretrained`.
 
         Raises:
-            PlanError: PL189, the plan has none; PL497, it could not be written; PL688, a layer
-                trains beside its own adapter.
+            PlanError: PL189, the plan has no adapters; PL497, the folder could not be written;
+                PL688, a layer with an adapter is itself trainable.
         """
         peft_files.save(self.model, self.lowered, Path(path))
 
     def load_adapters(self, path: str | os.PathLike[str]) -> None:
-        """Fills the adapters from a folder that `save_adapters` or peft wrote.
+        """Loads the adapters from a folder that `save_adapters` or peft wrote.
 
         Raises:
-            PlanError: PL189, the plan has none, or the model is on meta; PL496, names, shapes or
-                scales that don't fit, before anything is loaded; PL497, files.
+            PlanError: PL189, the plan has no adapters, or the model is on meta; PL496, names,
+                shapes or scales that do not fit, before anything is loaded; PL497, missing or
+                broken files.
         """
         peft_files.load(self.model, self.lowered, Path(path))

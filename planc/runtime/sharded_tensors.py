@@ -1,4 +1,4 @@
-"""FSDP units, and shards of Megatron-FSDP, whose places only the package knows."""
+"""FSDP units, and shards of Megatron-FSDP, whose offsets only the package knows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from planc.runtime.standalone.shards import CHUNK_LIST, splits
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Every FSDP unit, outer before inner."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees full parameters: a unit that keeps them after forward has no shards in place."""
-    for unit in units(model):
+    """Reshards all units: a unit that stays unsharded after forward has no shards in place."""
+    for unit in fsdp_units(model):
         unit.reshard()
     owner = megatron_of(model)
     if owner is not None:
@@ -36,10 +36,10 @@ def megatron_of(model: nn.Module) -> Any:
 
 def detached(tensor: Tensor) -> Tensor:
     """A tensor without its history, with the chunk that Megatron-FSDP recorded on it."""
-    return like(tensor.detach(), tensor)
+    return with_chunk_of(tensor.detach(), tensor)
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
+def with_chunk_of(tensor: Tensor, other: Tensor) -> Tensor:
     """The same tensor, with the chunk that Megatron-FSDP recorded on another of its layout."""
     known = getattr(getattr(other, "_local_tensor", None), CHUNK_LIST, None)
     if known is not None and isinstance(tensor, DTensor) and tensor.shape == other.shape:
@@ -48,10 +48,10 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _measure(model: nn.Module) -> None:
-    """Lets the package record, once, the chunk of each shard; every rank must call it."""
+    """Makes the package record the chunk of each shard, once; every rank must call it."""
     from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 
     for parameter in model.parameters():
-        own = isinstance(parameter, DTensor) and any(map(splits, parameter.placements))
-        if own and not hasattr(parameter._local_tensor, CHUNK_LIST):
+        sharded = isinstance(parameter, DTensor) and any(map(splits, parameter.placements))
+        if sharded and not hasattr(parameter._local_tensor, CHUNK_LIST):
             update_uneven_dtensor_chunk_metadata(parameter)

@@ -1,4 +1,4 @@
-"""The AST: what a plan file says, with spans. Equality ignores positions."""
+"""The AST of a plan file, with spans. Equality ignores positions."""
 
 from __future__ import annotations
 

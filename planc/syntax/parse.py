@@ -47,7 +47,7 @@ def parse(source: Source, sink: Sink) -> ast.File:
     if text.startswith("\ufeff"):
         text = " " + text[1:]
     text, ends = _closed(source, text, sink)
-    # a large file is not read twenty times over
+    # a large file must not be parsed twenty times
     for _ in range(max(2, min(MAX_ERRORS, _MAX_READ // len(text)))):
         try:
             parsed = _parsed(text, ends)
@@ -83,7 +83,7 @@ def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool
                 "PL001",
                 "this block has no head",
                 source.span(stray.start, stray.start + 1),
-                help="write what it is for, such as `tensor on tp {`",
+                help="write the head, such as `tensor on tp {`",
             )
     for number in builder.giants:
         sink.error("PL003", "this number is out of range", number)
@@ -155,7 +155,7 @@ def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]
         quote = None if one.end is not None else error_recovery.open_string(text, one.start)
         if quote is None:
             _unclosed(one, source, sink)
-        else:  # it took the partner in
+        else:  # the unclosed string contains the closing bracket
             syntax_errors.unclosed_string(source, quote, sink)
         if one.end is None:
             text = _blank(text, one.start)
@@ -170,8 +170,8 @@ def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
     if one.end is not None and one.end < len(source.text):
         line, _ = source.position(one.end)
         end = one.end + len(source.line(line))
-        told = "by the indentation, it ends before this line"
-        labels.append(Label(span=source.span(one.end, end), text=told))
+        note = "by the indentation, it ends before this line"
+        labels.append(Label(span=source.span(one.end, end), text=note))
     sink.error(
         "PL004",
         f"this `{span.text}` is never closed",
@@ -308,6 +308,6 @@ def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool
     if head and kept:
         kept[-1] = "{"
     inner = "".join(kept)
-    if inner == text[start:end]:  # braces that can't stand there; and every round must get on
+    if inner == text[start:end]:  # misplaced braces; each round must blank something
         inner = " " * (end - start)
     return text[:start] + inner + text[end:]

@@ -1,7 +1,7 @@
-"""PLAN, as a user names it -> the files that it is made of, bases first.
+"""The name of a plan -> its files, extended files first.
 
-Reading runs no code of a plan. What a plan extends is read with it: relative to its own folder, at
-its own git revision, else from the plans that ship with planc.
+Reading a plan runs none of its code. The plans that it extends are read relative to its folder, at
+its git revision, or else from the plans that ship with planc.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Chain:
                 "PL008",
                 f"{place.name} extends itself",
                 *where,
-                help="take one `extend` of the circle out",
+                help="remove one `extend` of the cycle",
             )
             return
         if key in self.done:
@@ -76,7 +76,7 @@ class _Chain:
 
 
 def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
-    """The files of a plan, what is extended before what extends it.
+    """The files of a plan; each extended file comes before the file that extends it.
 
     Args:
         plan: a path, `-` for standard input, the name of a shipped plan or of a family that one
@@ -87,8 +87,9 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
     place = locate(plan)
     if place is None:
         names = shipped()
-        told = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
-        sink.error("PL006", f"there is no plan {plan!r}: no such file, and none ships", help=told)
+        hint = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
+        message = f"there is no plan {plan!r}: no such file, and no shipped plan"
+        sink.error("PL006", message, help=hint)
         return ()
     chain.add(place, None)
     return tuple(chain.files)
@@ -106,17 +107,17 @@ def families(path: Path) -> tuple[str, ...]:
 
 
 def _of_family(name: str) -> Path | None:
-    """The shipped plan for a family that no file is called after, such as llama's for mistral.
+    """The shipped plan for a family without a file of its name, such as llama's for mistral.
 
-    One whose own name is among its families comes first: others are for a part of a family, such
-    as its classifiers.
+    A plan whose name is among its families takes precedence: other plans are for a part of a
+    family, such as its classifiers.
     """
     those = [p for p in sorted(PLANS.glob("*.plan")) if name in families(p)]
     return next((p for p in those if p.stem in families(p)), those[0] if those else None)
 
 
 def locate(plan: str) -> PlanFile | None:
-    """Where a plan is, or None where nothing of that name is."""
+    """Where a plan is, or None if there is no plan with that name."""
     if plan == "-":
         return PlanFile(name="<stdin>", path=None)
     path = Path(plan)
@@ -138,7 +139,7 @@ def locate(plan: str) -> PlanFile | None:
 
 
 def _base(place: PlanFile, name: str) -> PlanFile:
-    """What `extend "name"` in a plan means."""
+    """The file that `extend "name"` in a plan names."""
     folder = place.path.parent if place.path else Path()
     path = folder / name
     known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
@@ -175,7 +176,7 @@ def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
 
 
 def _bytes(place: PlanFile) -> bytes:
-    """The first bytes of a plan, one more than the parser takes, so that a giant stays cheap.
+    """The first bytes of a plan, one more than the parser takes, so that large files stay cheap.
 
     Raises:
         OSError: the file can't be read.
@@ -195,7 +196,7 @@ def _bytes(place: PlanFile) -> bytes:
 
 
 def _is_at_revision(revision: str, path: Path) -> bool:
-    """Whether git has a file at a revision that another file was read at."""
+    """Whether git has a file at the revision of another file."""
     try:
         _at_revision(revision, path)
         return True
@@ -204,7 +205,7 @@ def _is_at_revision(revision: str, path: Path) -> bool:
 
 
 def _at_revision(revision: str, path: Path) -> bytes:
-    """A file as git has it at a revision; a relative path is relative to the current folder."""
+    """The content of a file at a git revision; a path is relative to the current folder."""
     import subprocess
 
     if revision.startswith("-"):

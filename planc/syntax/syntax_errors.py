@@ -53,7 +53,7 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
         sink.error("PL003", "this number is out of range", whole)
         return
     if lonely:
-        sink.error("PL004", f"nothing is open that this `{found}` could close", span)
+        sink.error("PL004", f"no bracket is open that this `{found}` could close", span)
         return
     line = source.line(span.line)
     spaced = re.search(r"\{[\w*]*,?\s[^{}\n]*\}", line) or re.search(
@@ -65,7 +65,7 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
         message += f": expected {expected}"
     tip = None
     if spaced:
-        tip = f"a selector has no spaces inside: write `{''.join(spaced[0].split())}`"
+        tip = f"a selector has no spaces: write `{''.join(spaced[0].split())}`"
     sink.error("PL001", message, span, help=tip)
 
 

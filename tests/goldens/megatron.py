@@ -32,7 +32,7 @@ def unit_classes(model, names):
 
 
 def in_place(model, wrapped):
-    """Makes the model itself what one calls; optimizers that were not readied raise."""
+    """Makes the model callable without its wrapper; unprepared optimizers raise."""
     from weakref import WeakSet, ref
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -50,8 +50,8 @@ def in_place(model, wrapped):
         )
         if owner is not None and owner is mine() and optimizer not in known:
             raise RuntimeError(
-                "this optimizer would not change what Megatron-FSDP computes with: "
-                "hand it to planc's `run.optimizer`, or to "
+                "this optimizer would not update the weights of Megatron-FSDP: "
+                "pass it to planc's `run.optimizer`, or to "
                 f"`{prepare_optimizer.__name__}`, before it steps"
             )
 
@@ -59,10 +59,10 @@ def in_place(model, wrapped):
 
 
 def prepare_optimizer(optimizer):
-    """Readies an optimizer of the model's parameters, and returns it.
+    """Prepares an optimizer of the model's parameters, and returns it.
 
-    The package would have it make its state by a step on gradients of zero, which
-    decays weights and counts as a step: that one is left out.
+    To create its state, the package would make a step with zero gradients, which
+    decays weights and counts as a step: that step is skipped.
     """
     import megatron_fsdp
 

@@ -139,7 +139,7 @@ def refused(plan):
         try:
             optimizer.step()
         except RuntimeError as error:
-            said = "hand it to planc's `run.optimizer`"
+            said = "pass it to planc's `run.optimizer`"
             found["step"] = said if said in str(error) else str(error)
     return found
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.ops.quantization import Quantize
-from planc.runtime.sharded_tensors import units
+from planc.runtime.sharded_tensors import fsdp_units
 from planc.runtime.standalone.shards import four_bit_layers
 
 BODY = """
@@ -201,7 +201,7 @@ def no_copies(overrides):
     run = planc.apply(model, lowered("llama", BODY, overrides, CHANGES), device_type="cpu")
     tokens, labels = numerics.data(model.config.vocab_size)
     model(input_ids=tokens[:1], labels=labels[:1]).loss.backward()
-    for unit in units(model):
+    for unit in fsdp_units(model):
         unit.reshard()
     gc.collect()
     assert all(ref() is None for ref in whole), "a whole weight is still there"

@@ -162,7 +162,7 @@ def test_what_the_handle_refuses(four, written):
     for found in four.run("megatron_fsdp_jobs.refused", plan=written()):
         assert found == {
             "unshard": "PL499",
-            "step": "hand it to planc's `run.optimizer`",
+            "step": "pass it to planc's `run.optimizer`",
             "again": "PL493",
         }
 

@@ -66,9 +66,9 @@ def test_an_optimizer_without_a_step(four, tmp_path):
 
 REFUSED = {
     "none": ("PL496", "holds no optimizer state"),
-    "shapes": ("PL496", "holds other shapes: model.layers.0.mlp.gate_proj.weight is [96, 64]"),
-    "groups": ("PL496", "holds what this one does not: model.embed_tokens.weight"),
-    "other": ("PL497", "is there and is no checkpoint"),
+    "shapes": ("PL496", "has other shapes: model.layers.0.mlp.gate_proj.weight is [96, 64]"),
+    "groups": ("PL496", "has parameters that this optimizer lacks: model.embed_tokens.weight"),
+    "other": ("PL497", "exists and is not a checkpoint"),
     "cut": ("PL497", "lacks its file __0_0.distcp"),
 }
 
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused(four, tmp_path, what):
     for found in four.run("saving_jobs.refused", folder=str(folder), what=what):
         assert [c for c, _ in found] == [code] * (2 if what == "cut" else 1)
         assert part in found[0][1]
-        assert what != "cut" or "__3_0.distcp is cut short" in found[1][1]
+        assert what != "cut" or "__3_0.distcp is truncated" in found[1][1]
     if what == "other":
         assert [p.name for p in folder.iterdir()] == ["notes.txt"]
 

@@ -132,8 +132,8 @@ def test_the_peak_of_a_rank_with_experts(four, plan, tmp_path, weights):
 
 REFUSED = {
     "memory": ("init = meta", "PL474", "embed_tokens.weight is already allocated"),
-    "rank0": ("weights = slices", "PL475", "this call says weights = rank0, the plan's load"),
-    "folder": ("weights = checkpoint", "PL497", "the plan says weights = checkpoint"),
+    "rank0": ("weights = slices", "PL475", "this call has weights = rank0, the plan's load"),
+    "folder": ("weights = checkpoint", "PL497", "the plan has weights = checkpoint"),
 }
 
 
@@ -192,9 +192,9 @@ def test_the_script_lists_all_that_does_not_fit(four, plan, tmp_path, weights):
         folder = arguments["folder"]
         assert told == (
             f"nothing was loaded: {folder} lacks model.embed_tokens.weight, lm_head.weight; "
-            f"{folder} holds what the model does not: nobody.weight; {folder} holds other shapes: "
+            f"{folder} has names that the model lacks: nobody.weight; {folder} has other shapes: "
             "model.norm.weight is [63], the model's [64]; a checkpoint of another form, such as "
-            "one with its experts one by one, is for planc's Run.load"
+            "one with one tensor for each expert, is for planc's Run.load"
         )
 
 

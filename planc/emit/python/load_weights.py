@@ -49,5 +49,7 @@ def load_function(lowered: Lowered) -> list[str]:
 def _init_adapters(op: Adapt) -> Iterator[str]:
     """The call that initializes adapters, whose values are in no file of the model."""
     arguments = ("model", "unset", f'r"{op.pattern}"', f"rank={op.rank}")
-    call = Group("begin_adapters(", (*arguments, f"init={literal(op.initial)}", f"seed={op.seed}"))
+    call = Group(
+        "initialize_adapters(", (*arguments, f"init={literal(op.initial)}", f"seed={op.seed}")
+    )
     yield from lay(call, IN)

@@ -118,7 +118,8 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
     try:
         made = _on_meta(getattr(importlib.import_module(module), factory))
         if not isinstance(made, torch.nn.Module):
-            raise TypeError(f"it returned a {type(made).__name__}, not an nn.Module")
+            kind = type(made).__name__
+            raise TypeError(f"it returned an object of type {kind}, not an nn.Module")
         found = facts_of(made, config=getattr(made, "config", None), config_name=name)
         return replace(found, code=name)
     except (Exception, SystemExit) as error:

@@ -92,7 +92,7 @@ def _rule(rule: ast.Rule, placed: Placed, claims: Claims[Lora | None], program: 
     else:
         value = lora(rule.action, rule.origin, scope)
         right = value is not None
-    found = select(rule.target, placed.bases, scope, optional=rule.optional)  # both are said
+    found = select(rule.target, placed.bases, scope, optional=rule.optional)  # report both findings
     if right:
         claims.add(found, "adapters", value, rule.origin, override=rule.override)
 
@@ -105,7 +105,7 @@ def _value(item: ast.Setting, scope: Scope) -> bool | int | None:
     if item.name == "seed" and type(value) is int and 0 <= value < 2**32:
         return value
     if not isinstance(value, Failed):
-        wanted = "`with_layer` or `own`" if item.name == "units" else "a number of 32 bits"
+        wanted = "`with_layer` or `own`" if item.name == "units" else "an integer of 32 bits"
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
         scope.sink.error("PL012", f"`{item.name}` is {wanted}, not {shown}", item.value.origin)
     return None

@@ -23,13 +23,13 @@ def by_size(
         taken: the units that the plan names; modules inside them are skipped.
         ignored: modules that no unit may contain.
     """
-    search = _Sizes(facts, least, (*taken, *ignored))
+    search = _SizeSearch(facts, least, (*taken, *ignored))
     search.left(facts.model)
     return tuple(search.found)
 
 
 @dataclass(slots=True)
-class _Sizes:
+class _SizeSearch:
     facts: Facts
     least: int
     taken: tuple[Modules, ...]

@@ -79,7 +79,7 @@ def _claim(
                 claims.add(found, name, value[0], rule.origin, override=rule.override)
 
 
-# What a rule says --------------------------------------------------------------------------------
+# Actions -----------------------------------------------------------------------------------------
 
 
 def _checkpoint(call: ast.Call, scope: Scope) -> Checkpoint | None:
@@ -99,22 +99,23 @@ def _checkpoint(call: ast.Call, scope: Scope) -> Checkpoint | None:
         early_stop=arguments.truth("early_stop", True),
     )
     if pinned is not None and not op.offload and arguments.ok:
-        arguments.wrong(pinned, "`pin` says nothing without `offload`", "write `offload = cpu` too")
+        hint = "write `offload = cpu` too"
+        arguments.wrong(pinned, "`pin` has no effect without `offload`", hint)
     return op if arguments.done() else None
 
 
 def _save(arguments: Arguments) -> tuple[Save, ...] | None:
     """The list of `ops(save = [...])`, or None after a finding."""
     given = arguments.take("save")
-    told = "write what is kept: `ops(save = [attention, matmul(every = 2)])`"
+    hint = "write what to save: `ops(save = [attention, matmul(every = 2)])`"
     if given is None:
-        arguments.wrong(arguments.call, "`ops` does not say what it saves", told)
+        arguments.wrong(arguments.call, "`ops` has no list of what to save", hint)
         return None
     if not isinstance(given, ast.List):
-        arguments.wrong(given, "`save` is a list", told)
+        arguments.wrong(given, "`save` is a list", hint)
         return None
     if not given.items:
-        arguments.wrong(given, "the list is empty: all would be computed again", "write `full`")
+        arguments.wrong(given, "the list is empty: everything would be recomputed", "write `full`")
         return None
     found = [(item, _saved(item, arguments)) for item in given.items]
     holders: dict[str, str] = {}
@@ -127,7 +128,7 @@ def _save(arguments: Arguments) -> tuple[Save, ...] | None:
                     f"`{op}` is in this list twice",
                     item.origin,
                     facts=[f"it is in `{holders[op]}`"],
-                    help="take one of the two away",
+                    help="remove one of the two",
                 )
                 break
             assert save is not None
@@ -173,10 +174,10 @@ def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save 
     if visible is False and listed(name):
         sink.error(
             "PL471",
-            f"`{name}` is never seen: torch takes it apart before anything can be saved",
+            f"`{name}` cannot be saved: torch decomposes it first",
             item.origin,
-            facts=["it is a composite operator, made of others"],
-            help="name those that it becomes: a linear layer is `matmul`, or `aten.mm.default`",
+            facts=["it is a composite operator"],
+            help="name its parts: those of a linear layer are `matmul`, or `aten.mm.default`",
         )
         return None
     known = like(name) if "." in name else GROUPS

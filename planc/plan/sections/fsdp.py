@@ -118,14 +118,14 @@ def _spread(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tu
                 "PL310",
                 f"`{axis}` cannot both shard and replicate",
                 name.origin,
-                help="take it out of one of the two",
+                help="remove it from one of the two",
             )
     if section.name == "fsdp":
         return axes, copies
     for name in section.replicate:
         program.sink.error(
             "PL305",
-            "a `replicate` section copies over the axes that it is `on`",
+            "a `replicate` section replicates over the axes that it is `on`",
             name.origin,
             help=f"write `replicate on {' * '.join((*axes, *copies))} {{`",
         )

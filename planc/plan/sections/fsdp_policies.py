@@ -25,7 +25,7 @@ DTYPES = {
 
 def precision(arguments: Arguments, origin: Span) -> Precision | None:
     """The mixed precision policy that arguments give, None where they give none."""
-    said = {a.name for a in arguments.call.arguments} & set(PRECISION)
+    given = {a.name for a in arguments.call.arguments} & set(PRECISION)
     found = Precision(
         param=arguments.word("param", DTYPES, None),
         reduce=arguments.word("reduce", DTYPES, None),
@@ -33,7 +33,7 @@ def precision(arguments: Arguments, origin: Span) -> Precision | None:
         cast_inputs=arguments.truth("cast_inputs", True),
         origin=origin,
     )
-    return found if said else None
+    return found if given else None
 
 
 def section_precision(item: ast.Directive, scope: Scope) -> Precision | None:
@@ -41,7 +41,7 @@ def section_precision(item: ast.Directive, scope: Scope) -> Precision | None:
     arguments = Arguments(item.call, scope, PRECISION)
     found = precision(arguments, item.origin)
     if arguments.done() and found is None:
-        arguments.wrong(item, "`precision` says nothing", "write `precision(param = bf16)`")
+        arguments.wrong(item, "`precision` has no arguments", "write `precision(param = bf16)`")
     return found if arguments.ok else None
 
 
@@ -57,8 +57,8 @@ def prefetch(item: ast.Directive, scope: Scope) -> Prefetch | None:
     if not arguments.done():
         return None
     if not (found.forward or found.backward):
-        told = "write `prefetch(forward = 2, backward = 2)`"
-        arguments.wrong(item, "`prefetch` says nothing", told)
+        hint = "write `prefetch(forward = 2, backward = 2)`"
+        arguments.wrong(item, "`prefetch` has no arguments", hint)
         return None
     return found
 
@@ -76,8 +76,8 @@ def offload(item: ast.Directive, scope: Scope) -> Offload | None:
     pin = arguments.truth("pin", True)
     where = arguments.positional[0].value if arguments.positional else None
     if not isinstance(where, ast.Name) or where.path != "cpu":
-        told = "write `offload(cpu)`, or `offload(cpu, pin = false)`"
-        arguments.wrong(where or item, "`offload` says where to: `cpu`", told)
+        hint = "write `offload(cpu)`, or `offload(cpu, pin = false)`"
+        arguments.wrong(where or item, "`offload` needs a device: `cpu`", hint)
         return None
     return Offload(pin=pin, origin=item.origin) if arguments.done(positional=1) else None
 

@@ -27,7 +27,7 @@ _KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
 
 
 SpreadTerms = tuple[tuple[str, ...] | None, int]
-"""(axes, dim) of what `spread(...)` says."""
+"""(axes, dim) of `spread(...)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +114,10 @@ def spread(item: ast.Rule, placed: Placed, claims: Claims[SpreadTerms], scope: S
     arguments = Arguments(item.action, scope, ("on", "shard_dim"))
     shard, dim = _axes(arguments), _dim(arguments)
     if isinstance(item.target, ast.Call):
-        arguments.wrong(item.target, "`spread` is said of modules", "name them by a selector")
+        arguments.wrong(item.target, "`spread` applies to modules", "name them by a selector")
     if shard is None and not dim and arguments.ok:
-        told = "write `spread(on = ep_shard, shard_dim = auto)`"
-        arguments.wrong(item.action, "`spread` says neither axes nor a dim", told)
+        hint = "write `spread(on = ep_shard, shard_dim = auto)`"
+        arguments.wrong(item.action, "`spread` names neither axes nor a dim", hint)
     if arguments.done() and isinstance(item.target, ast.Selector):
         found = select(item.target, placed.bases, scope, optional=item.optional)
         claims.add(found, "spreading", (shard, dim), item.origin, override=item.override)
@@ -141,8 +141,8 @@ def _axes(arguments: Arguments) -> tuple[str, ...] | None:
         return None
     names = tuple(_factors(expression))
     if None in names:
-        told = "write `on = dp_shard`, or `on = dp_shard * cp`"
-        arguments.wrong(expression, "`on` names axes of the mesh", told)
+        hint = "write `on = dp_shard`, or `on = dp_shard * cp`"
+        arguments.wrong(expression, "`on` names axes of the mesh", hint)
         return None
     return expanded((n for n in names if n is not None), arguments.scope.axis_names)
 
@@ -219,7 +219,7 @@ def found_units(
     known = ("min_params",) if item.target.name == "auto" else ()
     arguments = Arguments(item.target, scope, known)
     if placed.nested:
-        arguments.wrong(item.target, f"`{item.target.name}` stands outside blocks")
+        arguments.wrong(item.target, f"`{item.target.name}` cannot be inside a block")
         return
     taken = [c.modules for c in claims.claims]
     search = _by_size if item.target.name == "auto" else _by_dtype
@@ -229,7 +229,7 @@ def found_units(
     found, message = searched
     if not found and not item.optional:
         total = f"the model has {scope.facts.count:,} parameters"
-        scope.sink.error("PL448", message, item.origin, facts=[total], help="take the rule out")
+        scope.sink.error("PL448", message, item.origin, facts=[total], help="remove the rule")
     _claim(found, terms, item, claims)
 
 
@@ -241,8 +241,8 @@ def _by_size(
 ) -> _Found | None:
     least = arguments.integer("min_params", 0)
     if least <= 0 and arguments.ok:
-        told = "write `auto(min_params = 100M)`"
-        arguments.wrong(arguments.call, "`auto` needs a number of parameters", told)
+        hint = "write `auto(min_params = 100M)`"
+        arguments.wrong(arguments.call, "`auto` needs a number of parameters", hint)
     if not arguments.done():
         return None
     found = by_size(arguments.scope.facts, least, taken, ignored)
@@ -257,7 +257,7 @@ def _by_dtype(
         return None
     facts, kept = arguments.scope.facts, arguments.scope.kept
     found = {kept(p) for m in facts.model.below() for p in m.module.parameters}
-    message = f"no module has {dtype} parameters alone"
+    message = f"no module has only {dtype} parameters"
     if found == {dtype}:
         return (), f"all parameters of the model are {dtype}"
     return by_dtype(facts, dtype, (*taken, *ignored), kept), message
@@ -268,10 +268,10 @@ def _dtype(arguments: Arguments) -> str | None:
     value = arguments.positional[0].value if arguments.positional else None
     if isinstance(value, ast.Name) and value.path in DTYPES:
         return DTYPES[value.path]
-    told = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
+    hint = f"it is {one_of(f'`{n}`' for n in DTYPES)}"
     if isinstance(value, ast.Name):
-        told = did_you_mean(value.path, DTYPES, told) or told
-    arguments.wrong(value or arguments.call, "`dtype` names a type of parameters", told)
+        hint = did_you_mean(value.path, DTYPES, hint) or hint
+    arguments.wrong(value or arguments.call, "`dtype` needs the dtype of parameters", hint)
     return None
 
 
@@ -286,7 +286,7 @@ def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tu
     """`group(a, b) : unit`: the members of one unit; empty after a finding."""
     arguments = Arguments(call, scope)
     if placed.nested:
-        arguments.wrong(call, "a group stands outside blocks", "name its members in full")
+        arguments.wrong(call, "a group cannot be inside a block", "write its members' full paths")
         return ()
     members: list[Modules] = []
     for argument in arguments.positional:
@@ -315,16 +315,16 @@ def _one_by_one(
     for member in members:
         found = [s for s in member.path if isinstance(s, Indices)]
         if len(found) != 1:
-            told = "write `groups(encoder.layers.*, decoder.layers.*)`"
+            hint = "write `groups(encoder.layers.*, decoder.layers.*)`"
             Arguments(call, scope).wrong(
-                call, f"`{member}` is not of the entries of one list", told
+                call, f"`{member}` does not name the entries of one list", hint
             )
             return
         entries.setdefault(member.key, set()).update(found[0])
     if len({frozenset(e) for e in entries.values()}) > 1:
         sizes = one_of([f"{len(e)}" for e in entries.values()], last="and")
-        told = "each list needs the same entries"
-        Arguments(call, scope).wrong(call, f"the lists have {sizes} entries", told)
+        hint = "each list needs the same entries"
+        Arguments(call, scope).wrong(call, f"the lists have {sizes} entries", hint)
         return
     last = max((max(e) for e in entries.values()), default=-1)
     for member in members:

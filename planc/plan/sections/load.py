@@ -24,7 +24,7 @@ WORDS: dict[str, dict[str, str]] = {
     "islands": {"model": "model", "none": "none"},
 }
 _FIELDS = {"init": "meta", "islands": "fp32"}
-"""The fields of the operation that are called otherwise than their settings."""
+"""The fields of the operation whose names differ from those of their settings."""
 
 
 def load(program: Program) -> Load | None:
@@ -37,9 +37,9 @@ def load(program: Program) -> Load | None:
     if "islands" in values and dtype is None:
         program.sink.error(
             "PL690",
-            "`islands` says what a cast leaves in fp32, and nothing is cast",
+            "`islands` names what a cast leaves in fp32, and nothing is cast",
             lines["islands"].origin,
-            help="say what parameters are kept in, such as `dtype = bf16`, or take this out",
+            help="set the dtype of the parameters, such as `dtype = bf16`, or remove this",
         )
     origin = next(lines[name].origin for name, value in values.items() if value)
     others = ((name, line.origin) for name, line in lines.items() if line.origin is not origin)
@@ -70,16 +70,16 @@ def _settings(program: Program) -> Settings:
                     help="it holds settings: `weights = slices`",
                 )
             elif item.name not in WORDS:
-                told = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
+                hint = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
                 message = f"there is no setting `{item.name}`"
-                program.sink.error("PL105", message, item.name_origin, help=told)
+                program.sink.error("PL105", message, item.name_origin, help=hint)
             else:
                 settings.add(item, lambda item: _value(item, program))
     return settings
 
 
 def _islands(dtype: str, facts: Facts) -> Iterator[Modules]:
-    """What a cast leaves in float32, or takes there, as modules with a parameter's name."""
+    """The parameters that a cast leaves in, or casts to, float32, with their modules."""
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
             if "float" in parameter.dtype and parameter.cast(dtype) != dtype:
@@ -95,6 +95,6 @@ def _value(item: ast.Setting, program: Program) -> str | None:
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
         wanted = one_of(f"`{w}`" for w in words)
         message = f"`{item.name}` is {wanted}, not {shown}"
-        told = did_you_mean(value, words) if isinstance(value, str) else None
-        program.sink.error("PL012", message, item.value.origin, help=told)
+        hint = did_you_mean(value, words) if isinstance(value, str) else None
+        program.sink.error("PL012", message, item.value.origin, help=hint)
     return None

@@ -54,7 +54,7 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> Lora | None:
     if alpha is not None and alpha <= 0:
         _range(scope, f"`alpha` is a positive number, not {alpha}", places["alpha"])
     if dropout is not None and not 0 <= dropout < 1:
-        text = f"`dropout` is a share of the inputs, from 0 to less than 1, not {dropout}"
+        text = f"`dropout` is a fraction of the inputs, from 0 to less than 1, not {dropout}"
         _range(scope, text, places["dropout"])
     if quant is not None and quant.block not in BLOCKS:
         text = f"a block is of {BLOCKS[0]} to {BLOCKS[-1]:,} weights, a power of 2"

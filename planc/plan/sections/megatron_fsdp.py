@@ -21,15 +21,15 @@ DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
 def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None:
     """The settings of a section, or None for torch's FSDP or after a finding."""
     lines = {n: item for n, item in settings.lines.items() if n in (*SETTINGS, NAME)}
-    said = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
-    if said != NAME:
+    chosen = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
+    if chosen != NAME:
         for name, item in lines.items():
-            if name != "backend" and said == "torch":
+            if name != "backend" and chosen == "torch":
                 scope.sink.error(
                     "PL498",
-                    f"`{name}` is a word of Megatron-FSDP, and this section is torch's",
+                    f"`{name}` is a setting of Megatron-FSDP, and this section uses torch's FSDP",
                     item.origin,
-                    help="write `backend = megatron` in the section, or take this out",
+                    help="write `backend = megatron` in the section, or remove this",
                 )
         return None
     backend = lines["backend"]
@@ -81,7 +81,7 @@ def _directive(
         return {}, ()
     arguments = Arguments(item.call, scope, (*DTYPE_WORDS, *OPTIONS))
     if not item.call.arguments:
-        arguments.wrong(item, "`megatron` says nothing", "write `megatron(main_params = fp32)`")
+        arguments.wrong(item, "`megatron` has no arguments", "write `megatron(main_params = fp32)`")
     given = {a.name for a in item.call.arguments}
     known = {**DTYPES, "none": None}
     dtypes = {n: arguments.word(n, known, None) for n in DTYPE_WORDS if n in given}

@@ -40,8 +40,8 @@ def tensor(program: Program) -> Iterator[TensorRule]:
                 _claim(rule, found, held, program)
     for unused in program.styles.keys() - used:
         origin = program.styles[unused].name_origin
-        told = "use it or take it out"
-        program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=told)
+        hint = "use it or remove it"
+        program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
     for axis, held in claims.items():
         for claim in held.claims:
             yield TensorRule(

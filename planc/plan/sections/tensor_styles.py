@@ -88,8 +88,8 @@ def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | No
     if isinstance(default, Rowwise) and kind == "embedding":
         source = Replicate()
     if arguments.positional:
-        told = f"write `{call.name}(-> replicate)`, or `{call.name}(shard(1) -> replicate)`"
-        arrow = _arrow(arguments, 0, source, told)
+        hint = f"write `{call.name}(-> replicate)`, or `{call.name}(shard(1) -> replicate)`"
+        arrow = _arrow(arguments, 0, source, hint)
         if arrow is None:
             return None
         source, target = arrow.source, arrow.target
@@ -105,12 +105,12 @@ def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | No
     )
 
 
-def _arrow(arguments: Arguments, at: int, source: Layout, told: str) -> Redistribution | None:
+def _arrow(arguments: Arguments, at: int, source: Layout, hint: str) -> Redistribution | None:
     """A positional arrow, whose left side may be omitted."""
     arrow = arguments.positional[at].value
     if not isinstance(arrow, ast.Arrow):
         name = arguments.call.name
-        arguments.wrong(arrow, f"`{name}` takes an arrow between two layouts", told)
+        arguments.wrong(arrow, f"`{name}` takes an arrow between two layouts", hint)
         return None
     one = _layout(arrow.source, arguments) if arrow.source else source
     two = _layout(arrow.target, arguments)
@@ -125,7 +125,7 @@ def _parts(arguments: Arguments) -> tuple[Parts, bool]:
         if interleaved:
             arguments.wrong(
                 arguments.call,
-                "`interleaved` says nothing without `parts`",
+                "`interleaved` has no effect without `parts`",
                 "write how many projections alternate: `parts = 2, interleaved = true`",
             )
         return 1, False
@@ -137,8 +137,8 @@ def _parts(arguments: Arguments) -> tuple[Parts, bool]:
         return 1, False
     if len(good) < len(sizes) or not good or (interleaved and isinstance(value, tuple)):
         what = "the number of the parts" if interleaved else "a number of equal parts, or a list"
-        told = "write `parts = 2`, or the size of each: `parts = [4096, 1024, 1024]`"
-        arguments.wrong(expression, f"`parts` is {what} of positive integers", told)
+        hint = "write `parts = 2`, or the size of each: `parts = [4096, 1024, 1024]`"
+        arguments.wrong(expression, f"`parts` is {what} of positive integers", hint)
         return 1, False
     return (tuple(good) if isinstance(value, tuple) else good[0]), interleaved
 
@@ -155,7 +155,7 @@ def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
                 return Shard(dim)
     arguments.wrong(
         expression,
-        f"`{expression.origin.text}` is no layout",
+        f"`{expression.origin.text}` is not a layout",
         "a layout is `replicate`, `shard(1)` or `partial`",
     )
     return None
@@ -163,8 +163,8 @@ def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
 
 def _change(expression: ast.Expr, arguments: Arguments) -> Redistribution | None:
     if not isinstance(expression, ast.Arrow) or expression.source is None:
-        told = "write what arrives and what is wanted: `shard(1) -> replicate`"
-        arguments.wrong(expression, f"`{expression.origin.text}` is no change of layout", told)
+        hint = "write the current and the desired layout: `shard(1) -> replicate`"
+        arguments.wrong(expression, f"`{expression.origin.text}` is not a change of layout", hint)
         return None
     source = _layout(expression.source, arguments)
     target = _layout(expression.target, arguments)
@@ -220,8 +220,8 @@ def _mla_kv(call: ast.Call, scope: Scope) -> MlaKv | None:
     arguments = Arguments(call, scope, ("rope",))
     rope = arguments.integer("rope", 0)
     if rope < 1 and arguments.ok:
-        told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
-        arguments.wrong(call, "`mla_kv` needs the number of rotary features", told)
+        hint = "write `mla_kv(rope = config.qk_rope_head_dim)`"
+        arguments.wrong(call, "`mla_kv` needs the number of rotary features", hint)
     return MlaKv(rope=rope) if arguments.done() else None
 
 
@@ -232,8 +232,8 @@ def _attributes(call: ast.Call, scope: Scope) -> Attributes | None:
     for name in names:
         arguments.word(name, {"split": True}, True)
     if not names and arguments.ok:
-        told = "name what counts heads: `attributes(heads = split)`"
-        arguments.wrong(call, "`attributes` names no attribute", told)
+        hint = "name the attributes that count heads: `attributes(heads = split)`"
+        arguments.wrong(call, "`attributes` names no attribute", hint)
     return Attributes(names=names) if arguments.done() else None
 
 
@@ -247,16 +247,16 @@ def _bare(call: ast.Call, scope: Scope) -> Parameters | Experts | None:
     experts = call.name == "experts"
     local = arguments.truth("local", True) if experts else True
     if arguments.positional and experts:
-        told = "write `experts(down_proj = shard(2), -> shard(1))`"
-        arrow = _arrow(arguments, 0, flow.source, told)
+        hint = "write `experts(down_proj = shard(2), -> shard(1))`"
+        arrow = _arrow(arguments, 0, flow.source, hint)
         if arrow is None:
             return None
         flow = arrow
     named = [(str(a.name), _held(a.value, arguments)) for a in arguments.rest()]
     layouts = tuple((name, one) for name, one in named if one is not None)
     if not named and arguments.ok:
-        told = f"name its parameters: `{call.name}(weight = shard(0))`"
-        arguments.wrong(call, f"`{call.name}` names no parameter", told)
+        hint = f"name its parameters: `{call.name}(weight = shard(0))`"
+        arguments.wrong(call, f"`{call.name}` names no parameter", hint)
     if not arguments.done(positional=int(experts)):
         return None
     if experts:

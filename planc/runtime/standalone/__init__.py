@@ -1,1 +1,1 @@
-"""What torch does not have: `apply` calls it, and emitted scripts inline its text."""
+"""What torch lacks: `apply` calls these definitions, emitted scripts inline them."""

@@ -1,7 +1,7 @@
-"""Arguments of `checkpoint_wrapper`: what a forward saves, and offload to the CPU.
+"""Arguments of `checkpoint_wrapper`: which results are saved, and offload to the CPU.
 
 Emitted scripts inline these definitions without their types, so torch's names are
-spelled in full.
+fully qualified.
 """
 
 # mypy: allow-subclassing-any
@@ -25,7 +25,7 @@ Group = tuple[int, tuple[str, ...]]
 
 
 def operators(names: Iterable[str]) -> Iterator[Any]:
-    """Torch's operators of these names; a build may lack some of them."""
+    """Torch's operators with these names; a build may lack some of them."""
     for name in names:
         found = torch.ops
         for part in name.split("."):
@@ -35,14 +35,14 @@ def operators(names: Iterable[str]) -> Iterator[Any]:
 
 
 def _there(groups: Iterable[Group]) -> None:
-    """An operator that stands alone in its group must be one of torch's."""
+    """Raises if a group consists of one operator that torch does not have."""
     for _, names in groups:
         if len(names) == 1 and not list(operators(names)):
             raise ValueError(f"torch has no operator {names[0]}")
 
 
 def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
-    """Decides call by call what to keep: of each group (n, names) every n-th result.
+    """Decides for each call whether to save its result: every n-th in a group.
 
     The decision is None for an operator that is in no group.
     """
@@ -63,7 +63,7 @@ def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
 
 
 class _Held:
-    """A result that is kept, and each tensor that shares its memory."""
+    """A saved result, and each tensor that shares its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -71,22 +71,22 @@ class _Held:
         self.see(tensor)
 
     def see(self, view: Tensor) -> None:
-        # as torch does it: below autograd, a plain detach has a version of its own
+        # as in torch: below autograd, `detach` starts a new version counter
         view = torch.utils.checkpoint._detach_helper(view)
         self.views.append((view, view._version))
 
     def get_val(self, _allow: bool) -> Tensor:
-        """What torch uses instead of computing it again."""
+        """The saved result, which torch calls for instead of recomputing."""
         if any(view._version != version for view, version in self.views):
-            raise RuntimeError("what a checkpoint keeps was changed in place since")
+            raise RuntimeError("a saved tensor was changed in place after it was saved")
         return self.tensor
 
 
 class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
-    """Torch's own mode, but right if a result is changed in place later.
+    """Torch's caching mode, but correct if a result is changed in place later.
 
-    Torch compares the version of the result alone, and a matrix product is changed
-    through an `_unsafe_view` of it, which has another: the gradients would be wrong.
+    Torch compares the version counter of the result only. A matrix product is changed
+    through an `_unsafe_view`, which has another counter: gradients would be wrong.
     """
 
     def __init__(self, decide: Callable[..., Any], storage: dict[Any, Any]) -> None:
@@ -110,7 +110,7 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
         return out
 
     def _hold(self, func: Any) -> None:
-        """Takes over what torch just kept."""
+        """Replaces the results that torch just saved by `_Held`."""
         kept = self.storage.get(func, {})
         at = self.func_counter[func] - 1
 
@@ -129,7 +129,7 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
             self.held[_memory(tensor)].see(tensor)
 
     def _copy(self, written: Any) -> None:
-        """A result that is about to be changed is kept as a copy from now on."""
+        """Copies a saved result that is about to be changed in place."""
         for tensor in torch.utils._pytree.tree_leaves(written):
             if isinstance(tensor, torch.Tensor):
                 held = self.held.pop(_memory(tensor), None)
@@ -138,7 +138,7 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same number for tensors that are views of the same memory."""
+    """A number that is equal for tensors that share memory."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     number: int = tensor.untyped_storage()._cdata
@@ -146,7 +146,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def saving(*groups: Group) -> Callable[[], tuple[Any, Any]]:
-    """The `context_fn` that keeps results of some operators; a group is (n, names)."""
+    """The `context_fn` that saves results of some operators; a group is (n, names)."""
     _there(groups)
 
     def contexts() -> tuple[Any, Any]:
@@ -181,7 +181,7 @@ class _Parked:
         self.held.copy_(values, non_blocking=pin)
 
     def back(self) -> Tensor:
-        """The tensor again, where it was."""
+        """A copy on the original device, with the original placements."""
         values = torch.empty_like(self.held, device=self.device)
         values.copy_(self.held, non_blocking=self.held.is_pinned())
         if self.spec is None:
@@ -211,7 +211,7 @@ def offloading(pin: bool, **options: Any) -> Callable[..., Any]:
 
 
 class _Park(torch.utils._python_dispatch.TorchDispatchMode):
-    """In forward: copies what was chosen to the CPU."""
+    """Copies the chosen results of the forward pass to the CPU."""
 
     supports_higher_order_operators = True
 
@@ -233,7 +233,7 @@ class _Park(torch.utils._python_dispatch.TorchDispatchMode):
 
     def _park(self, out: Any, namespace: str) -> Any:
         def one(tensor: Tensor) -> _Parked:
-            if namespace == "_c10d_functional":  # its values are on their way
+            if namespace == "_c10d_functional":  # the collective may be unfinished
                 tensor = torch.ops._c10d_functional.wait_tensor(tensor)
             return _Parked(tensor, self.pin)
 
@@ -241,7 +241,7 @@ class _Park(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):
-    """In backward: copies it back instead of computing it again."""
+    """Copies results back in recomputation, instead of calling their operators."""
 
     supports_higher_order_operators = True
 
@@ -267,7 +267,7 @@ class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def saving_on_cpu(pin: bool, *groups: Group) -> Callable[[], tuple[Any, Any]]:
-    """As `saving`, with the results kept on the CPU."""
+    """As `saving`, with the results on the CPU."""
     _there(groups)
 
     def contexts() -> tuple[Any, Any]:

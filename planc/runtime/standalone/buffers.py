@@ -1,9 +1,8 @@
-"""Buffers that no checkpoint holds, such as rotary frequencies, computed after meta.
+"""Buffers that no checkpoint has, such as rotary frequencies, of a model on meta.
 
-A model on the meta device has them without values, and no file has any. Their module
-knows how to compute them; the result is trusted only if it does not depend on the
-values that were there before. Emitted scripts inline these definitions without their
-types.
+On the meta device they have no values, and no file has them. Their module can compute
+them; the result is used only if it does not depend on previous values. Emitted scripts
+inline these definitions without their types.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from planc.runtime.standalone.shards import plain_name
 
 BUFFER_METHODS = ("reset_buffers", "rope_init", "reset_parameters")
-"""What libraries call the method of a module that fills its buffers."""
+"""The names of methods that compute a module's buffers, in several libraries."""
 
 
 def computed_buffers(model: nn.Module) -> tuple[dict[int, Tensor], list[str]]:
     """Values for the buffers on meta that are not in a state dict.
 
     Args:
-        model: not changed.
+        model: unchanged by this.
 
     Returns:
         The values on the CPU, by `id` of the buffer; and the names of tensors on meta
@@ -51,10 +50,10 @@ def computed_buffers(model: nn.Module) -> tuple[dict[int, Tensor], list[str]]:
 def buffers_of(
     model: nn.Module, path: str, module: nn.Module, names: list[str]
 ) -> dict[str, Tensor]:
-    """The buffers that some way computes alike whatever was there before."""
+    """The buffers for which a call gives the same values, whatever they were before."""
     found: dict[str, Tensor] = {}
     for way in ways_to_fill(model, path, module):
-        with contextlib.suppress(Exception):  # a way that is not this module's
+        with contextlib.suppress(Exception):  # the call may not fit this module
             one, other = (filled_twin(module, names, way, value) for value in (3, 5))
             for name in names:
                 if name not in found and torch.equal(one[name], other[name]):
@@ -102,8 +101,8 @@ def filled_twin(
 
 
 def twin_of(module: nn.Module, value: int) -> nn.Module:
-    """A module with parameters on meta and new buffers on the CPU, without children."""
-    # the class itself, not the one that `fully_shard` made of it, nor FSDP's
+    """A copy of a module: parameters on meta, new buffers on the CPU, no children."""
+    # the original class, not the subclass that `fully_shard` created, nor FSDPModule
     kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
     twin: Any = object.__new__(kind)
     twin.__dict__ = dict(module.__dict__)

@@ -1,9 +1,9 @@
-"""A shard as torch's distributed checkpoint takes it if torch itself would misplace it.
+"""Shards as blocks for torch's distributed checkpoint, where torch would misplace them.
 
-torch writes and reads a DTensor as one block at the place that its placement gives. A
-shard with several ranges of the whole, or one that torch misplaces, is given to it as
-blocks, each with its place: no rank ever holds the whole tensor. Emitted scripts inline
-these definitions without types.
+torch writes and reads a DTensor as one block at the offset that its placement gives. A
+shard with several ranges of the full tensor, or with a wrong offset in torch, is passed
+as blocks with offsets: no rank ever holds the full tensor. Emitted scripts inline these
+definitions without types.
 """
 
 # mypy: allow-subclassing-any
@@ -35,11 +35,11 @@ from planc.runtime.standalone.shards import (
 
 
 class Pieces(torch.Tensor):
-    """The blocks of one rank's shard, in the shape of the whole, to save and load.
+    """The blocks of one rank's shard, with the full shape, to save and load.
 
-    `part` is what this rank holds, `blocks` are slices of it by their offsets in the
-    whole. Source: `_Checkpointable` in torch.distributed._checkpointable, which DTensor
-    implements.
+    `part` is the local shard, `blocks` are slices of it by their offsets in the full
+    tensor. Source: `_Checkpointable` in torch.distributed._checkpointable, which
+    DTensor implements.
     """
 
     part: Tensor
@@ -52,9 +52,9 @@ class Pieces(torch.Tensor):
         """The pieces of a DTensor.
 
         Args:
-            tensor: what this rank holds; blocks that are read are written into it.
+            tensor: the DTensor; blocks that are read are written into it.
             order: the order in which it is stored, if that is not the model's.
-            dtype: None for its memory; else new memory of that dtype.
+            dtype: None to use the tensor's memory, else new memory of that dtype.
         """
         part = part_of(tensor)
         part = part if dtype is None else torch.empty_like(part, dtype=dtype)
@@ -98,5 +98,5 @@ class Pieces(torch.Tensor):
 
 
 def storable(tensor: Tensor, order: Order | None) -> Tensor:
-    """A tensor for torch's checkpoints: in pieces if torch would misplace it."""
+    """A tensor for torch's checkpoints: as blocks if torch would misplace shards."""
     return Pieces.of(tensor, order) if irregular(tensor, order) else tensor.detach()

@@ -1,4 +1,4 @@
-"""Which parameters FSDP splits how, and what is set on its units afterwards.
+"""How FSDP shards parameters, and settings of its units.
 
 Emitted scripts inline these definitions without their types.
 """
@@ -18,14 +18,14 @@ Units = Iterable[tuple[int, FSDPModule]]
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """The parameters in and below some modules."""
+    """The parameters of some modules and their submodules."""
     return {parameter for module in modules for parameter in module.parameters()}
 
 
 def along(dim: int, ranks: int) -> Split:
-    """A `shard_placement_fn`: a dim is split where a parameter has it and it divides.
+    """A `shard_placement_fn` that shards `dim` of parameters where it is divisible.
 
-    Other parameters are split along dim 0. Shapes are what tensor parallelism left.
+    Other parameters are sharded on dim 0. Shapes are local under tensor parallelism.
     """
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -37,27 +37,27 @@ def along(dim: int, ranks: int) -> Split:
 
 
 def placements(*spreads: Spread) -> dict[nn.Parameter, tuple[Split | None, Any]]:
-    """How and over what parameters are split; a spread is (modules, split, mesh)."""
-    lying: dict[nn.Parameter, tuple[Split | None, Any]] = {}
+    """The sharding and mesh of parameters; a spread is (modules, split, mesh)."""
+    placed: dict[nn.Parameter, tuple[Split | None, Any]] = {}
     for modules, split, info in spreads:
-        lying |= dict.fromkeys(parameters_of(modules), (split, info))
-    return lying
+        placed |= dict.fromkeys(parameters_of(modules), (split, info))
+    return placed
 
 
 def spread(
-    lying: dict[nn.Parameter, tuple[Split | None, Any]], rest: Split | None = None
+    placed: dict[nn.Parameter, tuple[Split | None, Any]], rest: Split | None = None
 ) -> Callable[[nn.Parameter], Any]:
-    """A `shard_placement_fn` for units with parameters on a mesh of their own.
+    """A `shard_placement_fn` for units with parameters on several meshes.
 
-    torch allows that since 2.12.
+    torch supports them since 2.12.
 
     Args:
-        lying: of `placements`.
-        rest: how the unit's other parameters are split.
+        placed: the result of `placements`.
+        rest: the sharding of the unit's other parameters.
     """
 
     def placement(parameter: nn.Parameter) -> Any:
-        split, info = lying.get(parameter, (rest, None))
+        split, info = placed.get(parameter, (rest, None))
         shard = split(parameter) if split else None
         if info is None:
             return shard
@@ -69,19 +69,19 @@ def spread(
 
 
 def divide_gradients(model: nn.Module, factor: float, device_type: str) -> None:
-    """Sets what the summed gradients of every unit are divided by."""
+    """Sets the number by which every unit divides its summed gradients."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(factor)
-            # torch would scale within the reduction, which gloo does not have
+            # torch would scale within the reduction, which gloo does not support
             unit.set_force_sum_reduction_for_comms(device_type == "cpu")
 
 
 def prefetch_forward(depth: int, *units: Units) -> None:
-    """Each entry of a list gathers the units of the next `depth` entries as well.
+    """Makes each entry of a list all-gather the units of the next `depth` entries too.
 
     Args:
-        depth: how many entries ahead.
+        depth: the number of entries ahead.
         units: (entry, unit) of each unit, in the order in which an entry runs them.
     """
     for first, ahead in _with_next(units, depth, backward=False):

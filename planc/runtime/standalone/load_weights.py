@@ -1,9 +1,9 @@
-"""Weights into a parallel model: names checked, memory allocated, files read.
+"""Loads weights into a parallel model: checks names, allocates memory, reads files.
 
 `Run.load` calls these functions, and emitted scripts inline them without their types.
-What `Run.load` adds stands in `planc.runtime.weights`: diagnostics with codes,
-checkpoints whose tensors have to be converted, such as experts that are stored one by
-one, and the optimizer.
+`planc.runtime.weights` has the rest of `Run.load`: diagnostics with codes, checkpoints
+with tensors that have to be converted, such as experts that are stored one by one, and
+the optimizer.
 
 torch's reader of safetensors, `torch.distributed.checkpoint.HuggingFaceStorageReader`
 (torch 2.13), was measured and is not used. Each rank reads its slices with it, too, and
@@ -11,10 +11,10 @@ neither is better (`tests/bench/loading.py`, 239 million parameters in float32 o
 processes: 1.69 s and 198.1 MiB a rank here, 1.71 s and 198.9 MiB there; in a second run
 on a busier machine 2.5 s and 2.2 s). But it
 reads every `*.safetensors` of a folder, whatever the index says, so that a second copy
-of the weights in the folder wins silently; it raises for the first missing name or
-wrong shape alone, and ignores names that the model does not have; it has no notion of
-converted tensors (stacked, joined, transposed), of one rank that reads for all, or of
-weights that are quantized one at a time. It could replace `StoredTensor.copy_to` only.
+of the weights in the folder is used silently; it raises only for the first missing name
+or wrong shape, and ignores names that the model lacks; it does not support converted
+tensors (stacked, concatenated, transposed), reading on one rank for all, or weights
+that are quantized one at a time. It could replace `StoredTensor.copy_to` only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from planc.runtime.standalone.shards import (
 
 
 def keep_in(model: nn.Module, dtype: torch.dtype, fp32: str = "") -> None:
-    """Casts parameters to the dtype that they are kept in; some stay in float32."""
+    """Casts parameters to the dtype of the load section; some stay in float32."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             own = torch.float32 if fp32 and re.fullmatch(fp32, name) else dtype
@@ -58,7 +58,7 @@ def keep_in(model: nn.Module, dtype: torch.dtype, fp32: str = "") -> None:
 
 
 def on_meta(model: nn.Module) -> None:
-    """The model has no memory yet."""
+    """Raises unless all parameters are on meta."""
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("build the model on the meta device")
 
@@ -67,7 +67,7 @@ def on_meta(model: nn.Module) -> None:
 
 
 def first_found(found: list[Any]) -> list[Any]:
-    """What this rank found, else what the first other rank found; a collective."""
+    """This rank's findings, else those of the first rank with some; a collective."""
     everyone: list[Any] = [found]
     if distributed.get_world_size() > 1:
         everyone = [None] * distributed.get_world_size()
@@ -82,16 +82,16 @@ def matched(
     problems: list[str],
     without: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
-    """What each tensor of a model is filled from, by the first of its names.
+    """The stored tensor for each tensor of a model, by the first of its names.
 
     Args:
-        model: its names are those that it had before anything was wrapped.
-        stored: what the checkpoint holds; one without adapters is of the model below
-        them.
-        folder: of the checkpoint.
-        problems: receives one text each for missing, unexpected and wrongly shaped
-        names.
-        without: names that need not be there.
+        model: the model; its names are those before anything was wrapped.
+        stored: the tensors of the checkpoint; without adapters among them, it is a
+        checkpoint of the base model.
+        folder: the checkpoint, for messages.
+        problems: receives one text each for missing names, unexpected names and wrong
+        shapes.
+        without: names that may be missing.
     """
     tensors, four = dict(named_tensors(model)), four_bit_layers(model)
     inside = {
@@ -112,23 +112,23 @@ def matched(
         every = (difference(name, tensor, shape, inside[name]) for name in present)
         wrong += filter(None, every)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ignored = [r"rotary_emb\.inv_freq$", *ignored]  # what older libraries stored
+    ignored = [r"rotary_emb\.inv_freq$", *ignored]  # older libraries stored it
     extra = [name for name in inside if name not in tensors]
     extra = [n for n in extra if not any(re.search(pattern, n) for pattern in ignored)]
-    told = f"{folder} holds what the model does not:"
+    text = f"{folder} has names that the model lacks:"
     problems += [f"{folder} lacks {listed_names(missing)}"] if missing else []
-    problems += [f"{told} {listed_names(extra)}"] if extra else []
-    problems += [f"{folder} holds other shapes: {'; '.join(wrong)}"] if wrong else []
+    problems += [f"{text} {listed_names(extra)}"] if extra else []
+    problems += [f"{folder} has other shapes: {'; '.join(wrong)}"] if wrong else []
     return found
 
 
 def renamed(
     model: nn.Module, stored: Iterable[str], known: Collection[str]
 ) -> dict[str, str]:
-    """The model's name of each name in a checkpoint, which stays if the model has none.
+    """The model's name for each name in a checkpoint; an unknown name is unchanged.
 
-    A checkpoint of a bare body names its parts without the name that the body has in a
-    model with a head (`transformer.`), and the other way round.
+    Names in a checkpoint of a model without a head lack the prefix that they have in a
+    model with a head (`transformer.`), and vice versa.
     """
     base = f"{getattr(model, 'base_model_prefix', '') or ''}."
     found = list(stored)
@@ -143,35 +143,35 @@ def renamed(
 def difference(
     name: str, tensor: Tensor, shape: tuple[int, ...], stored: StoredTensor
 ) -> str | None:
-    """Why a stored tensor cannot be one of the model's."""
+    """Why a stored tensor does not fit a tensor of the model; None if it does."""
     if shape != stored.shape:
         return f"{name} is {list(stored.shape)}, the model's {list(shape)}"
     if tensor.is_floating_point() != stored.dtype.startswith(("F", "BF")):
-        return f"{name} is of {stored.dtype}, the model's of {tensor.dtype}"
+        return f"{name} is {stored.dtype}, the model's {tensor.dtype}"
     return None
 
 
 def listed_names(names: Iterable[str]) -> str:
-    """Names as text, those that differ by numbers alone as one, with their count."""
+    """Names as text; names that differ in numbers only are one entry with a count."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    told = {p: f"{p} ({len(g)} of them)" if g[1:] else g[0] for p, g in groups.items()}
-    return ", ".join(told.values())
+    shown = {p: f"{p} ({len(g)} of them)" if g[1:] else g[0] for p, g in groups.items()}
+    return ", ".join(shown.values())
 
 
 # Memory -------------------------------------------------------------------------------
 
 
 def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> None:
-    """Allocates what is on meta: parameters without values, buffers with computed ones.
+    """Allocates tensors on meta: parameters without values, buffers with computed ones.
 
-    Parameters stay the same objects, so ties hold, and so do optimizers and FSDP units.
+    Parameters stay the same objects, so ties, optimizers and FSDP units remain valid.
 
     Args:
-        model: with a plan applied.
-        values: of buffers, by their ids.
-        device: the type of device that the model goes to.
+        model: a model with a plan applied.
+        values: the values of buffers, by their ids.
+        device: the type of the model's device.
     """
     done: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -201,7 +201,7 @@ def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
     if seen and any(isinstance(module, FSDPModule) for module in model.modules()):
         model._apply(
             lambda tensor: tensor
-        )  # FSDP takes up the new memory of its shards
+        )  # FSDP registers the new memory of its shards
 
 
 # Reading ------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
 def targets(
     model: nn.Module, found: Mapping[str, StoredTensor]
 ) -> list[tuple[Tensor, StoredTensor | None, Order | None, Any]]:
-    """(tensor, what fills it, its order, its layer if it is in 4 bits) in one order.
+    """(tensor, stored tensor, storage order, 4-bit layer) of each tensor.
 
-    The order is the same on all ranks. Adapters are left out.
+    The sequence is the same on all ranks. Adapters are left out.
     """
     tensors, orders = dict(named_tensors(model)), rank_orders(model)
     four = four_bit_layers(model)
@@ -221,11 +221,11 @@ def targets(
 
 
 def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
-    """Every rank reads what it holds.
+    """Reads the slices of this rank from the files.
 
     Args:
-        model: with memory.
-        found: what each tensor is filled from, by the first of its names.
+        model: a model that is allocated.
+        found: the stored tensor for each tensor, by the first of its names.
     """
     with torch.no_grad():
         for tensor, stored, order, layer in targets(model, found):
@@ -234,7 +234,7 @@ def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
             if layer is None:
                 stored.copy_to(part_of(tensor), slices_of(tensor, order))
                 continue
-            # one weight at a time is there in all its bits, and goes when it is packed
+            # only one unquantized weight is in memory at a time
             _, dtype, ranges = layer.source
             sizes = [sum(stop - start for start, stop in some) for some in ranges]
             weight = torch.empty(sizes, dtype=dtype)
@@ -245,20 +245,20 @@ def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
 def read_rank0(
     model: nn.Module, found: Mapping[str, StoredTensor], device: str
 ) -> None:
-    """Rank 0 reads each tensor whole and sends it; every rank keeps its slices.
+    """Rank 0 reads each full tensor and broadcasts it; every rank copies its slices.
 
     Args:
-        model: with memory.
-        found: on rank 0 as for `read_slices`; the others need none.
-        device: the type of device of the process group.
+        model: a model that is allocated.
+        found: on rank 0 as for `read_slices`; unused on other ranks.
+        device: the device type of the process group.
     """
     wanted = targets(model, found)
-    # in the model's dtype, not the file's, which only rank 0 knows
+    # the model's dtype, because only rank 0 knows the file's
     kinds = [
         (tuple(t.shape), t.dtype) if w is None else w.source[:2] for t, *_, w in wanted
     ]
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    # one memory for all, for a backend may hold on to what it sent for a while
+    # one buffer for all, because a backend may keep sent memory for a while
     room = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
     failure: Exception | None = None
     with torch.no_grad():
@@ -271,7 +271,7 @@ def read_rank0(
                     stored.copy_to(full, tuple(((0, size),) for size in shape))
                 except (
                     Exception
-                ) as error:  # the others wait for it, so it is raised last
+                ) as error:  # other ranks wait for the broadcast, so raise later
                     failure = error
             if distributed.get_world_size() > 1:
                 distributed.broadcast(full, src=0)
@@ -289,12 +289,12 @@ def read_rank0(
 def tensors_in_checkpoint(
     folder: Path, metadata: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, StoredTensor]:
-    """The model's part of a checkpoint; its keys may begin with `model.`.
+    """The model's tensors in a checkpoint; their keys may begin with `model.`.
 
     Args:
-        folder: of the checkpoint.
-        metadata: torch's, by key.
-        names: of the model's tensors.
+        folder: the checkpoint.
+        metadata: torch's metadata of each key.
+        names: the names of the model's tensors.
     """
     start = "model." if any(f"model.{name}" in metadata for name in names) else ""
     found: dict[str, StoredTensor] = {}
@@ -311,26 +311,26 @@ def tensors_in_checkpoint(
 def checkpoint_targets(
     model: nn.Module, found: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
-    """The tensors that torch.distributed.checkpoint fills, by a checkpoint's keys."""
+    """The tensors that torch.distributed.checkpoint loads, by the checkpoint's keys."""
     tensors, orders = dict(named_tensors(model)), rank_orders(model)
     return {s.name: storable(tensors[n], orders.get(n)) for n, s in found.items()}
 
 
-# What emitted scripts call ------------------------------------------------------------
+# Entry points of emitted scripts ------------------------------------------------------
 
 
 def checked_files(
     model: nn.Module, folder: str, reads: bool = True
 ) -> tuple[dict[str, StoredTensor], dict[int, Tensor]]:
-    """What fills each tensor from a folder of safetensors, and values for buffers.
+    """The stored tensor for each tensor of a model, and values for buffers.
 
     Args:
-        model: with a plan applied.
-        folder: of the checkpoint.
-        reads: whether this rank does.
+        model: a model with a plan applied.
+        folder: a folder of safetensors.
+        reads: whether this rank reads the files.
 
     Raises:
-        ValueError: all that does not fit, on every rank.
+        ValueError: all names and shapes that do not fit, on every rank.
     """
     problems: list[str] = []
     found: dict[str, StoredTensor] = {}
@@ -338,7 +338,7 @@ def checked_files(
     if reads and not problems:
         found = matched(model, stored, Path(folder), problems)
         if len(problems) > 1:
-            other = "of another form, such as one with its experts one by one"
+            other = "of another form, such as one with one tensor for each expert"
             problems.append(f"a checkpoint {other}, is for planc's Run.load")
         if any(map(is_adapter, stored)):
             problems.append("adapters among them are for planc's Run.load_adapters")
@@ -364,10 +364,10 @@ def checked_checkpoint(
 
 
 def agreed_buffers(model: nn.Module, problems: list[str]) -> dict[int, Tensor]:
-    """Values for buffers; raises on every rank what any rank found."""
+    """Values for buffers; raises on every rank if any rank has findings."""
     values, lost = computed_buffers(model)
-    told = f"no file holds, and no module computes again, {listed_names(lost)}"
-    problems += [told] if lost else []
+    text = f"no file holds and no module can recompute {listed_names(lost)}"
+    problems += [text] if lost else []
     if found := first_found(problems):
         raise ValueError("nothing was loaded: " + "; ".join(found))
     return values
@@ -376,7 +376,7 @@ def agreed_buffers(model: nn.Module, problems: list[str]) -> dict[int, Tensor]:
 def read_checkpoint(
     model: nn.Module, found: Mapping[str, StoredTensor], folder: str
 ) -> None:
-    """Every rank reads what it holds from a `torch.distributed.checkpoint`."""
+    """Reads the slices of this rank from a `torch.distributed.checkpoint`."""
     with torch.no_grad():
         reader = FileSystemReader(folder)
         load(checkpoint_targets(model, found), storage_reader=reader)

@@ -10,14 +10,14 @@ from torch import nn
 
 
 def inject_lora(model: nn.Module, seed: int, **config: Any) -> None:
-    """Puts LoRA around layers, and freezes all but adapters.
+    """Wraps layers in LoRA layers, and freezes all parameters but the adapters.
 
-    The values drawn follow from the seed, and the random state stays what it was.
+    Initial values depend on the seed only, and the random state is restored.
 
     Args:
         model: changed in place.
-        seed: of the adapters' first values.
-        config: of peft's `LoraConfig`.
+        seed: the seed of the adapters' initial values.
+        config: the arguments of peft's `LoraConfig`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

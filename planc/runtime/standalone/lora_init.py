@@ -1,4 +1,4 @@
-"""The first values of adapters that were on meta: those that peft gives adapters.
+"""The initial values of adapters that were on meta: the same as peft's.
 
 Emitted scripts inline these definitions without their types.
 """
@@ -31,12 +31,12 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def halves_of(layer: nn.Module) -> dict[str, Tensor]:
-    """The parameters of peft's layer that are an adapter's, by their names there."""
+    """The adapter parameters of peft's layer, by their names in the layer."""
     return {name: p for name, p in layer.named_parameters() if is_adapter(name)}
 
 
 def adapters_on_meta(model: nn.Module) -> set[str]:
-    """The names of adapters' parameters that have no memory yet."""
+    """The names of adapter parameters on meta."""
     return {
         f"{name}.{half}"
         for name, layer in adapter_layers(model).items()
@@ -45,7 +45,7 @@ def adapters_on_meta(model: nn.Module) -> set[str]:
     }
 
 
-def begin_adapters(
+def initialize_adapters(
     model: nn.Module,
     unset: set[str],
     pattern: str,
@@ -54,15 +54,15 @@ def begin_adapters(
     init: bool | str,
     seed: int,
 ) -> None:
-    """Gives the adapters of one `LoraConfig` their values; all ranks draw the same.
+    """Initializes the adapters of one `LoraConfig`; all ranks draw the same values.
 
     Args:
-        model: with memory for them by now.
-        unset: the names of those without a value.
+        model: a model whose adapters are allocated.
+        unset: the names of adapter parameters without values.
         pattern: the configuration's `target_modules`.
         rank: its `r`.
         init: its `init_lora_weights`.
-        seed: of the values.
+        seed: the seed of the values.
     """
     orders = rank_orders(model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -78,7 +78,7 @@ def begin_adapters(
 
 
 def first_values(layer: Any, rank: int, init: bool | str) -> list[tuple[str, Tensor]]:
-    """What peft gives a layer, drawn in its order (`update_layer`)."""
+    """peft's initial values for a layer, drawn in the order of `update_layer`."""
     wide, high = layer.in_features, layer.out_features
     if layer.lora_embedding_A:
         (name,) = layer.lora_embedding_A

@@ -1,8 +1,8 @@
 """Megatron-FSDP as a plan uses it; emitted scripts inline this without its types.
 
-Source: megatron_fsdp 0.6.1. Its model is a wrapper whose forward replaces the
-parameters that the optimizer works on by those that it computes with; a hook does the
-same for the model itself, so that a training script goes on calling that.
+Source: megatron_fsdp 0.6.1. It wraps the model. The wrapper's forward replaces the
+optimizer's parameters by those for computation; a hook does the same for the model
+itself, so that a training script can call the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def unit_classes(model: nn.Module, names: list[str]) -> list[type]:
 
 
 def in_place(model: nn.Module, wrapped: Any) -> None:
-    """Makes the model itself what one calls; optimizers that were not readied raise."""
+    """Makes the model callable without its wrapper; unprepared optimizers raise."""
     from weakref import WeakSet, ref
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -40,8 +40,8 @@ def in_place(model: nn.Module, wrapped: Any) -> None:
         )
         if owner is not None and owner is mine() and optimizer not in known:
             raise RuntimeError(
-                "this optimizer would not change what Megatron-FSDP computes with: "
-                "hand it to planc's `run.optimizer`, or to "
+                "this optimizer would not update the weights of Megatron-FSDP: "
+                "pass it to planc's `run.optimizer`, or to "
                 f"`{prepare_optimizer.__name__}`, before it steps"
             )
 
@@ -49,10 +49,10 @@ def in_place(model: nn.Module, wrapped: Any) -> None:
 
 
 def prepare_optimizer(optimizer: Any) -> Any:
-    """Readies an optimizer of the model's parameters, and returns it.
+    """Prepares an optimizer of the model's parameters, and returns it.
 
-    The package would have it make its state by a step on gradients of zero, which
-    decays weights and counts as a step: that one is left out.
+    To create its state, the package would make a step with zero gradients, which
+    decays weights and counts as a step: that step is skipped.
     """
     import megatron_fsdp
 

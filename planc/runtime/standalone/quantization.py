@@ -1,4 +1,4 @@
-"""A linear layer whose frozen weight is in 4 bits, under tensor parallelism and FSDP.
+"""Linear layers with frozen 4-bit weights, under tensor parallelism and FSDP.
 
 Emitted scripts inline these definitions without their types.
 """
@@ -20,10 +20,10 @@ from planc.runtime.standalone.shards import Runs, part_of, slices_of
 
 
 class FourBit(nn.Linear):
-    """A linear layer with a weight of packed bytes, a column of its storage's dtype.
+    """A linear layer with a weight of packed bytes: one column of the storage dtype.
 
-    FSDP shards and gathers the column as it does any weight; the scales of its blocks,
-    `quant_state`, are no parameter and stay whole on every rank.
+    FSDP shards and all-gathers the column like any weight. The scales of its blocks,
+    `quant_state`, are not a parameter and are replicated.
     """
 
     compute: torch.dtype | None
@@ -32,10 +32,10 @@ class FourBit(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         mesh, split = None, None
-        if isinstance(x, DTensor):  # a style of the tensor axis is around
+        if isinstance(x, DTensor):  # the layer has a tensor-parallel style
             mesh, (split,) = x.device_mesh, x.placements
             x = x.to_local(grad_placements=[split if split.is_shard() else Partial()])
-        rows = split is not None and split.is_shard()  # each rank gives a part of a sum
+        rows = split is not None and split.is_shard()  # rowwise: the output is partial
         bias = self.bias if mesh is None or self.bias is None else self.bias.to_local()
         own = x if self.compute is None else x.to(self.compute)
         added = None if bias is None or rows else bias.to(own.dtype)
@@ -56,9 +56,9 @@ def quantize(
     double: bool = False,
     block: int = 64,
 ) -> None:
-    """Makes a linear layer one of 4 bits, in place; of a split weight, the rank's part.
+    """Quantizes a linear layer's weight, or its local shard, to 4 bits, in place.
 
-    A layer on meta gets room for its bytes there, and no scales yet.
+    A layer on meta gets a packed weight on meta, and no scales yet.
     """
     weight = layer.weight.detach()
     weight = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -80,21 +80,21 @@ def quantize(
 
 
 class FilledFourBit(FourBit):
-    """A linear layer of 4 bits that is filled from files of unquantized weights.
+    """A 4-bit linear layer that is loaded from files of unquantized weights.
 
     `source` is the shape and dtype of the unquantized weight, and the ranges of it that
-    this rank quantizes: all, or its part along the tensor axis.
+    this rank quantizes: all, or its shard along the tensor axis.
     """
 
     source: tuple[tuple[int, ...], torch.dtype, tuple[Runs, ...]]
     home: str
 
     def keep(self, weight: Tensor) -> None:
-        """Quantizes the rank's ranges of the weight, and keeps its shard's rows."""
+        """Quantizes the rank's ranges of the weight, and stores its shard's rows."""
         weight = weight.to(self.home).contiguous()
         column, self.quant_state = quantize_4bit(weight, **self.packing)
         rows, start = len(column), 0
-        if isinstance(self.weight, DTensor):  # which FSDP alone has split
+        if isinstance(self.weight, DTensor):  # sharded by FSDP only
             mesh, how = self.weight.device_mesh, self.weight.placements
             place = compute_local_shape_and_global_offset(column.shape, mesh, how)
             (rows, _), (start, _) = place
@@ -104,7 +104,7 @@ class FilledFourBit(FourBit):
 def quantize_filled(
     layer: Any, kind: str, storage: torch.dtype, device: str, **how: Any
 ) -> None:
-    """`quantize`, of a layer that is to be filled from files afterwards."""
+    """`quantize` for a layer that is loaded from files afterwards."""
     weight = layer.weight
     order = layer.__dict__.get("_rank_order", {}).pop("weight", None)
     layer.source = tuple(weight.shape), weight.dtype, slices_of(weight, order)

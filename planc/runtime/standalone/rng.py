@@ -1,4 +1,4 @@
-"""Random numbers that ranks of one axis draw alike.
+"""Random number generators that are equal on the ranks of an axis.
 
 Emitted scripts inline these definitions without their types.
 """
@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def sync_rng_state(mesh: DeviceMesh, axis: str) -> None:
-    """Gives the random state of an axis's first rank to all, for CPU and device.
+    """Copies the random state of an axis's first rank to all, for CPU and device.
 
-    They stay alike as long as they draw as many numbers, which like shards do.
+    States stay equal while ranks draw equally many numbers, as for equal shards.
     """
     group = mesh[axis].get_group()
     first = distributed.get_global_rank(group, 0)

@@ -1,4 +1,4 @@
-"""A folder of safetensors: which file has which tensor, and slices read from it.
+"""Folders of safetensors: the tensors in each file, and slices of them.
 
 Emitted scripts inline these definitions without their types.
 """
@@ -19,9 +19,9 @@ SINGLE = "model.safetensors"
 
 
 class StoredTensor:
-    """A tensor of a checkpoint: its file, its name there, its shape and its dtype.
+    """A tensor of a checkpoint: its file, its name in it, its shape and its dtype.
 
-    The dtype is the word of safetensors for it, such as BF16.
+    The dtype is its name in safetensors, such as BF16.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class StoredTensor:
     def copy_to(self, target: Tensor, ranges: Sequence[Runs]) -> None:
         """Copies some ranges into a tensor, cast to its dtype.
 
-        The file is mapped and copied from there: no other memory is used.
+        Values are copied from the memory-mapped file, without other memory.
 
         Args:
-            target: its shape is that of the ranges side by side.
-            ranges: for each dimension, positions in the stored tensor.
+            target: a tensor with the shape of the concatenated ranges.
+            ranges: for each dim, positions in the stored tensor.
         """
         if not target.numel():
             return
@@ -50,7 +50,7 @@ class StoredTensor:
 
 
 def tensors_in_file(file: Path) -> Iterator[StoredTensor]:
-    """What one file holds, from its header."""
+    """The tensors of one file, from its header."""
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118
             part = opened.get_slice(name)
@@ -58,12 +58,12 @@ def tensors_in_file(file: Path) -> Iterator[StoredTensor]:
 
 
 def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
-    """What a folder of safetensors holds, by name, from the headers of its files.
+    """The tensors of a folder of safetensors by name, from the headers of its files.
 
     Args:
         folder: with `model.safetensors.index.json`, `model.safetensors`, or any
             `*.safetensors`.
-        problems: receives each file that is missing, broken or not what the index says.
+        problems: receives each file that is missing, broken or not as indexed.
     """
     if not folder.is_dir():
         problems.append(f"{folder} is not a folder")
@@ -99,7 +99,7 @@ def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTens
 
 
 def index_of(folder: Path, problems: list[str]) -> dict[str, str] | None:
-    """The file of each tensor as the index says; None without an index."""
+    """The file of each tensor according to the index; None without an index."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -115,7 +115,7 @@ def index_of(folder: Path, problems: list[str]) -> dict[str, str] | None:
 
 
 def files_of(folder: Path, mapping: dict[str, str] | None) -> list[Path]:
-    """The files to read; some folders hold the same weights in another form, too."""
+    """The files to read; some folders have the same weights in another form too."""
     if mapping is not None:
         return [folder / name for name in dict.fromkeys(mapping.values())]
     if (folder / SINGLE).is_file():

@@ -1,4 +1,4 @@
-"""Which slices of a tensor a rank holds, and the whole tensor from all ranks' slices.
+"""The slices of a tensor that a rank holds, and the full tensor from all ranks' slices.
 
 Emitted scripts inline these definitions without their types: the only imports are torch
 and the standard library, and code lines are laid out so that every formatter leaves
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 Runs = tuple[tuple[int, int], ...]
-"""Along one dimension, the ranges [start, stop) of the whole that a rank holds."""
+"""The ranges [start, stop) of a dim of the full tensor that a rank holds."""
 Order = tuple[int, list[tuple[int, int]]]
 """(dim, ranges): a parameter's ranges of that dim, in the order that it has them."""
 CHUNK_LIST = "__create_chunk_list__"
@@ -37,7 +37,7 @@ def plain_name(name: str, wrappers: tuple[str, ...] = (*WRAPPERS, "base_layer"))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor is a part of an adapter, by its name."""
+    """Whether a name is that of an adapter's tensor."""
     factors = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
     return not factors.isdisjoint(name.split("."))
 
@@ -45,7 +45,7 @@ def is_adapter(name: str) -> bool:
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """(plain name, tensor) of each parameter and persistent buffer.
 
-    A tied tensor comes once for each of its names.
+    A tied tensor is repeated for each of its names.
     """
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -65,7 +65,7 @@ def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers with weights in 4 bits, by the plain names of these weights."""
+    """The layers with 4-bit weights, by the plain names of these weights."""
     return {
         plain_name(f"{path}.weight"): module
         for path, module in model.named_modules()
@@ -95,10 +95,10 @@ def on_host(model: nn.Module) -> set[int]:
 
 
 def rank_orders(model: nn.Module) -> dict[str, Order]:
-    """The order of each parameter that is not stored in the model's, by plain name.
+    """The storage orders that differ from the model's, by the plain name of parameters.
 
-    A weight of several projections is stored rank by rank (`repack`), while every file
-    and every full tensor has the order of the model.
+    A weight of several projections is stored rank by rank (`repack`), but files and
+    full tensors have the model's order.
     """
     return {
         plain_name(f"{path}.{name}" if path else name): order
@@ -122,23 +122,23 @@ def in_own_order(full: Tensor, order: Order | None) -> Tensor:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; writing into it writes into the tensor."""
+    """The local shard of a tensor, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def splits(placement: Placement) -> bool:
-    """Whether a placement splits its tensor: Shard, or FSDP's strided one."""
+    """Whether a placement shards the tensor: `Shard`, or FSDP's `_StridedShard`."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
 def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
-    """For each dimension, the ranges of the whole tensor that this rank holds.
+    """For each dim, the ranges of the full tensor that this rank holds.
 
     Shards may be uneven or empty, and those of packed projections have several ranges.
 
     Args:
-        tensor: a shard, or a tensor that is not split.
+        tensor: a DTensor, or a plain tensor.
         order: the order in which it is stored, if that is not the model's; the ranges
             are positions in the model's order.
     """
@@ -152,8 +152,8 @@ def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
         counts = tuple(len(p) for p in found)
         here = tuple(part_of(tensor).shape)
         if counts != here and 0 not in (prod(counts), prod(here)):
-            told = f"a shard of {tensor.placements} is {here}"
-            raise RuntimeError(f"{told}, its ranges give {counts}")
+            what = f"a shard of {tensor.placements} is {here}"
+            raise RuntimeError(f"{what}, its ranges give {counts}")
     if order is not None:
         dim, ranges = order
         own = [position for start, stop in ranges for position in range(start, stop)]
@@ -162,10 +162,10 @@ def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
 
 
 def chunk_positions(tensor: Tensor) -> list[list[int]] | None:
-    """The positions in the whole of a shard of Megatron-FSDP, None for other tensors.
+    """The positions of a Megatron-FSDP shard in the full tensor; None for others.
 
-    It fills buffers and cuts them evenly, so ranks hold unequal parts of a parameter,
-    and some none. It records the chunk on the local tensor, for torch's checkpoints.
+    It packs parameters into buffers that it splits evenly, so shards of a parameter are
+    uneven, and some empty. It records the chunk on the local tensor, for checkpoints.
     """
     known = getattr(getattr(tensor, "_local_tensor", None), CHUNK_LIST, None)
     if known is None:
@@ -181,11 +181,11 @@ def positions_of(
     coordinate: tuple[int, ...],
     placements: Sequence[Placement],
 ) -> list[list[int]]:
-    """The positions in the whole that one rank holds, by dimension.
+    """The positions in the full tensor that one rank holds, by dim.
 
-    FSDP splits what tensor parallelism left, though its mesh dimension comes first. It
-    records that by a strided shard whose factor is the number of shards inside; those
-    are split last.
+    FSDP shards the local tensors of tensor parallelism, though its mesh dim comes
+    first. It records that by a strided shard whose split factor is the number of inner
+    shards; strided shards are split last.
     """
     found = [torch.arange(size) for size in shape]
     late: list[tuple[int, Any]] = []
@@ -210,7 +210,7 @@ def positions_of(
 def chunk_of(
     placement: Placement, positions: Tensor, dims: int, count: int, index: int
 ) -> Tensor:
-    """Those of some positions that one of `count` ranks gets."""
+    """The chunk of some positions for one of `count` ranks."""
     shaped = positions.reshape([-1 if d == placement.dim else 1 for d in range(dims)])
     how = {"with_padding": False, "contiguous": False}
     pieces, _ = placement._split_tensor(shaped, count, **how)
@@ -229,7 +229,7 @@ def ranges_of(positions: Sequence[int]) -> Runs:
 
 
 def taken(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
-    """The ranges of a whole tensor, side by side; a view if each dim has one range."""
+    """The concatenated ranges of a full tensor; a view if each dim has one range."""
     for dim, some in enumerate(ranges):
         if some != ((0, full.shape[dim]),):
             parts = [full.narrow(dim, start, stop - start) for start, stop in some]
@@ -241,7 +241,7 @@ def taken(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
 def blocks_of(
     ranges: Sequence[Runs],
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """(slices of the shard, slices of the whole) of each block that a rank holds."""
+    """(slices of the shard, slices of the full tensor) of each block of a rank."""
     placed: list[list[tuple[slice, slice]]] = []
     for some in ranges:
         at = 0
@@ -260,11 +260,11 @@ def blocks_of(
 def misplaced(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[Placement]
 ) -> bool:
-    """Whether torch itself can be wrong about where the shards of a tensor are.
+    """Whether torch would compute wrong offsets for the shards of a tensor.
 
-    FSDP splits a dimension that does not divide evenly otherwise than its strided
-    placement says: 9 rows over tp = 2 and then over 4 ranks, for one. And a strided
-    shard without the shards inside has several ranges, where torch expects one.
+    FSDP shards an uneven dim differently from its strided placement: for example 9 rows
+    over tp = 2 and then over 4 ranks. And a strided shard without inner shards has
+    several ranges, but torch expects one.
     """
     for axis, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)
@@ -283,7 +283,7 @@ def misplaced(
 
 
 def irregular(tensor: Tensor, order: Order | None = None) -> bool:
-    """Whether torch misplaces a shard in checkpoints and full tensors; alike on all."""
+    """Whether torch misplaces a shard of any rank in checkpoints and full tensors."""
     if not isinstance(tensor, DTensor):
         return order is not None
     if order is not None or chunk_positions(tensor) is not None:
@@ -295,10 +295,10 @@ def irregular(tensor: Tensor, order: Order | None = None) -> bool:
 def whole_of(tensor: Tensor, order: Order | None = None) -> Tensor:
     """The full tensor in the model's order, on every rank of its mesh.
 
-    A collective if the tensor is split.
+    A collective if the tensor is sharded.
 
     Args:
-        tensor: a shard, or a tensor that is not split.
+        tensor: a DTensor, or a plain tensor.
         order: the order in which it is stored, if that is not the model's.
     """
     if not isinstance(tensor, DTensor):
@@ -312,7 +312,7 @@ def whole_of(tensor: Tensor, order: Order | None = None) -> Tensor:
 
 
 def added_up(tensor: DTensor) -> Tensor:
-    """Every rank puts its part into zeros, and their bytes are added: exact."""
+    """Sums the ranks' full tensors, zero outside their shards, as bytes: exact."""
     part = part_of(tensor).to(tensor.device_mesh.device_type)
     full = torch.zeros(tuple(tensor.shape), dtype=part.dtype, device=part.device)
     for inner, outer in blocks_of(slices_of(tensor)):
@@ -329,12 +329,12 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
 
     Args:
         model: sharded or not.
-        every_rank: whether all ranks get them; otherwise rank 0, and the others
-        nothing.
+        every_rank: whether all ranks get them; otherwise rank 0 gets them and others
+        an empty dict.
 
     Returns:
-        Tensors by plain names, tied ones under each of theirs. Weights in 4 bits are
-        left out: their bytes mean nothing without their scales.
+        Tensors by plain names; a tied tensor has each of its names. 4-bit weights are
+        left out, because their bytes have no meaning without their scales.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -349,7 +349,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
             continue
         if id(tensor) not in done:
             full = whole_of(tensor, orders.get(name))
-            # a copy: a tensor that is not split changes with the next step
+            # a copy, because the next step changes a tensor that is not sharded
             done[id(tensor)] = full.to("cpu", copy=True) if keep else full.new_empty(0)
         if keep:
             out[name] = done[id(tensor)]

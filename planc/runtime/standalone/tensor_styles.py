@@ -1,4 +1,4 @@
-"""Tensor-parallel styles that torch does not have, in the form of torch's own.
+"""Tensor-parallel styles that torch lacks, as subclasses of torch's `ParallelStyle`.
 
 Emitted scripts inline these definitions without their types.
 """
@@ -29,23 +29,23 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 Parts = int | Sequence[int]
-"""A number of equal parts that lie side by side along a dim, or the size of each."""
+"""The number of equal parts that are concatenated along a dim, or the size of each."""
 
 
 def rank_order(size: int, parts: Parts, ranks: int) -> list[tuple[int, int]]:
-    """The ranges of a dim in order, when each rank holds a slice of each part.
+    """The ranges of a dim, rank by rank, where each rank holds a slice of each part.
 
     Args:
-        size: of the dim.
-        parts: a number of equal parts, or the size of each.
-        ranks: how many share it.
+        size: the size of the dim.
+        parts: the number of equal parts, or the size of each.
+        ranks: the number of ranks that shard the dim.
 
     Returns:
         (start, stop) of each range, rank by rank.
     """
     sizes = [size // parts] * parts if isinstance(parts, int) else list(parts)
     if sum(sizes) != size or any(own % ranks for own in sizes):
-        raise ValueError(f"{size} in parts of {sizes} do not split over {ranks} ranks")
+        raise ValueError(f"{sizes} is not divisible by {ranks} ranks")
     ranges: list[tuple[int, int]] = []
     for rank in range(ranks):
         start = 0
@@ -57,10 +57,10 @@ def rank_order(size: int, parts: Parts, ranks: int) -> list[tuple[int, int]]:
 
 
 def repack(module: nn.Module, name: str, dim: int, parts: Parts, ranks: int) -> None:
-    """Puts a parameter in rank order, and notes on the module what its order is.
+    """Reorders a parameter by ranks, and stores the order on the module.
 
-    A checkpoint has the model's own order: `module._rank_order[name]` is (dim, ranges),
-    the ranges of the whole dim in the order in which they lie here.
+    `module._rank_order[name]` is (dim, ranges): the ranges of the full dim in their
+    order here. Checkpoints and full tensors have the model's order.
     """
     whole = module._parameters.get(name)
     if whole is None:
@@ -85,10 +85,10 @@ def distribute(
 
 
 def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) -> None:
-    """Lets a module's forward see what `views[name]` makes of a parameter.
+    """Makes a module's forward use the result of `views[name]` for each parameter.
 
-    The forward is wrapped and not hooked, so that one that is cut short, as recomputing
-    is, leaves the parameters in their place.
+    The forward is wrapped rather than hooked, so that parameters are restored even if
+    it is stopped early, as in recomputation.
     """
     forward = module.forward
 
@@ -111,17 +111,17 @@ def rank_part(parameter: DTensor) -> Tensor:
 
 
 def summed(parameter: DTensor) -> Tensor:
-    """The whole of a parameter whose gradient is a part of a sum."""
+    """The full tensor of a replicated parameter whose gradient is partial."""
     return parameter.to_local(grad_placements=[Partial()])
 
 
 def shared(parameter: DTensor) -> Tensor:
-    """What one rank adds of a parameter that the sum over the ranks is to hold once."""
+    """A rank's equal share of a replicated parameter, for an output that is summed."""
     return summed(parameter) / parameter.device_mesh.size()
 
 
 def gathered(value: Any, mesh: DeviceMesh) -> Any:
-    """A whole tensor whose gradient is a part of a sum; anything else as it is."""
+    """A full tensor whose gradient is partial; a value of another type is unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
@@ -134,10 +134,10 @@ def gathered(value: Any, mesh: DeviceMesh) -> Any:
 
 
 class PackedParallel(ParallelStyle):
-    """ColwiseParallel or RowwiseParallel of a linear that holds several projections.
+    """ColwiseParallel or RowwiseParallel of a linear layer with several projections.
 
-    Each of them is split, and a rank holds its slice of every one, so that it can cut
-    its local output (or make its local input) as the whole model does.
+    Each projection is sharded, and a rank has a slice of every one, so that the model's
+    code can split the local output (or concatenate the local input) as without shards.
     """
 
     def __init__(self, style: Any, *, parts: Parts) -> None:
@@ -146,7 +146,7 @@ class PackedParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            raise NotImplementedError(f"{type(module).__name__} is no nn.Linear")
+            raise NotImplementedError(f"{type(module).__name__} is not an nn.Linear")
         dims = {"weight": 1}
         if isinstance(self.style, ColwiseParallel):
             dims = {"weight": 0, "bias": 0}
@@ -156,7 +156,7 @@ class PackedParallel(ParallelStyle):
 
 
 class TransposedParallel(ParallelStyle):
-    """ColwiseParallel or RowwiseParallel of a linear whose weight is [in, out]."""
+    """ColwiseParallel or RowwiseParallel of a linear layer with weight [in, out]."""
 
     def __init__(self, style: Any, *, parts: Parts = 1) -> None:
         self.style = style
@@ -185,7 +185,7 @@ class TransposedParallel(ParallelStyle):
 
 
 class SummedGradient(ParallelStyle):
-    """Whole parameters, in a module and below, whose gradients are parts of a sum."""
+    """Replicated parameters of a module and its submodules, with summed gradients."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for inner in module.modules():
@@ -198,7 +198,7 @@ class SummedGradient(ParallelStyle):
 
 
 class RotaryGradient(ParallelStyle):
-    """The gradient of the last `features`, which no projection follows, is summed."""
+    """Sums the gradient of the last `features`, which no projection follows."""
 
     def __init__(self, features: int) -> None:
         self.features = features
@@ -214,7 +214,7 @@ class RotaryGradient(ParallelStyle):
 
 
 class DividedAttributes(ParallelStyle):
-    """Integer attributes of a module that count what the ranks split, such as heads."""
+    """Divides integer attributes of a module by the number of ranks, such as heads."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -223,18 +223,18 @@ class DividedAttributes(ParallelStyle):
         for name in self.names:
             whole, ranks = getattr(module, name), device_mesh.size()
             if whole % ranks:
-                raise ValueError(f"{name} = {whole} does not split over {ranks} ranks")
+                raise ValueError(f"{name} = {whole} is not divisible by {ranks} ranks")
             setattr(module, name, whole // ranks)
         return module
 
 
 class BareParallel(ParallelStyle):
-    """Parameters of a module's own, of which its forward sees the rank's part.
+    """A module's direct parameters, of which its forward uses the local tensors.
 
     Args:
-        held: by name, `Shard`; `Replicate`, whole, with a gradient that is a part of a
-            sum; or `Partial`, whole, and each rank works with an equal share of it.
-        parts: by name, where a split dim holds several tensors side by side.
+        held: by name, `Shard`; `Replicate`, replicated with a partial gradient; or
+            `Partial`, replicated, and each rank uses an equal share of the values.
+        parts: by name, if several tensors are concatenated along the sharded dim.
     """
 
     def __init__(
@@ -259,10 +259,10 @@ class BareParallel(ParallelStyle):
 
 
 class FeaturesParallel(BareParallel):
-    """An RMS norm over features that are split: each rank has its part of the weight.
+    """An RMS norm over sharded features, with a sharded weight.
 
-    The module's own code divides by the mean of what the rank has; what it gives is put
-    right by the mean over all ranks.
+    The module's code divides by the mean over the local features; its output is
+    corrected with the mean over all ranks.
     """
 
     def __init__(self) -> None:
@@ -290,12 +290,12 @@ class FeaturesParallel(BareParallel):
 
 
 class ExpertsParallel(BareParallel):
-    """Expert tensors that are split inside of each expert.
+    """Expert tensors that are sharded within each expert.
 
     Args:
         held, parts: as for BareParallel.
-        input_layout: `Replicate`: the gradients of all inputs are summed.
-        output_layout: of the sum over the ranks; None hands on what each rank has.
+        input_layout: for `Replicate`, the gradients of all inputs are summed.
+        output_layout: the layout of the sum over the ranks; None leaves it partial.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Weights: how they come in, are saved, resumed and exported."""
+"""Loads, saves, resumes and exports weights."""

@@ -1,4 +1,4 @@
-"""Weights from files: checked as a whole first, then each rank reads what it holds."""
+"""Loads weights from files: all are checked first, then each rank reads its own slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError
 from planc.model.checkpoint_conversion import recipes
-from planc.runtime.lora import begin
+from planc.runtime.lora import init_adapters
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.buffers import computed_buffers
@@ -34,18 +34,19 @@ _NOTHING_LOADED = "nothing was loaded: build the model from the configuration be
 
 
 def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str) -> None:
-    """Fills a model from a folder of safetensors. Every rank calls it.
+    """Loads a model from a folder of safetensors. Every rank calls it.
 
-    Everything that can be known beforehand is checked on every rank before a value is written.
+    Names, shapes and files are checked on every rank before a value is written.
 
     Args:
-        model: with a plan applied; on meta it gets its memory here.
-        folder: as `tensors_in_folder` takes it; for `rank0` only rank 0 needs to see it.
-        weights: `slices`, each rank reads its own; `rank0`, it reads all and sends it on.
-        device: the type of device that a model on meta goes to.
+        model: a model with a plan applied; on meta it is allocated here.
+        folder: as for `tensors_in_folder`; for `rank0` only rank 0 needs to see it.
+        weights: `slices`, each rank reads its own slices; `rank0`, rank 0 reads all and sends them.
+        device: the type of device for a model on meta.
 
     Raises:
-        PlanError: PL496, all names and shapes that don't fit; PL497, files. On every rank.
+        PlanError: PL496, all names and shapes that do not fit; PL497, missing or broken files. On
+            every rank.
     """
     findings: list[Diagnostic] = []
     found: dict[str, StoredTensor] = {}
@@ -57,8 +58,8 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
         if not findings:
             found = checked(model, _converted(model, stored, findings), folder, findings)
         if adapters := [name for name in found if is_adapter(name)]:
-            told = f"{folder} holds adapters, {listed_names(adapters)}"
-            findings.append(problem("PL496", told, help="load them with `run.load_adapters`"))
+            text = f"{folder} holds adapters, {listed_names(adapters)}"
+            findings.append(problem("PL496", text, help="load them with `run.load_adapters`"))
     allocate(model, findings, device)
     try:
         if weights == "slices":
@@ -68,11 +69,11 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
     except Exception as error:
         text = f"reading failed midway: {type(error).__name__}: {error}"
         findings.append(problem("PL497", text))
-    together(findings)
+    raise_on_all_ranks(findings)
 
 
-def together(findings: list[Diagnostic]) -> None:
-    """Raises on every rank what any rank found: its own, else those of the first that has some."""
+def raise_on_all_ranks(findings: list[Diagnostic]) -> None:
+    """Raises on every rank if any rank has findings: its own, else those of the first such rank."""
     if found := first_found(findings):
         raise PlanError(found)
 
@@ -83,9 +84,9 @@ def together(findings: list[Diagnostic]) -> None:
 def _converted(
     model: nn.Module, stored: Mapping[str, StoredTensor], findings: list[Diagnostic]
 ) -> dict[str, StoredTensor]:
-    """What a checkpoint holds under the model's names, whatever the files call it.
+    """The tensors of a checkpoint under the model's names, after transformers' conversions.
 
-    Experts that are one tensor in the model may be many in the files.
+    For example, the experts of a layer may be one tensor in the model and many in the files.
     """
     known = dict(named_tensors(model))
     if known.keys() >= stored.keys():
@@ -96,7 +97,7 @@ def _converted(
         if isinstance(whole, ConvertedTensor):
             out[name] = whole
         else:
-            findings.append(problem("PL496", f"{name} cannot be put together: {whole}"))
+            findings.append(problem("PL496", f"{name} cannot be assembled: {whole}"))
     return out
 
 
@@ -108,14 +109,14 @@ def checked(
     *,
     without: Iterable[str] = (),
 ) -> dict[str, StoredTensor]:
-    """What each tensor of a model is filled from, by the first of its names.
+    """The stored tensor for each tensor of a model, by the first of its names.
 
     Args:
-        model: names are those that it had before anything was wrapped.
-        stored: what the checkpoint holds.
-        folder: of the checkpoint.
-        findings: receives PL496, one each for what is missing, unexpected and wrongly shaped.
-        without: names that need not be there.
+        model: the model; its names are those before anything was wrapped.
+        stored: the tensors of the checkpoint.
+        folder: the checkpoint, for messages.
+        findings: receives PL496, one each for missing names, unexpected names and wrong shapes.
+        without: names that may be missing.
     """
     problems: list[str] = []
     found = matched(model, stored, folder, problems, frozenset(without))
@@ -127,30 +128,30 @@ def checked(
 
 
 def allocate(model: nn.Module, findings: list[Diagnostic], device: str) -> None:
-    """Gives what is on meta its memory, once no rank has a finding.
+    """Allocates tensors on meta, once no rank has a finding.
 
-    Adapters, which no file of the model's holds, get the values that they would have had on the
+    Adapters, which the model's files lack, get the initial values that they would have had on the
     CPU.
 
     Raises:
-        PlanError: `findings`; PL496, over tensors on meta that nothing can fill, and over buffers
-            that not every rank computed alike. On every rank.
+        PlanError: `findings`; PL496, for tensors on meta that have no source of values, and for
+            buffers whose computed values differ between ranks. On every rank.
     """
     values, lost = computed_buffers(model)
     if lost:
-        text = f"no file holds, and no module computes again, {listed_names(lost)}"
+        text = f"no file holds and no module can recompute {listed_names(lost)}"
         how = "build the model on the CPU, or give the module a `reset_buffers` method"
         findings.append(problem("PL496", text, help=f"{how} that fills them"))
-    together(findings)
-    together(_unlike(model, values))
+    raise_on_all_ranks(findings)
+    raise_on_all_ranks(_differing_buffers(model, values))
     unset = adapters_on_meta(model)
     materialize(model, values, device)
     if unset:
-        begin(model, unset)
+        init_adapters(model, unset)
 
 
-def _unlike(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
-    """PL496 over buffers that not every rank computed alike; a collective."""
+def _differing_buffers(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
+    """PL496 for buffers whose computed values differ between ranks; a collective."""
     mine: dict[str, str] = {}
     for name, buffer in model.named_buffers():
         if id(buffer) in values and buffer.numel():
@@ -163,5 +164,5 @@ def _unlike(model: nn.Module, values: Mapping[int, Tensor]) -> list[Diagnostic]:
     names = [n for n in mine if any(other.get(n) != mine[n] for other in everyone)]
     if not names:
         return []
-    text = f"the ranks did not compute alike {listed_names(names)}"
+    text = f"the ranks computed different values of {listed_names(names)}"
     return [problem("PL496", text, help=_NOTHING_LOADED)]

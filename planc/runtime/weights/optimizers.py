@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of parameters, as torch's flattened state dicts have it.
+"""An optimizer's state dict in torch's flattened form, keyed by parameter names.
 
-`state.NAME.exp_avg` and `param_groups.NAME.lr`: a name is the same under every plan, while a
-parameter's number and its shards are not.
+Keys are `state.NAME.exp_avg` and `param_groups.NAME.lr`. A name is the same under every plan, while
+a parameter's index and its shards are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
-from planc.runtime.sharded_tensors import detached, like
+from planc.runtime.sharded_tensors import detached, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces
 from planc.runtime.standalone.load_weights import listed_names
 from planc.runtime.standalone.shards import (
@@ -31,12 +31,12 @@ from planc.runtime.standalone.shards import (
 STATE, GROUPS = "state.", "param_groups."
 
 
-def outgoing(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state as a flat dict. A parameter that had no step yet has no state."""
+def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's flattened state dict. A parameter before its first step has no state."""
     out: dict[str, Any] = {}
     for name, parameter, group in _parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            same = like(value, parameter) if isinstance(value, Tensor) else value
+            same = with_chunk_of(value, parameter) if isinstance(value, Tensor) else value
             out[f"{STATE}{name}.{key}"] = same
         for key, value in group.items():
             if key != "params":
@@ -44,22 +44,22 @@ def outgoing(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return out
 
 
-def moved(key: str, value: Any, own: Mapping[str, Order]) -> Order | None:
-    """The order of a state's values: its parameter's, for what is as large as that."""
+def storage_order(key: str, value: Any, own: Mapping[str, Order]) -> Order | None:
+    """The storage order of a state: a tensor with dims has its parameter's order."""
     return own.get(_owner(key)) if isinstance(value, Tensor) and value.ndim else None
 
 
-def check(
+def check_state(
     model: nn.Module,
     optimizer: Optimizer,
     stored: Mapping[str, Any],
     findings: list[Diagnostic],
 ) -> None:
-    """Whether a checkpoint's optimizer fits another.
+    """Checks that an optimizer state in a checkpoint fits an optimizer.
 
     Args:
-        model: what its parameters belong to.
-        optimizer: with the same parameters.
+        model: the model that owns the parameters.
+        optimizer: the optimizer to fill.
         stored: torch's metadata of each key.
         findings: receives PL496 for parameters that either side lacks and for wrong shapes.
     """
@@ -68,7 +68,7 @@ def check(
     if missing := [n for n in parameters if n not in known]:
         findings.append(_names("lacks", missing))
     if extra := sorted(known - set(parameters)):
-        findings.append(_names("holds what this one does not:", extra))
+        findings.append(_names("has parameters that this optimizer lacks:", extra))
     for key, meta in stored.items():
         parameter = parameters.get(_owner(key))
         if parameter is not None and isinstance(meta, TensorStorageMetadata):
@@ -78,8 +78,10 @@ def check(
                 findings.append(problem("PL496", f"the checkpoint's optimizer: {text}"))
 
 
-def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat dict of a checkpoint's keys, with room for their values on this rank."""
+def empty_flat_state(
+    model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A flattened state dict with a checkpoint's keys and memory for this rank's values."""
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     out: dict[str, Any] = {}
     own = rank_orders(model)
@@ -90,15 +92,15 @@ def expected(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) 
             shape, dtype = tuple(meta.size), meta.properties.dtype
             same = shape == tuple(parameter.shape)
             out[key] = (
-                room(parameter, dtype, own.get(_owner(key)))
+                empty_shard(parameter, dtype, own.get(_owner(key)))
                 if same
                 else torch.empty(shape, dtype=dtype)
             )
     return out
 
 
-def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
-    """Gives an optimizer the state of a flat dict."""
+def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Loads a flattened state dict into an optimizer."""
     numbers: dict[int, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -111,7 +113,7 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
         if key.startswith(GROUPS):
             values.setdefault(name, {})[last] = value
         else:
-            placed = shard(value, names[name]) if isinstance(value, Tensor) else value
+            placed = assembled(value, names[name]) if isinstance(value, Tensor) else value
             state.setdefault(numbers[id(names[name])], {})[last] = placed
     by_id = {id(p): name for name, p in names.items()}
     groups = []
@@ -122,15 +124,15 @@ def incoming(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) 
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def room(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:
-    """Memory for a tensor of a checkpoint that is laid out as another one."""
+def empty_shard(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:
+    """Memory for a checkpoint's tensor that is sharded like `like`."""
     if irregular(like, order):
         return Pieces.of(like, order, dtype)
     return torch.empty_like(like, dtype=dtype)
 
 
-def shard(value: Tensor, like: Tensor) -> Tensor:
-    """What `room` gave, as a DTensor laid out as the other one where it was in pieces."""
+def assembled(value: Tensor, like: Tensor) -> Tensor:
+    """The result of `empty_shard`; blocks become a DTensor with the placements of `like`."""
     if not isinstance(like, DTensor) or not isinstance(value, Pieces):
         return value
     return DTensor.from_local(
@@ -147,7 +149,7 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tenso
     """(name, parameter, its group) of each parameter of an optimizer.
 
     Raises:
-        ValueError: it has a parameter that is not of the model.
+        ValueError: the optimizer has a parameter that is not in the model.
     """
     tensors = dict(named_tensors(model))
     names = {id(tensors[group[0]]): group[0] for group in tied_names(model)}
@@ -156,7 +158,7 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tenso
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ValueError(
-                    "the optimizer has a parameter that is not of this model: make it after the "
+                    "the optimizer has a parameter that is not in this model: create it after the "
                     "plan was applied"
                 )
             out.append((names[id(parameter)], parameter, group))
@@ -165,7 +167,8 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tenso
 
 def _names(what: str, names: list[str]) -> Diagnostic:
     text = f"the checkpoint's optimizer {what} {listed_names(names)}"
-    return problem("PL496", text, help="nothing was loaded: make the optimizer as it was saved")
+    hint = "nothing was loaded: create the optimizer with the parameters that were saved"
+    return problem("PL496", text, help=hint)
 
 
 def _owner(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Adapters as files: peft's own format, to and from shards; and what they add to their layers."""
+"""Saves and loads adapters in peft's file format, and merges them into the weights."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from planc.runtime.standalone.shards import (
     tied_names,
     whole_of,
 )
-from planc.runtime.weights.loading import together
+from planc.runtime.weights.loading import raise_on_all_ranks
 
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _OTHER = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out")
-"""Fields of peft's configuration that a plan can't say; where they say something, it is another
-adapter."""
+"""Fields of peft's configuration that a plan cannot express; if one is set, the adapter is of
+another kind."""
 
 
 def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors`. Every rank calls it.
 
-    What trains beside adapters goes along, as peft's `modules_to_save`.
+    Other trainable modules are saved as peft's `modules_to_save`.
 
     Raises:
         PlanError: PL189, PL497; PL688, a layer trains beside its own adapter. On every rank.
     """
-    together([*_tunes(lowered, "to save"), *_both(model)])
+    raise_on_all_ranks([*_require_adapters(lowered, "to save"), *_trained_with_adapter(model)])
     reshard(model)
     tensors, order = dict(named_tensors(model)), rank_orders(model)
     full: dict[str, Tensor] = {}
@@ -62,7 +62,7 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
             _write(model, lowered, folder, full)
         except OSError as error:
             failed.append(problem("PL497", f"{folder} could not be written: {error}"))
-    together(failed)
+    raise_on_all_ranks(failed)
 
 
 def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
@@ -71,17 +71,17 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     Raises:
         PlanError: PL189, PL496, PL497. On every rank.
     """
-    findings = _tunes(lowered, "to load")
+    findings = _require_adapters(lowered, "to load")
     reshard(model)
     tensors, order = dict(named_tensors(model)), rank_orders(model)
     wanted = {_peft_name(name): name for name in _trained(model)}
     if any(tensors[name].is_meta for name in wanted.values()):
-        told = "the model is on meta: it gets its memory with its weights"
-        findings.append(problem("PL189", told, help="call `run.load` before"))
+        text = "the model is on the meta device, and has no memory for adapters"
+        findings.append(problem("PL189", text, help="call `run.load` first"))
     entries = _read(model, lowered, folder, findings) if not findings else {}
     if not findings:
-        findings += _unlike(wanted, tensors, entries, folder)
-    together(findings)
+        findings += _mismatches(wanted, tensors, entries, folder)
+    raise_on_all_ranks(findings)
     try:
         with torch.no_grad():
             for stored, name in wanted.items():
@@ -89,38 +89,38 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
                 entries[stored].copy_to(part_of(tensors[name]), ranges)
     except Exception as error:
         findings.append(problem("PL497", f"reading {folder} failed midway: {error}"))
-    together(findings)
+    raise_on_all_ranks(findings)
 
 
-def _tunes(lowered: Lowered, what: str) -> list[Diagnostic]:
+def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
     if adapts(lowered):
         return []
-    told = f"the plan {lowered.plan} has no adapters {what}"
-    return [problem("PL189", told, help="`run.save` and `run.load` are for the whole model")]
+    text = f"the plan {lowered.plan} has no adapters {what}"
+    return [problem("PL189", text, help="`run.save` and `run.load` are for the whole model")]
 
 
 def _trained(model: nn.Module) -> list[str]:
-    """What adapters' files hold: adapters, and all of the modules that train beside them."""
-    tensors, modules = dict(named_tensors(model)), set(_beside(model))
+    """The tensors in an adapter file: the adapters, and other trainable modules whole."""
+    tensors, modules = dict(named_tensors(model)), set(_other_trained(model))
     return [n for n in tensors if is_adapter(n) or n.rpartition(".")[0] in modules]
 
 
-def _beside(model: nn.Module) -> list[str]:
-    """The modules with parameters of their own that train, and are no adapters."""
+def _other_trained(model: nn.Module) -> list[str]:
+    """The modules with trainable parameters of their own that are not adapters."""
     own = (n for n, t in named_tensors(model) if t.requires_grad and not is_adapter(n))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
 
 
-def _both(model: nn.Module) -> list[Diagnostic]:
-    found = [name for name in _beside(model) if name in layers(model)]
+def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
+    found = [name for name in _other_trained(model) if name in layers(model)]
     if not found:
         return []
-    told = f"{found[0]} trains, and has an adapter, too: peft's files have no place for its weight"
-    return [problem("PL688", told, help="write `none` for its adapter, or let it stay frozen")]
+    text = f"{found[0]} is trainable and has an adapter: peft's files have no place for its weight"
+    return [problem("PL688", text, help="write `none` for its adapter, or leave it frozen")]
 
 
 def _peft_name(name: str) -> str:
-    """The name in a file of peft's, which leaves out the adapter's own."""
+    """The name in peft's files, which leave out the adapter's name."""
     kept = name.removesuffix(f".{NAME}") if name.endswith(f".{NAME}") else name
     return f"{_PREFIX}{kept.replace(f'.{NAME}.weight', '.weight')}"
 
@@ -156,13 +156,13 @@ def _config(model: nn.Module, lowered: Lowered) -> Any:
         task_type="CAUSAL_LM" if causal else None,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", "")
         or None,
-        modules_to_save=_beside(model) or None,
+        modules_to_save=_other_trained(model) or None,
         inference_mode=True,
     )
 
 
 def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
-    """The last names of the layers, where those mean no other; else an expression."""
+    """The last names of the layers if no other layer has them, else a regular expression."""
     adapted = {name for op in ops for name in op.names()}
     last = {name.rpartition(".")[2] for name in adapted}
     every = {n.removesuffix(".weight") for n in dict(named_tensors(model)) if not is_adapter(n)}
@@ -173,31 +173,32 @@ def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
 def _read(
     model: nn.Module, lowered: Lowered, folder: Path, findings: list[Diagnostic]
 ) -> dict[str, StoredTensor]:
-    """What the file of weights holds, once its configuration says the same as the plan."""
+    """The tensors of the weights file; a configuration that differs from the plan is a finding."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         entries = {entry.name: entry for entry in tensors_in_file(folder / WEIGHTS)}
     except Exception as error:
-        findings.append(problem("PL497", f"{folder} holds no adapters of peft's: {error}"))
+        findings.append(problem("PL497", f"{folder} holds no adapter of peft: {error}"))
         return {}
-    said = [name for name in _OTHER if config.get(name)]
-    if config.get("peft_type") != "LORA" or said:
-        told = ", ".join([f"peft_type = {config.get('peft_type')}", *said])
-        findings.append(problem("PL496", f"{folder} holds other adapters than a plan's: {told}"))
+    unsupported = [name for name in _OTHER if config.get(name)]
+    if config.get("peft_type") != "LORA" or unsupported:
+        kind = ", ".join([f"peft_type = {config.get('peft_type')}", *unsupported])
+        text = f"{folder} holds adapters that a plan cannot describe: {kind}"
+        findings.append(problem("PL496", text))
     for op in adapts(lowered):
         for name in op.names():
             scale = [_of(config, field, name) for field in ("alpha", "rank")]
             if scale[0] * op.rank != op.alpha * scale[1]:
-                told = f"alpha {scale[0]:g} over rank {scale[1]:g}"
+                found = f"alpha {scale[0]:g} over rank {scale[1]:g}"
                 own = f"{op.alpha:g} over {op.rank}"
-                text = f"{folder}: the adapter of {name} has {told}, the plan's {own}"
+                text = f"{folder}: the adapter of {name} has {found}, the plan's {own}"
                 findings.append(problem("PL496", text))
                 break
     return entries
 
 
 def _of(config: dict[str, Any], field: str, name: str) -> float:
-    """A layer's own number: patterns come before what holds for all, as peft has it."""
+    """A layer's rank or alpha: a matching pattern takes precedence over the default, as in peft."""
     patterns = config.get(f"{field}_pattern") or {}
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
@@ -205,7 +206,7 @@ def _of(config: dict[str, Any], field: str, name: str) -> float:
     return float(config.get({"alpha": "lora_alpha", "rank": "r"}[field]) or 0)
 
 
-def _unlike(
+def _mismatches(
     wanted: dict[str, str],
     tensors: dict[str, Tensor],
     entries: dict[str, StoredTensor],
@@ -213,7 +214,7 @@ def _unlike(
 ) -> Iterator[Diagnostic]:
     missing = [name for name in wanted if name not in entries]
     extra = [name for name in entries if name not in wanted]
-    for what, names in (("lacks", missing), ("holds what the plan does not:", extra)):
+    for what, names in (("lacks", missing), ("has names that the plan lacks:", extra)):
         if names:
             rest = f", and {len(names) - 3} more" if len(names) > 3 else ""
             text = f"{folder} {what} {', '.join(names[:3])}{rest}"
@@ -227,32 +228,32 @@ def _unlike(
 # Merging -----------------------------------------------------------------------------------------
 
 
-def unmerged(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
-    """PL189 over an export that does not say what becomes of adapters, or that can't merge them;
-    PL686 over weights in 4 bits."""
+def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
+    """PL189 for an export without a choice for adapters, or that cannot merge them; PL686 for
+    4-bit weights."""
     if four := next(iter(four_bit_layers(model)), None):
-        told = f"{four} is in 4 bits, which no export gives back what it was"
+        text = f"{four} is in 4 bits, and no export can restore the original weights"
         how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
-        return [problem("PL686", told, help=how_to)]
+        return [problem("PL686", text, help=how_to)]
     own = layers(model)
     if not own or how == "left_out":
         return []
     if how != "merged":
-        told = "the model has adapters, which `from_pretrained` does not read from an export"
-        how_to = 'say `adapters="merged"` or `"left_out"`; `run.save_adapters` writes them alone'
-        return [problem("PL189", told, help=how_to)]
+        text = "the model has adapters, which `from_pretrained` does not read from an export"
+        how_to = 'pass `adapters="merged"` or `"left_out"`; `run.save_adapters` writes them'
+        return [problem("PL189", text, help=how_to)]
     tied = [g for g in tied_names(model) if len(g) > 1]
     parted = [n for group in tied for n in group if n.rpartition(".")[0] in own]
     if not parted:
         return []
-    told = f"{parted[0]} is tied to another weight, which does not have its adapter"
-    return [problem("PL189", told, help='say `adapters="left_out"`, and `run.save_adapters`')]
+    text = f"{parted[0]} is tied to another weight, which does not have its adapter"
+    return [problem("PL189", text, help='pass `adapters="left_out"`, and call `run.save_adapters`')]
 
 
 def change(layer: Any) -> Tensor:
-    """What an adapter adds to its layer's weight. A collective where it is split.
+    """The change of a layer's weight by its adapter; a collective if the adapter is sharded.
 
-    The arithmetic is peft's own (`get_delta_weight`), in the adapter's dtype.
+    The arithmetic is that of peft's `get_delta_weight`, in the adapter's dtype.
     """
     embedding = bool(layer.lora_embedding_A)
     if embedding:

@@ -1,4 +1,4 @@
-"""A torch.distributed.checkpoint folder, back into a model and its optimizer."""
+"""Loads a model and its optimizer from a torch.distributed.checkpoint folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planc.runtime.standalone.load_weights import checkpoint_targets, tensors_in
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import optimizers
-from planc.runtime.weights.loading import Weights, allocate, checked, load_files, together
+from planc.runtime.weights.loading import Weights, allocate, checked, load_files, raise_on_all_ranks
 from planc.runtime.weights.saving import METADATA, reason, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
@@ -33,11 +33,11 @@ def load(
     optimizer: Optimizer | None,
     device: str,
 ) -> int | None:
-    """Fills a model from a folder, whatever is in it; `Run.load` says how.
+    """Loads a model from a folder of safetensors or a checkpoint, as `Run.load` describes.
 
     Args:
-        weights: what the call says, None for what the plan does.
-        planned: what the plan's load section says.
+        weights: the argument of `Run.load`, None for the plan's setting.
+        planned: the setting in the plan's load section, None without one.
     """
     if weights not in (None, *get_args(Weights)):
         raise ValueError(
@@ -48,11 +48,11 @@ def load(
         problems.append(
             problem(
                 "PL475",
-                f"this call says weights = {weights}, the plan's load section {planned}",
-                help="leave it to the plan, or take the setting out of it",
+                f"this call has weights = {weights}, the plan's load section {planned}",
+                help="leave it to the plan, or remove the setting from the plan",
             )
         )
-    together(problems)
+    raise_on_all_ranks(problems)
     folder = saved(folder)
     kind = [(folder / METADATA).is_file()]
     if distributed.get_world_size() > 1:  # only rank 0 may see the folder
@@ -60,14 +60,14 @@ def load(
     if kind[0]:
         if weights == "rank0":
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
-        together(problems)
+        raise_on_all_ranks(problems)
         return load_checkpoint(model, folder, optimizer=optimizer, device=device)
     if optimizer is not None:
-        problems.append(problem("PL497", f"{folder} is no checkpoint with an optimizer's state"))
+        problems.append(problem("PL497", f"{folder} is not a checkpoint with an optimizer's state"))
     elif planned == "checkpoint":
-        text = f"the plan says weights = checkpoint, and {folder} is none"
+        text = f"the plan has weights = checkpoint, and {folder} is not a checkpoint"
         problems.append(problem("PL497", text))
-    together(problems)
+    raise_on_all_ranks(problems)
     how: Weights = "rank0" if "rank0" in (weights, planned) else "slices"
     load_files(model, folder, weights=how, device=device)
     return None
@@ -76,20 +76,20 @@ def load(
 def load_checkpoint(
     model: nn.Module, folder: Path, *, optimizer: Optimizer | None, device: str
 ) -> int | None:
-    """Fills a model, and an optimizer, from what `save` or torch wrote. Every rank calls it.
+    """Loads a model and an optimizer from a checkpoint of `save` or torch. Every rank calls it.
 
     Args:
-        model: with a plan applied, not necessarily the one that it was saved under.
-        folder: keys are names of the model's tensors, alone or after `model.`.
-        optimizer: of the model's parameters.
+        model: a model with a plan applied, not necessarily the plan that it was saved under.
+        folder: the checkpoint; its keys are the model's tensor names, or `model.` before them.
+        optimizer: an optimizer of the model's parameters.
         device: the type of device that a model on meta goes to.
 
     Returns:
-        The step that was saved, None if none was.
+        The step that was saved, None without one.
 
     Raises:
-        PlanError: PL496, all names and shapes that don't fit; PL497, files; PL687, weights in 4
-            bits. On every rank.
+        PlanError: PL496, all names and shapes that do not fit; PL497, missing or broken files;
+            PL687, 4-bit weights. On every rank.
     """
     findings: list[Diagnostic] = []
     reshard(model)
@@ -103,19 +103,19 @@ def load_checkpoint(
     if optimizer is not None and not flat and not findings:
         findings.append(problem("PL496", f"{folder} holds no optimizer state"))
     if optimizer is not None and not findings:
-        # its state is as large as the model, so it gets no memory before all is well
-        optimizers.check(model, optimizer, flat, findings)
+        # its state is as large as the model: nothing is allocated before every check has passed
+        optimizers.check_state(model, optimizer, flat, findings)
     allocate(model, findings, device)
     target: dict[str, Any] = dict(checkpoint_targets(model, found))
     if optimizer is not None:
-        own_state = optimizers.expected(model, optimizer, flat)
+        own_state = optimizers.empty_flat_state(model, optimizer, flat)
         target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
     if _STEP in metadata:
         target[_STEP] = None
     _read(target, folder)
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
-        optimizers.incoming(model, optimizer, loaded)
+        optimizers.load_flat_state(model, optimizer, loaded)
     step = target.get(_STEP)
     return int(step) if step is not None else None
 
@@ -123,14 +123,14 @@ def load_checkpoint(
 def _four_bits(
     model: nn.Module, matched: Mapping[str, StoredTensor], folder: Path
 ) -> list[Diagnostic]:
-    """PL687 over 4-bit weights that the folder holds whole, or that have no values yet."""
+    """PL687 for 4-bit weights that the checkpoint has unquantized, or that have no values yet."""
     four = four_bit_layers(model)
     if found := [name for name in matched if name in four]:
         text = f"{folder} holds {found[0]}, which the plan keeps in 4 bits"
         return [problem("PL687", text, help="read it from a folder of safetensors")]
     if missing := [name for name, layer in four.items() if layer.quant_state is None]:
         text = f"{folder} holds no weights in 4 bits, and {missing[0]} has no values yet"
-        return [problem("PL687", text, help="call `run.load` before, on the base model's folder")]
+        return [problem("PL687", text, help="call `run.load` first, on the base model's folder")]
     return []
 
 
@@ -139,14 +139,14 @@ def _metadata(folder: Path, findings: list[Diagnostic]) -> Mapping[str, Any]:
         metadata = checkpoint.FileSystemReader(folder).read_metadata()
         findings += _short(folder, metadata.storage_data or {})
         return dict(metadata.state_dict_metadata)
-    except Exception as error:  # a broken pickle raises anything
+    except Exception as error:  # a broken pickle can raise any exception
         why = f"{type(error).__name__}: {error}"
-        findings.append(problem("PL497", f"{folder} is not a whole checkpoint: {why}"))
+        findings.append(problem("PL497", f"{folder} is not a complete checkpoint: {why}"))
         return {}
 
 
 def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
-    """PL497 for files that are gone, or shorter than the metadata has it."""
+    """PL497 for files that are missing, or shorter than the metadata says."""
     needed: dict[str, int] = {}
     for info in stored.values():
         end = info.offset + info.length
@@ -158,7 +158,7 @@ def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
             out.append(problem("PL497", f"{folder} lacks its file {name}"))
         elif file.stat().st_size < size:
             found = f"{file.stat().st_size:,} bytes, not {size:,}"
-            out.append(problem("PL497", f"{file} is cut short: {found}"))
+            out.append(problem("PL497", f"{file} is truncated: {found}"))
     return out
 
 
@@ -169,4 +169,4 @@ def _read(target: dict[str, Any], folder: Path) -> None:
             checkpoint.load(target, checkpoint_id=folder)
     except (Exception, checkpoint.CheckpointException) as error:
         failed.append(problem("PL497", f"{folder} could not be read: {reason(error)}"))
-    together(failed)
+    raise_on_all_ranks(failed)

@@ -30,11 +30,11 @@ from planc.runtime.standalone.shards import (
     tied_names,
     whole_of,
 )
-from planc.runtime.weights.loading import together
-from planc.runtime.weights.optimizers import moved, outgoing
-from planc.runtime.weights.peft_files import Tuned, change, unmerged
+from planc.runtime.weights.loading import raise_on_all_ranks
+from planc.runtime.weights.optimizers import flat_state, storage_order
+from planc.runtime.weights.peft_files import Tuned, change, merge_findings
 
-METADATA = ".metadata"  # of torch.distributed.checkpoint, written last
+METADATA = ".metadata"  # torch.distributed.checkpoint writes this file last
 
 
 def save(
@@ -42,30 +42,32 @@ def save(
 ) -> None:
     """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
 
-    It is written beside the folder and renamed when it is whole: whatever dies meanwhile, the last
-    good one can be loaded. Every rank calls it, and all see the folder. Weights in 4 bits are left
-    out: they never change, and the files that they were made of hold more of them.
+    The checkpoint is written beside the folder and renamed when it is complete, so the previous one
+    can be loaded after a crash at any time. Every rank calls this, and all ranks see the folder.
+    4-bit weights are left out: they never change, and their files hold them unquantized.
 
     Args:
-        model: with a plan applied.
-        folder: made, or replaced if it holds a checkpoint.
-        optimizer: of the model's parameters; its state goes along.
-        step: given back by `load`.
+        model: a model with a plan applied.
+        folder: created, or replaced if it holds a checkpoint.
+        optimizer: an optimizer of the model's parameters, whose state is saved too.
+        step: a number that `load` returns.
 
     Raises:
         PlanError: PL497, the folder holds something else, or writing failed. On every rank.
     """
     new, old = _beside(folder)
-    together(_on_rank0(lambda: _clear(folder, new)))
+    raise_on_all_ranks(_on_rank0(lambda: _clear(folder, new)))
     reshard(model)
     tensors, own = dict(named_tensors(model)), rank_orders(model)
     four = four_bit_layers(model)
     names = [n[0] for n in tied_names(model) if n[0] not in four]
     state: dict[str, Any] = {"model": {n: storable(tensors[n], own.get(n)) for n in names}}
     if optimizer is not None:
-        flat = outgoing(model, optimizer)
+        flat = flat_state(model, optimizer)
         state["optimizer"] = {
-            name: storable(value, moved(name, value, own)) if isinstance(value, Tensor) else value
+            name: storable(value, storage_order(name, value, own))
+            if isinstance(value, Tensor)
+            else value
             for name, value in flat.items()
         }
     if step is not None:
@@ -73,26 +75,26 @@ def save(
     failed: list[Diagnostic] = []
     try:
         checkpoint.save(state, checkpoint_id=new)
-    except (Exception, checkpoint.CheckpointException) as error:  # a full disk, say
+    except (Exception, checkpoint.CheckpointException) as error:  # such as a full disk
         failed.append(problem("PL497", f"{folder} could not be written: {reason(error)}"))
-    together(failed)
-    together(_on_rank0(lambda: _publish(folder, new, old)))
+    raise_on_all_ranks(failed)
+    raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)))
 
 
 def saved(folder: Path) -> Path:
-    """Where the last whole checkpoint of a folder is: a save may have died as it was renamed."""
+    """Where the last complete checkpoint of a folder is, also after a crash during a rename."""
     _, old = _beside(folder)
     return old if not folder.exists() and (old / METADATA).is_file() else folder
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
-    """Where a checkpoint is written, and where the one before it goes for a moment."""
+    """Where a checkpoint is written, and where the previous one is moved during the renames."""
     folder = folder.absolute()
     return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
 
 
 def _on_rank0(work: Callable[[], None]) -> list[Diagnostic]:
-    """Rank 0 works on files, while the others wait in the exchange of findings that follows."""
+    """Runs file operations on rank 0; the other ranks wait in the next exchange of findings."""
     if distributed.get_rank() != 0:
         return []
     try:
@@ -103,7 +105,7 @@ def _on_rank0(work: Callable[[], None]) -> list[Diagnostic]:
 
 
 def reason(error: BaseException) -> str:
-    """One line on why: torch's checkpoint collects what its ranks raised, with tracebacks."""
+    """The first line of an error; torch's checkpoint errors collect those of all ranks."""
     if isinstance(error, checkpoint.CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(inner)}"
@@ -112,10 +114,10 @@ def reason(error: BaseException) -> str:
 
 
 def _clear(folder: Path, new: Path) -> None:
-    """Room for a save; a folder that is no checkpoint is left alone."""
+    """Creates the folder `new`; raises if `folder` holds files that are not a checkpoint."""
     if folder.exists() and not (folder / METADATA).is_file():
         if not folder.is_dir() or any(folder.iterdir()):
-            raise FileExistsError(f"{folder} is there and is no checkpoint: give another place")
+            raise FileExistsError(f"{folder} exists and is not a checkpoint: choose another folder")
         folder.rmdir()
     if new.exists():
         shutil.rmtree(new)
@@ -123,7 +125,7 @@ def _clear(folder: Path, new: Path) -> None:
 
 
 def _publish(folder: Path, new: Path, old: Path) -> None:
-    """At every moment one whole checkpoint is at `folder`, or at `old` without one at `folder`."""
+    """Renames `new` to `folder`; `folder` or `old` is a complete checkpoint at every moment."""
     if folder.exists():
         if old.exists():
             shutil.rmtree(old)
@@ -135,7 +137,7 @@ def _publish(folder: Path, new: Path, old: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Renames survive a power cut only once their folder is written."""
+    """Writes a folder's entries to disk: a rename survives a power failure only after that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -154,25 +156,25 @@ def export(
     shard_size: int,
     adapters: Tuned | None = None,
 ) -> None:
-    """Writes safetensors, their index and `config.json`, as transformers' `from_pretrained` reads.
+    """Writes safetensors, their index and `config.json` for transformers' `from_pretrained`.
 
-    One tensor at a time is gathered; rank 0 holds one file's worth of them. Tied tensors are
+    Tensors are all-gathered one at a time; rank 0 holds those of one file. Tied tensors are
     written once. Every rank calls it.
 
     Args:
-        model: with a plan applied; its dtypes are kept.
-        lowered: names the model's class, and what the plan set in the configuration.
-        folder: made where it is not there; weights in it are not replaced.
-        shard_size: bytes of a file at most, where no single tensor is larger.
-        adapters: what becomes of them, where the model has some.
+        model: a model with a plan applied; its dtypes are kept.
+        lowered: the plan; it has the model's class and the fields that it set in `config.json`.
+        folder: created if it does not exist; weights in it are not replaced.
+        shard_size: the maximum size of a file in bytes, unless a single tensor is larger.
+        adapters: whether adapters are merged or left out; required if the model has adapters.
 
     Raises:
-        PlanError: PL189, adapters, and not a word about them, or tied weights that they would
-            part; PL686, weights in 4 bits; PL497, the folder holds weights already, or writing
+        PlanError: PL189, the model has adapters and `adapters` is None, or merging would untie
+            weights; PL686, 4-bit weights; PL497, the folder holds weights already, or writing
             failed. On every rank.
     """
-    together(unmerged(model, adapters))
-    together(_on_rank0(lambda: _empty(folder)))
+    raise_on_all_ranks(merge_findings(model, adapters))
+    raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
     names = [_kept(model, group) for group in tied_names(model) if not is_adapter(group[0])]
     changes = layers(model) if adapters == "merged" else {}
@@ -192,19 +194,19 @@ def export(
         if first and not failed:
             file = folder / _named(number, len(parts))
             failed = _on_rank0(lambda file=file, full=full: _write(file, full))  # type: ignore[misc]
-    together(failed)
-    together(_on_rank0(lambda: _describe(model, lowered, folder, parts)))
+    raise_on_all_ranks(failed)
+    raise_on_all_ranks(_on_rank0(lambda: _describe(model, lowered, folder, parts)))
 
 
 def _empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     there = next(folder.glob("*.safetensors*"), None)
     if there is not None:
-        raise FileExistsError(f"{folder} holds {there.name} already: give another place")
+        raise FileExistsError(f"{folder} holds {there.name} already: choose another folder")
 
 
 def _kept(model: nn.Module, names: tuple[str, ...]) -> str:
-    """The name under which a tied tensor is written: the one that the model ties others to."""
+    """The name under which a tied tensor is written: the one to which the model ties the others."""
     tied = tuple(getattr(model, "_tied_weights_keys", None) or ())
     return next((n for n in names if n not in tied), names[0])
 
@@ -233,7 +235,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _describe(model: nn.Module, lowered: Lowered, folder: Path, parts: list[list[str]]) -> None:
-    """The index, where there are several files, and the configuration, where there is one."""
+    """Writes the index if there are several files, and the configuration if the model has one."""
     if len(parts) > 1:
         tensors = dict(named_tensors(model))
         sizes = (tensors[n].numel() * tensors[n].element_size() for part in parts for n in part)
@@ -245,7 +247,7 @@ def _describe(model: nn.Module, lowered: Lowered, folder: Path, parts: list[list
         return
     values = json.loads(config.to_json_string())
     for op in lowered.ops:
-        if isinstance(op, Configure):  # for training alone, such as `use_cache = false`
+        if isinstance(op, Configure):  # for training only, such as `use_cache = false`
             owner, _, name = op.name.rpartition(".")
             inner = values
             for part in owner.split(".") if owner else ():

@@ -1,6 +1,7 @@
-"""Tensors that a checkpoint stores in another form than the model: pieces, and slices from them.
+"""Tensors that a checkpoint stores in another form than the model, and slices of them.
 
-Only `Run.load` reads these: what is to be converted is known to transformers, not to a script.
+Only `Run.load` reads these, because transformers defines the conversions and emitted scripts
+do not import it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from planc.runtime.standalone.shards import Runs, blocks_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A tensor of a file as a box in a tensor of the model.
+    """A tensor of a file that is a block of a tensor of the model.
 
     Args:
         entry: the tensor in the file.
-        start: where the box begins, for each dim of the model's tensor.
-        size: of the box.
-        dims: the dim of the file's tensor along each of these; None for one that it lacks, where
-            the box is of size 1.
+        start: the offset of the block in each dim of the model's tensor.
+        size: the size of the block in each dim of the model's tensor.
+        dims: for each dim of the model's tensor, the dim of the file's tensor; None if the file's
+            tensor lacks it, and then the block has size 1.
     """
 
     entry: StoredTensor
@@ -37,11 +38,11 @@ class Piece:
 
 
 class ConvertedTensor(StoredTensor):
-    """A tensor of the model that several tensors of a checkpoint, or a transposed one, fill.
+    """A tensor of the model that is assembled from several, or transposed, stored tensors.
 
     Args:
-        pieces: which together fill it.
-        shape: of the whole.
+        pieces: blocks that cover the tensor.
+        shape: the full shape.
     """
 
     def __init__(self, pieces: Iterable[Piece], shape: tuple[int, ...]) -> None:
@@ -61,7 +62,7 @@ class ConvertedTensor(StoredTensor):
 
 
 def _copy(target: Tensor, source: Any, piece: Piece, ranges: Sequence[Runs]) -> None:
-    """Copies what a piece has of some ranges of the whole."""
+    """Copies the part of a piece that is in the ranges of the full tensor."""
     for inner, outer in blocks_of(ranges):
         both = [_both(piece, dim, part) for dim, part in enumerate(outer)]
         if any(start >= stop for start, stop in both):
@@ -74,13 +75,13 @@ def _copy(target: Tensor, source: Any, piece: Piece, ranges: Sequence[Runs]) -> 
 
 
 def _both(piece: Piece, dim: int, part: slice) -> tuple[int, int]:
-    """What a range and a piece share along a dim, in positions of the whole."""
+    """The overlap of a range and a piece along a dim, as positions in the full tensor."""
     first = piece.start[dim]
     return max(part.start, first), min(part.stop, first + piece.size[dim])
 
 
 def _read(source: Any, piece: Piece, both: Sequence[tuple[int, int]]) -> Tensor:
-    """The values at some positions of the whole, in the dims of the whole."""
+    """The values at positions of the full tensor, with its dims in order."""
     own: dict[int, slice] = {}
     for dim, at, (start, stop) in zip(piece.dims, piece.start, both, strict=True):
         if dim is not None:
@@ -103,19 +104,19 @@ def _one(entry: StoredTensor) -> ConvertedTensor:
 
 
 def made(recipe: Recipe, entries: Mapping[str, StoredTensor]) -> ConvertedTensor | str:
-    """The tensor that a recipe gives, or why it gives none."""
+    """The tensor that a recipe assembles, or the reason why it cannot."""
     parts = [[_one(entries[name]) for name in names] for names in recipe.parts]
     for name, first, second in recipe.steps:
         match name:
             case "stack":
                 if any(len({s.shape for s in part}) > 1 for part in parts):
-                    return "its parts are of several shapes"
+                    return "its parts have different shapes"
                 parts = [[_stack(part, first)] for part in parts]
             case "join":
                 several = [stored for part in parts for stored in part]
                 rests = {(*s.shape[:first], *s.shape[first + 1 :]) for s in several}
                 if len(rests) > 1:
-                    return "its parts are of shapes that cannot be joined"
+                    return "the shapes of its parts cannot be concatenated"
                 parts = [[_join(several, first)]]
             case "swap":
                 parts = [[_swap(s, first, second) for s in part] for part in parts]
@@ -123,7 +124,7 @@ def made(recipe: Recipe, entries: Mapping[str, StoredTensor]) -> ConvertedTensor
                 return f"planc does not know the conversion `{name}`"
     if len(parts) > 1 or len(parts[0]) > 1:
         names = [s.pieces[0].entry.name for part in parts for s in part]
-        return f"it is there several times: {', '.join(names[:3])}"
+        return f"several tensors match it: {', '.join(names[:3])}"
     return parts[0][0]
 
 

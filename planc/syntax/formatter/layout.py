@@ -55,7 +55,7 @@ def formatted(source: Source, sink: Sink) -> str | None:
     check = Sink()
     after = parse(Source(source.name, result), check)
     if check.failed or after != before or _comments(result) != _comments(text):
-        raise RuntimeError(f"the canonical layout of {source.name} would change what it says")
+        raise RuntimeError(f"the canonical layout of {source.name} would change its meaning")
     first = text.find("\n")
     return result.replace("\n", "\r\n") if text[max(first - 1, 0) : first] == "\r" else result
 
