@@ -232,12 +232,13 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
 def _report(outcome: Outcome, small: Compiled, sink: Sink) -> bool:
     """Reports what a simulation found; returns whether every FSDP unit is called."""
     assert small.plan is not None and small.lowered is not None
+    if report_uncalled({name for name, _ in outcome.modules}, small.plan, sink):
+        return False  # the cause of whatever else was found
     if outcome.verdict == "refuted":
         report_refuted(outcome, small.plan, sink)
     report_unstated(outcome, small.plan, sink)
     report_means(outcome, sink)
-    ran = {name for name, error in outcome.modules if error is not None}
-    return outcome.verdict != "proved" or not report_uncalled(ran, small.plan, sink)
+    return True
 
 
 def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:

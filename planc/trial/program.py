@@ -25,6 +25,7 @@ from planc.trial.numerics import (
     parameters_by_name,
     relative,
 )
+from planc.trial.random_numbers import Draws
 from planc.trial.trace import Trace, named_modules
 
 RATE = 1e-3
@@ -32,6 +33,8 @@ EPSILON = 1e-6
 """AdamW's epsilon. With torch's 1e-8, a gradient that is zero up to rounding changes a weight as
 much as a real one, so the steps would compare noise."""
 MAX_NORM = 1.0
+SEED = 1000
+"""The seed of what rank 0 draws in training; the next ranks have the next numbers."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,6 +76,7 @@ class Reference:
         whole: the gradients of the first step with all rows of a pass in one batch, which differ
             from the sum over the data ranks' rows where a loss is no mean over tokens.
         recomputed: a module that the model's own code runs again in the backward pass.
+        draws: whether the model draws random numbers.
     """
 
     passes: list[RankResult]
@@ -81,6 +85,7 @@ class Reference:
     parameters: Tensors = field(default_factory=dict)
     whole: Tensors = field(default_factory=dict)
     recomputed: str = ""
+    draws: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +113,24 @@ def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Refere
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
     optimizer, scale = _optimizer(model), gradient_scale(lowered)
     share = scale / batches.ranks
+    states = [_random_state(rank) for rank in first_ranks(lowered)]
     for number, step in enumerate(batches.steps):
         for one in step:
-            for result in reference.passes:
-                inputs = {**one.of_rank(result.data_rank, batches.ranks), **batches.extra(number)}
-                loss = _forward(model, inputs, result if number == 0 else None)
-                backward = Trace()
-                with backward.of(named_modules(model)):
-                    (loss * (share * batches.weight(number))).backward()
+            for rank, result in enumerate(reference.passes):
+                inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
+                torch.set_rng_state(states[rank])
+                with Draws() as draws:
+                    loss = _forward(model, inputs, result if number == 0 else None)
+                    backward = Trace()
+                    with backward.of(named_modules(model)):
+                        (loss * (share * batches.weight(number))).backward()
+                states[rank] = torch.get_rng_state()
+                reference.draws = reference.draws or draws.seen
                 reference.recomputed = reference.recomputed or next(iter(backward.calls), "")
         if number == 0:
             reference.gradients = _gradients(model)
-            reference.whole = _whole(model, batches, scale)
+            if not reference.draws:
+                reference.whole = _whole(model, batches, scale)
         trained = [p for p in model.parameters() if p.grad is not None]
         reference.norms.append(nn.utils.clip_grad_norm_(trained, MAX_NORM))
         optimizer.step()
@@ -127,6 +138,28 @@ def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Refere
     reference.parameters = _parameters(model)
     _require_finite(reference)
     return reference
+
+
+def first_ranks(lowered: Lowered) -> list[int]:
+    """The first of the ranks that read the same rows, by data rank."""
+    found: dict[int, int] = {}
+    for rank in range(lowered.world_size):
+        data, left = 0, lowered.world_size
+        for axis in lowered.axes:
+            left //= axis.size
+            if axis.name in lowered.data:
+                data = data * axis.size + rank // left % axis.size
+        found.setdefault(data, rank)
+    return [found[data] for data in sorted(found)]
+
+
+def seed_rank(rank: int) -> None:
+    """Seeds a rank before the plan is applied: otherwise than the others, as in a real run."""
+    torch.manual_seed(SEED + rank)
+
+
+def _random_state(rank: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(SEED + rank).get_state()
 
 
 def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:

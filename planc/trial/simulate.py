@@ -8,9 +8,9 @@ exception of the real code.
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -37,9 +37,11 @@ from planc.trial.program import (
     Reference,
     SingleError,
     compare,
+    seed_rank,
     train_rank,
     train_single,
 )
+from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import RankFailure, busy, run_ranks
 from planc.trial.trace import ModuleCall, Seen, Trace, code_line
 from planc.trial.trial_part import trial_part
@@ -115,11 +117,11 @@ def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) ->
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     try:
-        plain = adapted(builder.build(0), lowered)  # once: ranks share the random numbers
-        lowered = lowered.with_ops(op for op in lowered.ops if not isinstance(op, Adapt))
-        models = [copy.deepcopy(plain) for _ in range(lowered.world_size)]
         data = batches(builder, lowered, 0, quick=quick)
-        reference = train_single(alone(plain, lowered), data, lowered)
+        reference = train_single(alone(builder.build(0), lowered), data, lowered)
+        # adapters too are drawn here, one model after the other, from the same seed
+        models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
+        lowered = lowered.with_ops(op for op in lowered.ops if not isinstance(op, Adapt))
     except SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
@@ -140,8 +142,12 @@ def _run(models: list[nn.Module], runs: _Runs) -> RankFailure | None:
 
     def rank(number: int) -> None:
         model, result = models[number], runs.results[number]
-        run = apply_lowered(model, runs.lowered, digest=name, device_type="cpu", allow_code=True)
-        train_rank(model, run, runs.batches, result, traced=True)
+        seed_rank(number)
+        with RankRandom() if runs.reference.draws else nullcontext():
+            run = apply_lowered(
+                model, runs.lowered, digest=name, device_type="cpu", allow_code=True
+            )
+            train_rank(model, run, runs.batches, result, traced=True)
 
     def current() -> Trace | None:
         return runs.results[0].traces[-1] if runs.results[0].traces else None
@@ -292,19 +298,20 @@ def _error(mine: list[Seen], right: torch.Tensor) -> float | None:
 
 def _modules(runs: _Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float | None], ...]:
     """The error of each module that the plain model ran: its output and its own gradients."""
-    found: dict[str, float | None] = {}
+    found: dict[str, float | None] = dict.fromkeys(runs.reference.passes[0].traces[0].calls)
+    lost: set[str] = set()
     for view in runs.views():
         for name, right in view.right.calls.items():
             both = view.outputs(name)
             if both is None and (right.output is not None or name not in view.mine[0].calls):
-                found[name] = None
+                lost.add(name)
                 continue
             error = (_error(*both) or 0.0) if both else 0.0
             if error > LIMIT and both and not both[0][0].placements:
                 # a shard or summand can have the same shape
                 error = 0.0 if observed_layouts(*both, LIMIT) else error
-            if (before := found.get(name, 0.0)) is not None:
-                found[name] = max(before, error)
+            found[name] = max(found.get(name) or 0.0, error)
+    found |= dict.fromkeys(lost)
     for part in gradients:
         holder = part.subject.rpartition(".")[0]
         found[holder] = max(found.get(holder) or 0.0, part.error)

@@ -23,6 +23,9 @@ from unittest import mock
 
 import torch
 from torch import distributed
+from torch.distributed import _functional_collectives
+
+from planc.trial.random_numbers import RankGenerators
 
 _POLL = 0.05  # seconds between two looks at the threads
 _GRACE = 2.0  # seconds for waiting threads to end after another one has failed
@@ -101,13 +104,24 @@ def _threaded() -> Iterator[Any]:
     multi_threaded_pg._install_threaded_pg()
     logging.disable(logging.CRITICAL)  # what torch logs in addition to raising it
     try:
-        with warnings.catch_warnings(), mock.patch.object(groups, "_start_coll", _matched(groups)):
+        with (
+            warnings.catch_warnings(),
+            mock.patch.object(groups, "_start_coll", _matched(groups)),
+            # collectives are done when they return; torch warns at exit of those not waited for
+            mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _waited),
+            mock.patch.object(torch.random, "default_generator", RankGenerators()),
+        ):
             warnings.simplefilter("ignore")
             yield groups
     finally:
         logging.disable(disabled)
         multi_threaded_pg._uninstall_threaded_pg()
         isolate(False)
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    waited: torch.Tensor = _functional_collectives.wait_tensor(tensor)
+    return waited
 
 
 def _matched(groups: Any) -> Callable[[Any, Any], Any]:

@@ -31,6 +31,7 @@ from planc.trial.program import (
     RankResult,
     SingleError,
     compare,
+    seed_rank,
     train_rank,
     train_single,
 )
@@ -133,6 +134,7 @@ def _errors(
     reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
     report("apply")
     model = builder.build(seed).to(device)
+    seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
     report("parallel")
     result = RankResult()
