@@ -10,14 +10,12 @@ while others wait for it, and ranks that all wait become errors.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -77,11 +75,11 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
         except SystemExit:  # another rank has raised, and this one waited for it
             pass
 
-    with _threaded() as groups:
+    with _threaded() as (groups, waits):
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(count)]
         for thread in threads:
             thread.start()
-        stopped = _join(threads, time.monotonic() + seconds)
+        stopped = _join(threads, waits, time.monotonic() + seconds)
         if stopped:
             groups.exception_handle(None)
             for thread in threads:
@@ -92,12 +90,17 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
 
 
 @contextmanager
-def _threaded() -> Iterator[Any]:
-    """Installs the process group of threads; yields its class."""
+def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
+    """Installs the process group of threads.
+
+    Yields:
+        Its class, and the collectives that threads have joined, by thread.
+    """
     from torch.testing._internal.distributed import multi_threaded_pg
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     groups = multi_threaded_pg.ProcessLocalGroup
+    waits: dict[int, Any] = {}
     disabled = logging.root.manager.disable
     groups.reset()
     isolate(True)
@@ -107,16 +110,33 @@ def _threaded() -> Iterator[Any]:
         with (
             warnings.catch_warnings(),
             mock.patch.object(groups, "_start_coll", _matched(groups)),
+            mock.patch.object(multi_threaded_pg.Collective, "join", _joining(waits)),
             # collectives are done when they return; torch warns at exit of those not waited for
             mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _waited),
             mock.patch.object(torch.random, "default_generator", RankGenerators()),
         ):
             warnings.simplefilter("ignore")
-            yield groups
+            yield groups, waits
     finally:
         logging.disable(disabled)
         multi_threaded_pg._uninstall_threaded_pg()
         isolate(False)
+
+
+def _joining(waits: dict[int, Any]) -> Callable[[Any, int, Any], Any]:
+    """`Collective.join`, which notes the collective while its thread is in it."""
+    from torch.testing._internal.distributed.multi_threaded_pg import Collective
+
+    join = Collective.join
+
+    def noted(collective: Any, rank: int, data: Any) -> Any:
+        waits[threading.get_ident()] = collective
+        try:
+            return join(collective, rank, data)
+        finally:
+            waits.pop(threading.get_ident())
+
+    return noted
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,38 +160,31 @@ def _matched(groups: Any) -> Callable[[Any, Any], Any]:
     return checked
 
 
-def _join(threads: list[threading.Thread], end: float) -> str:
-    """Waits for the threads; returns why they were given up, empty if they ended."""
+def _join(threads: list[threading.Thread], waits: Mapping[int, Any], end: float) -> str:
+    """Waits for the threads; returns why they were given up, empty if they ended.
+
+    Args:
+        threads: one for each rank.
+        waits: the collectives that threads have joined, by thread.
+        end: the time limit, as `time.monotonic`.
+    """
     while alive := [t for t in threads if t.is_alive()]:
         alive[0].join(_POLL)
         if time.monotonic() > end:
             return "the ranks did not end within the time limit"
-        if _deadlocked(alive):
+        if _deadlocked(alive, waits):
             return "the ranks wait for each other: not all of them call the same collectives"
     return ""
 
 
-def _deadlocked(threads: list[threading.Thread]) -> bool:
+def _deadlocked(threads: list[threading.Thread], waits: Mapping[int, Any]) -> bool:
     """Whether every rank waits in a collective that has not all of its ranks.
 
     A rank may be on its way into a collective or out of it for as long as other work takes the
     processor, so time decides nothing: each collective must have counted every rank that waits.
     """
-    frames = sys._current_frames()
-    waits = [_collective(frames.get(t.ident or 0)) for t in threads if t.is_alive()]
-    return bool(waits) and all(
-        joined is not None
-        and not joined._done
-        and joined._count == waits.count(joined) < joined._world_size
-        for joined in waits
+    joined = [waits.get(t.ident or 0) for t in threads if t.is_alive()]
+    return bool(joined) and all(
+        one is not None and not one._done and one._count == joined.count(one) < one._world_size
+        for one in joined
     )
-
-
-def _collective(frame: FrameType | None) -> Any:
-    """The collective that a thread has joined, None if it runs."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "join" and code.co_filename.endswith("multi_threaded_pg.py"):
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None
