@@ -5,15 +5,18 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from modelfolder import CONFIG, found, written
 
 from planc.diagnostic import Sink
+from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.model.sources import huggingface, isolation
 from planc.resources import PLANS
+from planc.runtime.weights import saving
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -288,6 +291,37 @@ def test_infinite_floats_as_transformers_writes_them(home):
     assert list(facts.config["time_step_limit"]) == [0.0, float("inf")]
     assert facts.config["extra"] == [-float("inf"), {"__float__": "1"}, {"__float__": []}]
     assert found(home / "model")[0].config == facts.config, "the cache has the same"
+
+
+@pytest.mark.parametrize(
+    "name", ["bamba-9b", "falcon-h1-0.5b", "nemotron-h-8b", "mamba-codestral-7b"]
+)
+def test_the_configuration_of_an_export_is_read_back(home, name):
+    """What `run.export` writes beside the weights, with the infinite floats of these families."""
+    values = json.loads((PLANS / "models" / f"{name}.json").read_text())
+    values["time_step_limit"] = [0.0, float("inf")]
+    values["num_hidden_layers"] = 4
+    for field in ("layers_block_type", "hybrid_override_pattern", "layer_types"):
+        values.pop(field, None)
+    if name == "bamba-9b":
+        values["attn_layer_indices"] = [1]
+    if name == "nemotron-h-8b":
+        values["hybrid_override_pattern"] = "M-*M"
+    folder = home / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    first, said = found(folder)
+    assert said == []
+    config = config_of(json.loads((folder / "config.json").read_text()), "config.json")
+    cls, part = huggingface.prepare(config, Sink())
+    model = huggingface._on_meta(lambda: cls._from_config(part))
+    (home / "export").mkdir()
+    saving._describe(model, SimpleNamespace(ops=(), model=first.name), home / "export", [[]])
+    written = (home / "export" / "config.json").read_text()
+    assert '"__float__": "Infinity"' in written
+    again, said = found(home / "export")
+    assert said == [] and again.root == first.root
+    assert list(again.config["time_step_limit"]) == [0.0, float("inf")]
 
 
 KERNELS = {
