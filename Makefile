@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test processes lint bench mutants coverage pages clean
+.PHONY: help demo test processes lint bench mutants fuzz coverage pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -35,6 +35,11 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour)
 	mkdir -p build
 	$(BIN)/python -W ignore tests/mutants/run.py --table build/mutants.md
+
+FUZZ_CASES ?= 100000
+FUZZ_SEED  ?=
+fuzz: $(VENV)/.ready  ## broken plans, configurations and lowered plans (two hours; FUZZ_CASES=1000 FUZZ_SEED=7)
+	$(BIN)/python -W ignore tests/fuzz/run.py --cases $(FUZZ_CASES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
 coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes, transformers' own beside it (half an hour, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/run.py

@@ -109,15 +109,19 @@ def apply(
         PlanError: the plan has errors, the ranks disagree, or torch refused an operation.
     """
     from planc.emit.text import render
-    from planc.runtime import apply_lowered, require_not_parallel
+    from planc.runtime import announce, apply_lowered, device_of, require_not_parallel
 
-    require_not_parallel(model)
-    if isinstance(plan, str):
-        size = world_size or _ranks()
-        lowered = lower(model, plan, world_size=size, overrides=overrides)
-    else:
-        lowered = plan
-    own = digest(lowered)
+    try:
+        require_not_parallel(model)
+        if isinstance(plan, str):
+            size = world_size or _ranks()
+            lowered = lower(model, plan, world_size=size, overrides=overrides)
+        else:
+            lowered = plan
+        own = digest(lowered)
+    except Exception as error:
+        announce(error, device_of(model, device_type))
+        raise
     return apply_lowered(
         model,
         lowered,

@@ -117,6 +117,8 @@ PLAN_TEXTS = {
     "utf16": "plan p for llama\n".encode("utf-16"),
     "five": b"plan p fro llama\nmesh {\n tp = = 1\n}\n"
     b"tensor onn tp {\n a colwise\n}\nfsdp on {\n}\n",
+    "long extend": b'plan p for llama\nextend "' + b"x" * 300 + b'"\n',
+    "header bracket": b"plan p{ for llama\nmesh {\n tp = 1\n}\n",
     "huge number": b"plan p for llama\nmesh {\n tp = " + b"9" * 5_000 + b"\n}\n",
 }
 
@@ -130,6 +132,15 @@ def test_a_plan_that_is_none(tmp_path, name):
     assert "Traceback" not in out + err and "PL900" not in out + err
     if name == "five":
         assert out.count("error[") == 5
+
+
+def test_an_index_of_thousands_of_digits_is_in_no_list(tmp_path):
+    plan = tmp_path / "p.plan"
+    for pick in ("9" * 5_000, "-" + "9" * 5_000, "0:" + "9" * 5_000):
+        rule = f"fsdp on dp {{\n model.layers[{pick}] : unit\n}}\n"
+        plan.write_text(f"plan p for llama\nmesh {{\n dp = 2\n}}\n{rule}")
+        code, out, _ = call("check", "llama-3.1-8b", plan, "--level", "structure")
+        assert code == 1 and "error[PL101]" in out
 
 
 MODEL_TEXTS = {

@@ -2,16 +2,21 @@
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from modelfolder import CONFIG, found, written
 
 from planc.diagnostic import Sink
+from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.load import load
+from planc.model.sources import huggingface, isolation
 from planc.resources import PLANS
+from planc.runtime.weights import saving
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -160,11 +165,14 @@ def test_a_byte_order_mark_is_no_error(home):
 # Fields ----------------------------------------------------------------------------------------
 
 SIZE = "an integer from 1 to 100,000,000"
+LAYERS = "an integer from 1 to 5,000"
 WRONG = {
     "text": ({"num_attention_heads": "32"}, ["num_attention_heads", '"32"', "a positive integer"]),
     "true": ({"num_attention_heads": True}, ["num_attention_heads", "true", "a positive integer"]),
     "negative": ({"hidden_size": -64}, ["hidden_size", "-64", SIZE]),
-    "zero": ({"num_hidden_layers": 0}, ["num_hidden_layers", "0", SIZE]),
+    "zero": ({"num_hidden_layers": 0}, ["num_hidden_layers", "0", LAYERS]),
+    "too many layers": ({"num_hidden_layers": 100_000}, ["100000", LAYERS]),
+    "too many labels": ({"num_labels": 10_000_000}, ["10000000", "from 0 to 100,000"]),
     "null": ({"vocab_size": None}, ["vocab_size", "null", "an integer"]),
     "fraction": ({"hidden_size": 64.5}, ["hidden_size", "64.5", "an integer"]),
     "whole fraction": ({"hidden_size": 64.0}, ["hidden_size", "64.0", "an integer"]),
@@ -244,6 +252,7 @@ def test_a_class_that_the_file_names(home):
     assert found(folder)[0].name == "LlamaForSequenceClassification"
 
 
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
 CONTRADICTIONS = {
     "heads": {"num_attention_heads": 5},
     "activation": {"hidden_act": "no_such_function"},
@@ -257,6 +266,127 @@ CONTRADICTIONS = {
 def test_what_transformers_refuses_is_a_finding(home, fields):
     (said,) = refused(written(home / "model", **fields))
     assert said.startswith("PL606 transformers cannot build a model from ")
+
+
+def test_a_model_of_too_many_modules_is_not_built(home, monkeypatch):
+    """Whatever field asks for them: a bound per field would need each family's names."""
+    monkeypatch.setattr(isolation, "MAX_PARTS", 30)
+    (said,) = refused(written(home / "model", num_hidden_layers=500))
+    assert said.startswith("PL606 ") and "more than 30 modules and parameters" in said
+    from torch.nn.modules import module
+
+    assert not module._global_module_registration_hooks
+    assert not module._global_parameter_registration_hooks
+
+
+def test_infinite_floats_as_transformers_writes_them(home):
+    written(home / "model", architectures=None, model_type="bamba", **MAMBA)
+    file = home / "model" / "config.json"
+    values = json.loads(file.read_text())
+    values["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
+    values["extra"] = [{"__float__": "-Infinity"}, {"__float__": "1"}, {"__float__": []}]
+    file.write_text(json.dumps(values))
+    facts, said = found(home / "model")
+    assert said == []
+    assert list(facts.config["time_step_limit"]) == [0.0, float("inf")]
+    assert facts.config["extra"] == [-float("inf"), {"__float__": "1"}, {"__float__": []}]
+    assert found(home / "model")[0].config == facts.config, "the cache has the same"
+
+
+@pytest.mark.parametrize(
+    "name", ["bamba-9b", "falcon-h1-0.5b", "nemotron-h-8b", "mamba-codestral-7b"]
+)
+def test_the_configuration_of_an_export_is_read_back(home, name):
+    """What `run.export` writes beside the weights, with the infinite floats of these families."""
+    values = json.loads((PLANS / "models" / f"{name}.json").read_text())
+    values["time_step_limit"] = [0.0, float("inf")]
+    values["num_hidden_layers"] = 4
+    for field in ("layers_block_type", "hybrid_override_pattern", "layer_types"):
+        values.pop(field, None)
+    if name == "bamba-9b":
+        values["attn_layer_indices"] = [1]
+    if name == "nemotron-h-8b":
+        values["hybrid_override_pattern"] = "M-*M"
+    folder = home / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    first, said = found(folder)
+    assert said == []
+    config = config_of(json.loads((folder / "config.json").read_text()), "config.json")
+    cls, part = huggingface.prepare(config, Sink())
+    model = huggingface._on_meta(lambda: cls._from_config(part))
+    (home / "export").mkdir()
+    saving._describe(model, SimpleNamespace(ops=(), model=first.name), home / "export", [[]])
+    written = (home / "export" / "config.json").read_text()
+    assert '"__float__": "Infinity"' in written
+    again, said = found(home / "export")
+    assert said == [] and again.root == first.root
+    assert list(again.config["time_step_limit"]) == [0.0, float("inf")]
+
+
+KERNELS = {
+    "public": {"attn_implementation": "org/kernel"},
+    "private": {"_attn_implementation": "org/kernel"},
+    "internal": {"_attn_implementation_internal": "org/kernel"},
+    "by part": {"attn_implementation": {"": "org/kernel", "text_config": "org/kernel"}},
+    "flash": {"attn_implementation": "flash_attention_2"},
+    "experts": {"experts_implementation": "org/kernel", "_experts_implementation": "org/kernel"},
+    "layer": {"per_layer_config": {"0": {"attn_implementation": "org/kernel"}}},
+}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What would be loaded from the hub, as if the package `kernels` were installed."""
+    from transformers import modeling_flash_attention_utils, modeling_utils
+    from transformers.integrations import hub_kernels
+
+    asked = []
+
+    def load_kernel(name, **_):
+        asked.append(name)
+        raise RuntimeError(f"{name} was loaded")
+
+    monkeypatch.setattr(hub_kernels, "get_kernel_hub", load_kernel, raising=False)
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)
+    for module in (hub_kernels, modeling_utils, modeling_flash_attention_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda *_: True, raising=False)
+    return asked
+
+
+@pytest.mark.parametrize("fields", KERNELS.values(), ids=KERNELS.keys())
+def test_a_kernel_of_the_hub_is_never_loaded(home, hub, fields):
+    facts, _ = found(written(home / "model", **fields))
+    assert hub == []
+    if "per_layer_config" not in fields:
+        assert facts.name == "LlamaForCausalLM"
+    plain, _ = found(written(home / "plain"))
+    assert facts is None or facts.root == plain.root
+
+
+def test_the_loader_of_kernels_is_out_of_reach(home, hub, monkeypatch):
+    """Even where a field gets through: the loader itself is replaced, and put back."""
+    from transformers.integrations import hub_kernels
+
+    monkeypatch.setattr(huggingface, "without_kernels", lambda values: values)
+    (said,) = refused(written(home / "model", **KERNELS["public"]))
+    assert hub == [] and "planc loads no kernels from the hub" in said
+    with pytest.raises(RuntimeError, match="was loaded"):
+        hub_kernels.get_kernel_hub("org/kernel")
+
+
+def test_a_backbone_of_the_hub_is_not_fetched(home, monkeypatch):
+    """The name of a backbone is a repository, whose configuration transformers would ask for."""
+    from huggingface_hub import constants
+
+    asked = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **_: asked.append(a) or [])
+    fields = {"model_type": "dpt", "architectures": ["DPTForDepthEstimation"]}
+    folder = written(home / "model", **fields, backbone="org/backbone", use_timm_backbone=False)
+    assert refused(folder)[0].startswith("PL606 ")
+    assert asked == []
+    assert constants.HF_HUB_OFFLINE is False
 
 
 def test_the_verbosity_of_transformers_is_left_as_it_was(home):

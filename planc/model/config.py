@@ -16,6 +16,8 @@ from planc.diagnostic import Sink
 from planc.resources import GRAMMARS, PLANS
 
 _MAX_BYTES = 5_000_000
+_MAX_NESTING = 64
+_SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 CLASS = "_class_name"
 """The field with the class in every configuration written by diffusers."""
 
@@ -239,7 +241,9 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         sink.error("PL602", f"{place.name} is larger than {_MAX_BYTES:,} bytes: no configuration")
         return None
     try:
-        values = json.loads(data.decode("utf-8-sig"))
+        values = json.loads(data.decode("utf-8-sig"), object_hook=_special_float)
+        if _too_deep(values):
+            raise RecursionError
     except UnicodeDecodeError:
         sink.error("PL602", f"{place.name} is not JSON: it is not UTF-8 text")
         return None
@@ -257,3 +261,21 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         sink.error("PL602", f"{place.name} contains {_shown(values)}, not an object")
         return None
     return Config(name=place.name, path=place.path, values=values)
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """A float that JSON lacks, which transformers writes as an object; any other object as it is.
+
+    Source: `PreTrainedConfig._decode_special_floats`.
+    """
+    name = value.get("__float__")
+    return float(name) if len(value) == 1 and name in _SPECIAL_FLOATS else value
+
+
+def _too_deep(values: Any) -> bool:
+    """Whether lists and objects nest deeper than any configuration."""
+    level = [values]
+    for _ in range(_MAX_NESTING):
+        inner = [v for v in level if isinstance(v, dict | list)]
+        level = [c for v in inner for c in (v.values() if isinstance(v, dict) else v)]
+    return bool(level)

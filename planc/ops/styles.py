@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, assert_never
 
 from planc.ops.base import OMIT, Form, Name, Pairs, Plain, Size, Some, key, kind_of, text
 from planc.ops.base import Literal as Literal  # noqa: PLC0414 - for users of this module
+from planc.ops.layouts import Layout as Layout  # noqa: PLC0414 - for users of this module
+from planc.ops.layouts import Partial as Partial  # noqa: PLC0414
+from planc.ops.layouts import Replicate as Replicate  # noqa: PLC0414
+from planc.ops.layouts import Shard as Shard  # noqa: PLC0414
 from planc.ops.phrases import literal
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """Every rank holds the whole tensor."""
-
-    def __str__(self) -> str:
-        return "replicate"
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Sharded along `dim`; negative dims count from the end."""
-
-    dim: int
-
-    def __str__(self) -> str:
-        return f"shard({self.dim})"
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Every rank holds a summand of the tensor."""
-
-    def __str__(self) -> str:
-        return "partial"
-
-
-def _layout(text: str) -> Replicate | Shard | Partial:
-    found = re.fullmatch(r"shard\((.*)\)", text)
-    return Shard(int(found[1])) if found else Partial() if text == "partial" else Replicate()
-
-
-Layout = Annotated[
-    Replicate | Shard | Partial,
-    replace(
-        text("layout", "a layout", r"(replicate|partial|shard\((0|-?[1-9][0-9]?)\))"),
-        write=str,
-        read=_layout,
-    ),
-]
 
 Parts = Size | Some[Size]
 """The projections packed in one dim: a number of equal parts, or the size of each."""

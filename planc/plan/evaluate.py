@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 from typing import assert_never
 
+from planc.ops.base import cut
 from planc.plan.scope import FAILED, Failed, Scope, Value
 from planc.syntax import ast
+
+_LARGEST = 2**63
+"""What a calculation cannot reach: no size of a model or a mesh does, and larger numbers of a
+plan by a stranger would take all memory."""
+_MOST_ENTRIES = 10_000
+"""Of a list in a plan, with those of the lists in it."""
 
 
 def evaluate(expression: ast.Expr, scope: Scope) -> Value:
@@ -20,7 +27,11 @@ def evaluate(expression: ast.Expr, scope: Scope) -> Value:
             return _selected(expression, scope)
         case ast.List():
             values = tuple(evaluate(item, scope) for item in expression.items)
-            return FAILED if any(isinstance(v, Failed) for v in values) else values
+            if any(isinstance(v, Failed) for v in values):
+                return FAILED
+            if _entries(values) > _MOST_ENTRIES:
+                return _wrong(expression, f"a list has at most {_MOST_ENTRIES:,} entries", scope)
+            return values
         case ast.Unary():
             return _unary(expression, scope)
         case ast.Binary():
@@ -56,7 +67,7 @@ def describe(value: Value) -> str:
         case None:
             return "null"
         case str():
-            return f'"{value}"'
+            return f'"{cut(value)}"'
         case tuple():
             inner = ", ".join(describe(v) for v in value[:8])
             return f"[{inner}{', ...' if len(value) > 8 else ''}]"
@@ -69,6 +80,16 @@ def describe(value: Value) -> str:
 def _wrong(node: ast.Node, message: str, scope: Scope, help: str | None = None) -> Failed:
     scope.sink.error("PL109", message, node.origin, help=help)
     return FAILED
+
+
+def _entries(values: tuple[Value, ...]) -> int:
+    """The entries of a list and of the lists in it; no more than one too many are counted."""
+    count = 0
+    for value in values:
+        count += 1 + (_entries(value) if isinstance(value, tuple) else 0)
+        if count > _MOST_ENTRIES:
+            break
+    return count
 
 
 def _number(value: Value) -> bool:
@@ -130,30 +151,37 @@ def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value
     if node.op in ("/", "//", "%") and two == 0:
         return _wrong(node.right, f"`{node.op}` by zero", scope)
     try:
-        match node.op:
-            case "<":
-                return one < two
-            case "<=":
-                return one <= two
-            case ">":
-                return one > two
-            case ">=":
-                return one >= two
-            case "+":
-                return one + two
-            case "-":
-                return one - two
-            case "*":
-                return one * two
-            case "//":
-                return one // two
-            case "%":
-                return one % two
-            case _:
-                exact = isinstance(one, int) and isinstance(two, int) and one % two == 0
-                return one // two if exact else one / two
+        value = _calculated(node.op, one, two)
     except OverflowError:
         return _wrong(node, "the numbers are too large", scope)
+    if not isinstance(value, bool) and not -_LARGEST < value < _LARGEST:
+        return _wrong(node, "the numbers are too large", scope, "a result has at most 64 bits")
+    return value
+
+
+def _calculated(op: str, one: int | float, two: int | float) -> int | float | bool:
+    match op:
+        case "<":
+            return one < two
+        case "<=":
+            return one <= two
+        case ">":
+            return one > two
+        case ">=":
+            return one >= two
+        case "+":
+            return one + two
+        case "-":
+            return one - two
+        case "*":
+            return one * two
+        case "//":
+            return one // two
+        case "%":
+            return one % two
+        case _:
+            exact = isinstance(one, int) and isinstance(two, int) and one % two == 0
+            return one // two if exact else one / two
 
 
 def _call(node: ast.Call, scope: Scope) -> Value:
@@ -187,7 +215,7 @@ def _selected(node: ast.Selector, scope: Scope) -> Value:
     value = scope.value(ast.Name(origin=node.origin, path=found[1]))
     if isinstance(value, Failed):
         return FAILED
-    index = int(found[2])
+    index = int(found[2]) if len(found[2]) < 1_000 else _LARGEST
     if not isinstance(value, tuple):
         return _wrong(node, f"`{found[1]}` is {describe(value)}, not a list", scope)
     if not -len(value) <= index < len(value):

@@ -92,13 +92,26 @@ class Scope:
             return self._circle(name, definition.origin)
         self._pending.append(name.path)
         expression = definition.given or definition.value
-        if definition.kind == "let":
-            value = self._module_path(expression)
-        else:
-            value = self.evaluate(expression, self)
-        self._pending.pop()
+        try:
+            if definition.kind == "let":
+                value = self._module_path(expression)
+            else:
+                value = self.evaluate(expression, self)
+        except RecursionError:
+            value = self._too_long(name)
+        finally:
+            self._pending.pop()
         self._values[name.path] = value
         return value
+
+    def _too_long(self, name: ast.Name) -> Value:
+        self.sink.error(
+            "PL108",
+            f"the value of `{name.path}` goes through too many others",
+            name.origin,
+            help="shorten the chain of definitions",
+        )
+        return FAILED
 
     def _module_path(self, value: ast.Expr) -> Value:
         """A let's value may be a module path: a name that is nothing else is read as one."""
@@ -120,8 +133,10 @@ class Scope:
         if "mesh" in self._pending:
             return self._circle(name, name.origin)
         self._pending.append("mesh")
-        mesh = self.solve()
-        self._pending.pop()
+        try:
+            mesh = self.solve()
+        finally:
+            self._pending.pop()
         return mesh.size(*axes_of(name.path, mesh.names)) if mesh else FAILED
 
     def _circle(self, name: ast.Name, origin: Span) -> Value:

@@ -81,7 +81,7 @@ def select(
     """
     bases = tuple(bases)
     found: list[Modules] = []
-    for steps in _alternatives(selector, scope):
+    for steps in _every_alternative(selector, scope):
         matched: list[Modules] = []
         misses: list[_Miss] = []
         for base in bases:
@@ -96,6 +96,22 @@ def select(
             return ()
         found.extend(matched)
     return _merged(found)
+
+
+def _every_alternative(
+    selector: ast.Selector, scope: Scope
+) -> tuple[tuple[SelectorStep, ...], ...]:
+    """The alternatives of a selector; none after a finding."""
+    try:
+        return tuple(_alternatives(selector, scope))
+    except RecursionError:
+        scope.sink.error(
+            "PL108",
+            f"`{selector.path}` goes through too many `let`s, or through itself",
+            selector.origin,
+            help="a `let` can't use its own name",
+        )
+        return ()
 
 
 def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[SelectorStep, ...]]:
@@ -199,7 +215,7 @@ def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]
 
 def _contains(at: Modules, has: ast.Selector, scope: Scope) -> bool:
     return any(
-        not isinstance(_walk(at, steps, scope), _Miss) for steps in _alternatives(has, scope)
+        not isinstance(_walk(at, steps, scope), _Miss) for steps in _every_alternative(has, scope)
     )
 
 
@@ -212,7 +228,7 @@ def _indices(text: str, length: int) -> Indices:
     """The entries of a list that `[...]` selects; slices and negative indices are Python's."""
     result = Indices(0)
     for part in text[1:-1].split(","):
-        numbers = [int(n) if n.strip() not in ("", "-") else None for n in part.split(":")]
+        numbers = [_integer(n) if n.strip() not in ("", "-") else None for n in part.split(":")]
         if len(numbers) == 1:
             index = numbers[0]
             if index is not None and -length <= index < length:
@@ -220,6 +236,11 @@ def _indices(text: str, length: int) -> Indices:
         elif len(numbers) <= 3 and numbers[-1] != 0 and all(abs(n or 0) < 2**31 for n in numbers):
             result |= Indices.of(range(length)[slice(*numbers)])
     return result
+
+
+def _integer(digits: str) -> int:
+    """An index; Python does not convert one of thousands of digits, which no list has."""
+    return int(digits) if len(digits) < 1_000 else 2**63
 
 
 def _merged(found: Iterable[Modules]) -> tuple[Modules, ...]:

@@ -183,7 +183,7 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
             sink.add(diagnostic)
     compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
-    if verdict != "unknown" and not case.facts.code:  # a user's code can change
+    if verdict != "unknown" and not (case.facts.code or case.lowered.code):  # code can change
         key = store.key_of(certificate["lowered"], case.facts.config)
         store.keep(certificate, key)
     return Proof(verdict=verdict, certificate=certificate)

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planc.runtime.executor import apply_lowered
-    from planc.runtime.preconditions import require_not_parallel
+    from planc.runtime.meshes import device_of
+    from planc.runtime.preconditions import announce, require_not_parallel
 
-__all__ = ["apply_lowered", "require_not_parallel"]
+__all__ = ["announce", "apply_lowered", "device_of", "require_not_parallel"]
 
 
 def __getattr__(name: str) -> Any:
     match name:
-        case "require_not_parallel":
-            from planc.runtime.preconditions import require_not_parallel
+        case "announce" | "require_not_parallel":
+            from planc.runtime import preconditions
 
-            return require_not_parallel
+            return getattr(preconditions, name)
+        case "device_of":
+            from planc.runtime.meshes import device_of
+
+            return device_of
         case "apply_lowered":
             from planc.runtime.executor import apply_lowered
 

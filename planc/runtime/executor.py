@@ -27,7 +27,7 @@ from planc.runtime import megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
-from planc.runtime.preconditions import op_name, ready, stop
+from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 
 _log = logging.getLogger("planc")
@@ -62,9 +62,10 @@ def apply_lowered(
             operation).
     """
     began = time.perf_counter()
-    _code(lowered, allow_code)
+    device = device_of(model, device_type)
+    _require(lowered, device, allow_code)
     with _without_collection():
-        modules, meshes = _prepare(model, lowered, digest, device_of(model, device_type))
+        modules, meshes = _prepare(model, lowered, digest, device)
         worker = Worker(model, modules, meshes, lowered)
         for op in lowered.stage.ops:
             try:
@@ -85,6 +86,17 @@ def apply_lowered(
         meshes=meshes,
         text=describe or (lambda: f"{lowered.plan} for {lowered.model}, {digest[:12]}"),
     )
+
+
+def _require(lowered: Lowered, device: str, allow_code: bool) -> None:
+    """What a plan needs besides a model; what one rank lacks stops all of them."""
+    try:
+        _code(lowered, allow_code)
+        require_packages(lowered)
+        megatron_fsdp.require(lowered, device)
+    except Exception as error:
+        announce(error, device)
+        raise
 
 
 def _code(lowered: Lowered, allowed: bool) -> None:
@@ -122,8 +134,6 @@ def _prepare(
     """Checks the model and creates the meshes; on an error, destroys a process group it started."""
     started = False
     try:
-        require_packages(lowered)
-        megatron_fsdp.require(lowered, device)
         started = start(device)
         return ready(model, lowered, digest), Meshes(lowered, device)
     except Exception as error:

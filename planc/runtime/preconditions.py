@@ -22,6 +22,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.runtime.meshes import start
 
 _MOST = 8  # findings about a wrong model
 
@@ -69,6 +70,31 @@ def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Modul
     findings = list(_world(lowered)) or list(_fits(model, lowered, modules))[:_MOST]
     _agree(digest, findings)
     return modules
+
+
+def announce(error: Exception, device_type: str) -> None:
+    """Tells the other ranks why this one cannot apply its plan; they wait for it in `ready`.
+
+    A no-op where there are no others: outside a process group that exists or that torchrun asks
+    for. The caller raises the error afterwards.
+
+    Args:
+        error: what this rank is about to raise.
+        device_type: where the process group works, if it has to be started for this.
+    """
+    others = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    if not (distributed.is_initialized() or others):
+        return
+    started = start(device_type)
+    own = list(error.diagnostics) if isinstance(error, PlanError) else []
+    own = [d for d in own if d.severity is Severity.ERROR]
+    try:
+        _agree("", own or [problem("PL900", f"{type(error).__name__}: {error}")])
+    except PlanError:
+        return  # this rank's own error says more
+    finally:
+        if started:
+            distributed.destroy_process_group()
 
 
 def members_of(op: Op, context: Context) -> Iterator[Modules]:
@@ -201,7 +227,10 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _RankStatus:
-    """The digest of one rank, and its first finding; both texts are empty without one."""
+    """The digest of one rank, and its findings in one line.
+
+    The digest is empty on a rank without a lowered plan, the others without a finding.
+    """
 
     digest: str
     code: str
@@ -211,12 +240,13 @@ class _RankStatus:
 def _agree(digest: str, findings: list[Diagnostic]) -> None:
     """Raises on every rank unless all ranks have the same digest and no findings."""
     first = findings[0] if findings else None
-    mine = _RankStatus(digest, first.code if first else "", first.message if first else "")
+    mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings))
     everyone: list[Any] = [mine]
     if distributed.get_world_size() > 1 and distributed.get_backend() != "fake":
         everyone = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, mine)
-    if len({status.digest for status in everyone}) > 1:
+    lowered = all(status.digest for status in everyone)
+    if lowered and len({status.digest for status in everyone}) > 1:
         different = one_of(_digests([status.digest for status in everyone]), last="and")
         raise stop(
             "PL491",
@@ -228,6 +258,16 @@ def _agree(digest: str, findings: list[Diagnostic]) -> None:
     for rank, status in enumerate(everyone):
         if status.code:
             raise stop(status.code, f"rank {rank} cannot apply the plan: {status.message}")
+
+
+def _in_one_line(findings: list[Diagnostic]) -> str:
+    """The first finding with its line, for the other ranks."""
+    if not findings:
+        return ""
+    labels = findings[0].labels
+    place = f"{labels[0].span.place}: " if labels else ""
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    return f"{place}{findings[0].message}{more}"
 
 
 def _digests(digests: list[str]) -> Iterator[str]:

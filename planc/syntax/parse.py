@@ -210,7 +210,8 @@ def _recovered(
     if isinstance(error, UnexpectedToken) and error.token.type == "RBRACE" and not error.token:
         # a guess that did not fit; its brace is already reported
         rest = list(ends)
-        rest.remove(min(e for e in ends if e > (error.token.start_pos or 0)))
+        at = error.token.start_pos or 0
+        rest.remove(min((e for e in ends if e > at), default=max(ends)))
         return text, tuple(rest)
     if isinstance(error, UnexpectedEOF) or syntax_errors.at_end(error):
         end = len(source.text.rstrip())

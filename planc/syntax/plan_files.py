@@ -6,6 +6,7 @@ its git revision, or else from the plans that ship with planc.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from planc.syntax.parse import MAX_CHARACTERS, parse
 
 _MAX_FILES = 64
 _HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
+_PLAN = re.compile(r"(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class _Chain:
     open: list[tuple[str, str | None]] = field(default_factory=list)
 
     def add(self, place: PlanFile, origin: Span | None) -> None:
-        key = (str(place.path.resolve()) if place.path else "-", place.revision)
+        key = (os.path.realpath(place.path) if place.path else "-", place.revision)
         if key in self.open:
             where = [origin] if origin else []
             self.sink.error(
@@ -62,7 +64,7 @@ class _Chain:
             self.sink.error("PL008", f"more than {_MAX_FILES} files extend each other")
             return
         content = text(place, origin, self.sink)
-        if content is None:
+        if content is None or not quotable(place, content, origin, self.sink):
             return
         self.open.append(key)
         file = parse(Source(place.name, content), self.sink)
@@ -143,15 +145,46 @@ def _base(place: PlanFile, name: str) -> PlanFile:
     folder = place.path.parent if place.path else Path()
     path = folder / name
     known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
-    ships = "/" not in name and known.is_file()
+    ships = "/" not in name and _exists(known)
     if place.revision is not None:
         if not ships or _is_at_revision(place.revision, path):
             return PlanFile(name=f"{place.revision}:{path}", path=path, revision=place.revision)
         return PlanFile(name=f"plans/{known.name}", path=known)
-    if ships and not path.exists():
+    if ships and not _exists(path):
         return PlanFile(name=f"plans/{known.name}", path=known)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
     return PlanFile(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # its name is too long
+        return False
+
+
+def quotable(place: PlanFile, content: str, origin: Span | None, sink: Sink) -> bool:
+    """Whether findings may quote the lines of a file.
+
+    A plan of someone else's may name any file that its reader can read: by `extend`, or as a
+    symlink. Such a file is quoted only if it begins as a plan does.
+
+    Args:
+        place: the file.
+        content: its text.
+        origin: the `extend` that names it, if one does.
+        sink: receives PL009 if it is no plan.
+    """
+    named_by_user = origin is None and not (place.path and os.path.islink(place.path))  # noqa: PTH114
+    if named_by_user or _PLAN.match(content):
+        return True
+    sink.error(
+        "PL009",
+        f"{place.name} is not a plan: it does not begin with a header",
+        *([origin] if origin else []),
+        help="a plan begins with `plan NAME for FAMILY`; no line of another file is shown",
+    )
+    return False
 
 
 def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
@@ -220,6 +253,8 @@ def _at_revision(revision: str, path: Path) -> bytes:
         )
     except FileNotFoundError:
         raise ValueError("there is no such file, and git is not installed") from None
+    except OSError as error:  # the name is too long for an argument
+        raise ValueError(error.strerror or str(error)) from None
     except subprocess.TimeoutExpired:
         raise ValueError("git does not answer") from None
     if done.returncode != 0:

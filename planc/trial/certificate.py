@@ -54,7 +54,8 @@ def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         sound = found["format_version"] == FORMAT_VERSION and found["lowered"] == lowered
         sound = sound and found["verdict"] in ("verified", "refuted") and summary(found) != ""
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        sound = sound and (found["verdict"] == "verified" or isinstance(found["reason"], str))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     return found if sound else None
 

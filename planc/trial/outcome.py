@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 LIMIT = 1e-4
@@ -98,6 +98,15 @@ def outcome_of(kept: Any) -> Outcome | None:
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
         passes = tuple(str(name) for name in kept["passes"])
         values = {"discrepancies": found, "modules": modules, "passes": passes}
-        return Outcome(**{**kept, **values})
-    except (KeyError, TypeError, ValueError):
+        outcome = Outcome(**{**kept, **values})
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
+    known = outcome.verdict in ("proved", "refuted", "unknown", "nothing")
+    return outcome if known and _sound(outcome) and all(map(_sound, found)) else None
+
+
+def _sound(record: Outcome | Discrepancy) -> bool:
+    """Whether the texts and numbers of a record are texts and numbers."""
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float)}
+    typed = ((getattr(record, f.name), kinds.get(str(f.type))) for f in fields(record))
+    return all(isinstance(value, kind) for value, kind in typed if kind)

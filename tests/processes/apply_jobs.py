@@ -65,6 +65,17 @@ def untouched(model):
     return plain and model.config.use_cache
 
 
+CUSTOM = """plan p for llama
+style own = python "torch.distributed.tensor.parallel:ColwiseParallel"
+mesh {
+    tp = 4
+}
+tensor on tp {
+    model.layers.*.mlp.up_proj : own
+}
+"""
+
+
 def disagree():
     model = numerics.build("llama")
     try:
@@ -105,6 +116,25 @@ def refused():
     norm = next(op.modules for op in styled if str(op.modules) == "model.norm")
     bad = replace(styled[0], modules=norm, shapes=(), origin=Span.at("mine.plan:8"))
     apply_lowered(model, lowered.with_ops((bad,)), digest="same", device_type="cpu")
+
+
+def wrong_on_one(folder, how):
+    """A mistake on rank 2 alone: what each rank raises, and whether its model is untouched."""
+    alone, path = distributed.get_rank() == 2, Path(folder) / f"{distributed.get_rank()}.plan"
+    path.write_text(CUSTOM)
+    model = numerics.build("llama")
+    if alone and how == "plan":
+        path.write_text(f"{CUSTOM}fsdp on dp {{\n}}\n")
+    if alone and how == "file":
+        path.unlink()
+    if alone and how == "model":
+        model.config.to_dict = lambda: {}["its configuration"]
+    allowed = not (alone and how == "code")
+    try:
+        planc.apply(model, str(path), device_type="cpu", allow_code=allowed)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", untouched(model)
+    return "", untouched(model)
 
 
 def wrong_plan():

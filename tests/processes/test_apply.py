@@ -45,6 +45,27 @@ def test_one_rank_with_another_model_stops_all(four):
     assert "rank 2" in told[0] and "shape" not in told[0].partition("rank 2")[0]
 
 
+ALONE = {
+    "plan": ("PlanError", "PL305", "2.plan:9"),
+    "file": ("PlanError", "PL006", "2.plan"),
+    "code": ("PlanError", "PL172", "which is code"),
+    "model": ("KeyError", "PL900", "its configuration"),
+}
+
+
+@pytest.mark.parametrize("how", ALONE)
+def test_an_error_on_one_rank_is_told_to_the_others_at_once(four, tmp_path, how):
+    kind, code, words = ALONE[how]
+    told = four.run("apply_jobs.wrong_on_one", folder=str(tmp_path), how=how, timeout=20)
+    assert all(untouched for _, untouched in told)
+    for rank, (text, _) in enumerate(told):
+        assert words in text
+        if rank == 2:
+            assert text.startswith(kind) and "rank 2" not in text
+        else:
+            assert f"error[{code}]: rank 2 cannot apply the plan: " in text
+
+
 def test_a_second_plan_is_refused(four):
     assert "PL493" in message(four, "twice", overrides=OVERRIDES)
 

@@ -17,6 +17,7 @@ from planc.model.small.input_search import (
     takes_more_than_text,
 )
 from planc.model.sources.huggingface import prepare, quiet
+from planc.model.sources.isolation import isolated
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +67,7 @@ class TransformersBuilder:
         import torch
 
         torch.manual_seed(seed)
-        with quiet():
+        with quiet(), isolated():
             made = self._cls._from_config(self._part, attn_implementation="eager")
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():

@@ -15,6 +15,7 @@ from planc.diagnostic import Sink, nearest, one_of
 from planc.model.config import CLASS, Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
+from planc.model.sources.isolation import isolated
 
 _ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
 """Fields that a file must state: the class defaults would mean another model."""
@@ -33,7 +34,7 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     kind = class_of(config, sink)
     if kind is None or not _complete(kind, config, sink):
         return None
-    with quiet():
+    with quiet(), isolated():
         try:
             made = _on_meta(kind, config.values)
         except Exception as error:

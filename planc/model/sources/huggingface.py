@@ -19,6 +19,7 @@ from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
+from planc.model.sources.isolation import isolated, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields that a file must state: the family defaults would mean another model."""
@@ -38,14 +39,14 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     if prepared is None:
         return None
     cls, part = prepared
-    with quiet(), _refusals(config, sink):
+    with quiet(), _refusals(config, sink), isolated():
         return _facts(_on_meta(lambda: cls._from_config(part)), part, config)
     return None
 
 
 def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
     """The class to build and its configuration object, or None after a finding."""
-    with quiet(), _refusals(config, sink):
+    with quiet(), _refusals(config, sink), isolated():
         resolved = _resolve(config)
         found = _class_of(config, resolved)
         if found is None:
@@ -192,7 +193,7 @@ def _resolve(config: Config) -> Any:
     """The file's fields over the family's defaults, as transformers' configuration object."""
     from transformers import AutoConfig
 
-    values = {k: v for k, v in config.values.items() if k != "model_type"}
+    values = {k: v for k, v in without_kernels(config.values).items() if k != "model_type"}
     return AutoConfig.for_model(config.values["model_type"], **values)
 
 

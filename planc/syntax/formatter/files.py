@@ -10,7 +10,7 @@ from planc import atomic_write
 from planc.diagnostic import Sink
 from planc.source import Source
 from planc.syntax.formatter.layout import formatted
-from planc.syntax.plan_files import PlanFile, text
+from planc.syntax.plan_files import PlanFile, quotable, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]
             if file != "-":
                 place = PlanFile(name=file, path=Path(file))
             content = text(place, None, sink)
-            if content is not None:
+            if content is not None and quotable(place, content, None, sink):
                 after = formatted(Source(place.name, content), sink)
                 yield FormattedFile(name=place.name, path=place.path, before=content, after=after)
 

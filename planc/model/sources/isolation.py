@@ -1,0 +1,80 @@
+"""What a configuration may cause while a model is built from it: no code, no network, no flood.
+
+A config.json can name kernels and backbones of the hub, which transformers would fetch and run as
+it builds the model, and sizes for which building would take hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+MAX_PARTS = 250_000
+"""Modules and parameters of one model; 60 layers of 384 experts each have fewer than 200,000."""
+_KERNELS = ("attn_implementation", "experts_implementation")
+
+
+class TooLargeError(ValueError):
+    """A configuration asks for more modules than any model has."""
+
+
+def without_kernels(values: Any) -> Any:
+    """Fields without those that choose kernels, at any depth.
+
+    Kernels decide how a model computes, not what it is, and one named `org/kernel` is code.
+    """
+    if isinstance(values, dict):
+        kept = {k: v for k, v in values.items() if not _chooses_kernels(k)}
+        return {k: without_kernels(v) for k, v in kept.items()}
+    return [without_kernels(v) for v in values] if isinstance(values, list) else values
+
+
+def _chooses_kernels(field: Any) -> bool:
+    return str(field).lstrip("_").removesuffix("_internal") in _KERNELS
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Nothing is fetched from the hub, none of its kernels are loaded, and building is bounded.
+
+    Raises:
+        TooLargeError: inside the block, at the module or parameter that is one too many.
+    """
+    from huggingface_hub import constants
+    from torch.nn.modules import module as hooks
+    from transformers.integrations import hub_kernels
+
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_PARTS:
+            raise TooLargeError(f"the model has more than {MAX_PARTS:,} modules and parameters")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(constants, "HF_HUB_OFFLINE", True))
+        if hasattr(hub_kernels, "get_kernel_hub"):  # where the package `kernels` is installed
+            stack.enter_context(_replaced(hub_kernels, "get_kernel_hub", _refused))
+        for register in (
+            hooks.register_module_module_registration_hook,
+            hooks.register_module_parameter_registration_hook,
+        ):
+            stack.callback(register(counted).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _refused(kernel: str, *_: Any, **__: Any) -> Any:
+    """Stands for the loader of hub kernels; transformers goes on without one that is not found."""
+    raise FileNotFoundError(f"planc loads no kernels from the hub, such as {kernel}")
