@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.ops import phrases
 from planc.ops.base import AxisSizes, Op, text
-from planc.ops.call import MODEL, Assign, Attribute, Context, ScriptFunction, Step
+from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step
 
 Field = Annotated[
     str,
@@ -18,7 +18,9 @@ Field = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configure(Op):
-    """`model.config.<name> = value`; `reason` says why training needs it."""
+    """Sets a field of the configuration, in every copy that the model's modules hold; `reason`
+    says why training needs it.
+    """
 
     name: Field
     value: bool
@@ -27,8 +29,8 @@ class Configure(Op):
     SCRIPT: ClassVar = ScriptFunction("configure", "Sets configuration fields that training needs.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        target = Attribute(MODEL, f"config.{self.name}")
-        yield Assign(target=target, value=self.value, note=self.reason)
+        call = FunctionCall("standalone.configuration:set_config", (MODEL, self.name, self.value))
+        yield Once(call=call, note=self.reason)
 
     WORD: ClassVar = "configure"
     ABOUT: ClassVar[tuple[str, ...]] = ("name",)

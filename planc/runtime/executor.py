@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from planc.diagnostic import PlanError
 from planc.ops.base import Op
 from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, ParameterRef
+from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -252,7 +253,7 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model for training in one process: with a plan's adapters and frozen parameters."""
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
-        if isinstance(op, Adapt | Freeze):
+        if isinstance(op, Configure | Adapt | Freeze):
             worker.run(op)
     return model
 

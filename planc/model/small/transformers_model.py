@@ -75,11 +75,6 @@ class TransformersBuilder:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
         model: nn.Module = made.float().train()
         add_denoising_loss(model)
-        for part in {
-            id(m.config): m.config for m in model.modules() if hasattr(m, "config")
-        }.values():
-            if getattr(part, "use_cache", None) is True:  # training does not use the cache
-                part.use_cache = False
         return model
 
     @property
