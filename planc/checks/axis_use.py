@@ -40,11 +40,15 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
     for context in plan.mesh.of_role(AxisRole.SEQUENCE):
         if section is None or context.size == 1 or context.name not in used:
             continue
-        sink.warning(
+        if context.name in plan.context or "context" in plan.broken:
+            continue
+        sink.error(
             "PL351",
-            f"the {context.size} ranks of {context.name} read the same batch, and no rule "
-            "shards its sequence",
+            f"the {context.size} ranks of {context.name} read the same batch, and no section "
+            "says that its sequences are sliced",
             Label(span=context.origin, text=f"{context.name} is {context.size}"),
             Label(span=section.origin, text="only parameters are sharded over it"),
-            help=f"context parallelism is not supported yet: set `{context.name} = 1`",
+            facts=["its ranks would all compute the same"],
+            help=f"set `{context.name} = 1`; or, where the script slices the sequences itself, "
+            f"write `context on {context.name} {{ attention = script }}`",
         )
