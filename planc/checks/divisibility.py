@@ -19,7 +19,7 @@ from planc.model.facts import Facts
 from planc.ops.styles import Colwise, Rowwise, style_name
 from planc.plan.ir import Plan, TensorRule
 
-_COSTLY = 1.0
+_COSTLY = 0.1
 """Percent. A smaller excess of one rank's shard costs nothing that can be measured."""
 
 
