@@ -44,6 +44,12 @@ class Code:
 
 PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205", "PL401"})
 
+TIES = frozenset({"PL401"})
+"""Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
+
+DATA_AXES = frozenset({"PL417"})
+"""About the number of ranks of data axes, which a simulation of the tensor axes does not run."""
+
 _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL001", "error", "plan", "syntax error in a plan"),
     ("PL002", "error", "plan", "the plan is empty"),

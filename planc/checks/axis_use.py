@@ -38,9 +38,8 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
                     help="keep one of the two",
                 )
     for context in plan.mesh.of_role(AxisRole.SEQUENCE):
-        if section is None or context.size == 1 or context.name not in used:
-            continue
-        if context.name in plan.context or "context" in plan.broken:
+        sliced = context.name in plan.context or "context" in plan.broken
+        if section is None or context.size == 1 or context.name not in used or sliced:
             continue
         sink.error(
             "PL351",
@@ -49,6 +48,6 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
             Label(span=context.origin, text=f"{context.name} is {context.size}"),
             Label(span=section.origin, text="only parameters are sharded over it"),
             facts=["its ranks would all compute the same"],
-            help=f"set `{context.name} = 1`; or, where the script slices the sequences itself, "
-            f"write `context on {context.name} {{ attention = script }}`",
+            help=f"set `{context.name} = 1`; or, if the script slices the sequences itself, write "
+            f"`context on {context.name} {{ attention = script }}`",
         )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Set
 
 from planc.checks.tied_parameters import TiedStyles
+from planc.codes import TIES
 from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import below
 from planc.ops.phrases import together
@@ -46,14 +47,14 @@ def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], si
     said: list[object] = []
     for group in found:
         cause = next((b for b in causes if _module(b) == _module(group)), None)
-        tie = next((t for t in ties if group[0].kind in _TIED and _of_replicated(t, group)), None)
+        tie = next((t for t in ties if _of_replicated(t, group)), None)
         if (cause or tie) in said:
             continue
         if cause is not None:
             _boundary(cause, small, sink, Severity.ERROR, _consequence(group[0]))
         elif tie is not None:
             _tied(tie, group, sink)
-            sink.overrule(["PL401"])
+            sink.overrule(TIES)
         else:
             _REPORTERS.get(group[0].kind, _gradient)(group, small, sink)
             continue
@@ -147,16 +148,25 @@ def _of_replicated(tie: TiedStyles, group: list[Discrepancy]) -> bool:
     """Whether a module has a tied parameter that no rule shards, so that its computation gets the
     shard of the other name.
     """
-    return any(_module(group) == generic(n.rpartition(".")[0]) for n in tie.replicated)
+    holders = {generic(n.rpartition(".")[0]) for n in tie.replicated}
+    return group[0].kind != "size" and _module(group) in holders
 
 
 def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
     mismatch = group[0]
-    code, seen = _TIED[mismatch.kind]
     measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
     facts = [*tie.facts, measured, *_source(mismatch), _SEEN]
-    message = f"{tie.message}: {seen} `{_module(group)}`"
-    sink.error(code, message, *tie.labels, facts=facts, help=TiedStyles.HELP)
+    module, help = _module(group), TiedStyles.HELP
+    match mismatch.kind:
+        case "crash":
+            message = f"{tie.message}: the model raises in `{module}`"
+            sink.error("PL503", message, *tie.labels, facts=facts, help=help)
+        case "output":
+            message = f"{tie.message}: the output of `{module}` is wrong"
+            sink.error("PL501", message, *tie.labels, facts=facts, help=help)
+        case _:
+            message = f"{tie.message}: the gradient of `{module}` is wrong"
+            sink.error("PL502", message, *tie.labels, facts=facts, help=help)
 
 
 def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> list[Label]:
@@ -254,15 +264,6 @@ def report_uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
             )
     return found
 
-
-_TIED = {
-    "crash": ("PL503", "the model raises in"),
-    "output": ("PL501", "the model computes a wrong output in"),
-    "gradient": ("PL502", "the gradient is wrong in"),
-    "partial": ("PL502", "the gradient is partial in"),
-    "missing": ("PL502", "there is no gradient in"),
-}
-"""How a discrepancy at tied parameters is told: its code, and what was seen in a module."""
 
 _REPORTERS: dict[str, Callable[[list[Discrepancy], Plan, Sink], None]] = {
     "crash": _crash,

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from planc import compiler
+from planc.codes import DATA_AXES
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Sink
 from planc.model.config import buildable
@@ -123,7 +124,7 @@ def small_case(
         compiled.files, facts, quiet, world_size=world, settings=settings, checks=found
     )
     # the small mesh has one rank on the data axes, and the simulation runs none of FSDP
-    wrong = [d for d in found if d.severity == "error" and d.code != "PL417"]
+    wrong = [d for d in found if d.severity == "error" and d.code not in DATA_AXES]
     if checks is None and wrong:
         return f"the plan does not fit the small model: {_told(wrong[0])}"
     if small.lowered is None:
