@@ -37,6 +37,13 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
                     Label(span=other.origin, text=f"over {other.axis}"),
                     help="keep one of the two",
                 )
+    _sequence_axes(plan, sink)
+
+
+def _sequence_axes(plan: Plan, sink: Sink) -> None:
+    """PL351: ranks that would compute the same, because nothing slices their sequences."""
+    section = plan.fsdp
+    used = {*section.shard, *section.replicate} if section else set()
     for context in plan.mesh.of_role(AxisRole.SEQUENCE):
         sliced = context.name in plan.context or "context" in plan.broken
         if section is None or context.size == 1 or context.name not in used or sliced:
