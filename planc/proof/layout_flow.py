@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from planc.checks.tied_parameters import split_apart
 from planc.codes import PRESUMED
 from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
@@ -201,8 +202,10 @@ def flow(
         _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
     if small_plan is not None:
         if outcome.verdict == "refuted":
-            report_refuted(outcome, small_plan, sink)
-        report_unstated(outcome, small_plan, sink)
+            ties = split_apart(*compiled.applied) if compiled.applied else ()
+            report_refuted(outcome, small_plan, tuple(ties), sink)
+        else:
+            report_unstated(outcome, small_plan, sink)
         ran = {name for name, error in outcome.modules if error is not None}
         if outcome.verdict == "proved" and report_uncalled(ran, small_plan, sink):
             verdict = replace(verdict, gathered=False)

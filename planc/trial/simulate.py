@@ -305,7 +305,7 @@ def _crashed(error: Exception, worker: Worker, runs: _Runs) -> Outcome:
     )
     part = _first_wrong_output(runs)
     subject = part.subject if part else worker.at
-    if runs.mine.finished and not part:
+    if runs.mine.calls and not part:  # the model runs, so the plan has been applied
         subject = _next_module(runs) or runs.mine.finished[-1]
     crash = Discrepancy(
         kind="crash",
