@@ -42,7 +42,13 @@ class Code:
     presumed: bool
 
 
-PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205"})
+PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205", "PL401"})
+
+TIES = frozenset({"PL401"})
+"""Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
+
+DATA_AXES = frozenset({"PL417"})
+"""About the number of ranks of data axes, which a simulation of the tensor axes does not run."""
 
 _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL001", "error", "plan", "syntax error in a plan"),
@@ -93,7 +99,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL189", "error", "runtime", "a wrong call for adapters"),
     ("PL201", "error", "plan", "attention heads that cannot be split"),
     ("PL202", "error", "plan", "a dim that is not divisible where equal shards are required"),
-    ("PL203", "warning", "plan", "an uneven split"),
+    ("PL203", "info warning", "plan", "an uneven split"),
     ("PL204", "info", "plan", "parameters that stay replicated over the tensor axis"),
     ("PL205", "warning", "plan", "projections whose outputs are combined have different layouts"),
     ("PL220", "error", "plan", "a dim, or a part of it, that is not divisible"),
@@ -114,7 +120,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL309", "error", "plan", "the mesh depends on itself"),
     ("PL310", "error", "plan", "an axis both shards and replicates"),
     ("PL350", "error", "plan", "tensor parallelism and FSDP over one axis"),
-    ("PL351", "warning", "plan", "context-parallel ranks that repeat the same work"),
+    ("PL351", "error", "plan", "context-parallel ranks that repeat the same work"),
     ("PL352", "error", "plan", "one weight sharded over two axes"),
     ("PL380", "error", "plan", "expert parallelism is not supported yet"),
     ("PL381", "error", "plan", "a unit over an axis that already has a style"),
@@ -159,6 +165,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL473", "error", "plan", "activation offload in compiled modules"),
     ("PL474", "error", "runtime", "the plan starts on the meta device, but the model is allocated"),
     ("PL475", "error", "runtime", "run.load contradicts the plan"),
+    ("PL476", "error", "runtime", "inputs_embeds in place of a sharded embedding"),
     ("PL490", "error", "runtime", "the world size of the run differs from the plan's"),
     ("PL491", "error", "runtime", "the ranks disagree on the plan"),
     ("PL492", "error", "runtime", "torch raised in an operation"),

@@ -67,7 +67,8 @@ class Sink:
         self._found.setdefault(diagnostic)
 
     def overrule(self, codes: Iterable[str]) -> None:
-        """Records that a proof shows the findings of some codes to be wrong.
+        """Records that a proof decides the findings of some codes: it shows them to be wrong, or
+        reports the same itself, with what it saw.
 
         Args:
             codes: whose findings structure could only presume (`planc.codes.PRESUMED`).

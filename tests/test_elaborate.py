@@ -8,6 +8,8 @@ from planc.lowering import lower
 from planc.model.load import load
 from planc.ops.styles import style_text
 from planc.plan import elaborate
+from planc.plan.sections.tensor_styles import STYLES
+from planc.plan.sections.transformers_styles import equivalent
 from planc.syntax.plan_files import read
 
 PLAN = """
@@ -39,6 +41,15 @@ def test_layers_that_differ_are_one_set_where_they_are_alike():
 
 
 # Styles ------------------------------------------------------------------------------------------
+
+
+def test_every_style_of_transformers_has_an_equivalent():
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    words = set(ALL_PARALLEL_STYLES.keys())
+    assert {"colwise_rep", "grouped_gemm", "moe_tp_experts"} < words
+    assert [w for w in words if w not in STYLES and equivalent(w) is None] == []
+    assert equivalent("zork") is None
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulatio
     text = llama()
     settings = ["tp=2", "sequence_parallel=false"]
     for old, new, runs in (
-        ("reshard = except_last", "reshard = never", 1),
+        ("reshard = except_last", "reshard = never", 2),
         ("reshard = except_last", "reshard = except_last, precision(param = fp32)", 1),
         ("reduce = reduce_dtype", "reduce = bf16", 1),
         ("mlp.down_proj : rowwise\n", "mlp.down_proj : rowwise(-> replicate)\n", 1),  # the default

@@ -26,6 +26,9 @@ mesh {
     dp_shard = 2
     tp = 2
 }
+context on cp {
+    attention = script
+}
 tensor on tp {
     model.layers[0:4].self_attn.{q,k,v}_proj : colwise
     model.layers[0:4].self_attn.o_proj : rowwise(-> partial)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from planc.checks.queries import axis_label, ranks
+from planc.checks.queries import axis_label, ranks, several
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import Colwise, Rowwise, Sequence, Shard, Style, style_text
 from planc.plan.apply_adapters import KINDS, adapted_tensor_rules, in_out_features, of_layer
 from planc.plan.ir import AdapterRule, Plan, TensorRule
+from planc.source import Span
 
 
 def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -127,18 +128,20 @@ def _dropout(plan: Plan, sink: Sink) -> None:
     tensor = [r for r in plan.tensor if ranks(plan, r) > 1]
     if plan.adapters is None or not tensor:
         return
+    split = [r.modules for r in tensor if _split(r.style)]
+    lines: dict[Span, list[Modules]] = {}
     for rule in plan.adapters.rules:
-        split = [r.modules for r in tensor if _split(r.style)]
-        whole = rule.modules.outside(split)
-        if rule.adapt.dropout and whole:
-            sink.error(
-                "PL185",
-                f"the ranks of {tensor[0].axis} would draw different dropout masks for the "
-                f"adapter of `{whole[0]}`",
-                rule.origin,
-                axis_label(plan, tensor[0]),
-                facts=[
-                    "the ranks of a tensor axis have the same inputs and separate random states"
-                ],
-                help="write `dropout = 0.0`",
-            )
+        if rule.adapt.dropout:
+            lines.setdefault(rule.origin, []).extend(rule.modules.outside(split))
+    for origin, whole in lines.items():
+        if not whole:
+            continue
+        sink.error(
+            "PL185",
+            f"the ranks of {tensor[0].axis} would draw different dropout masks for the "
+            f"{'adapters' if len({m.key for m in whole}) > 1 else 'adapter'} of {several(whole)}",
+            origin,
+            axis_label(plan, tensor[0]),
+            facts=["the ranks of a tensor axis have the same inputs and separate random states"],
+            help="write `dropout = 0.0`",
+        )

@@ -37,14 +37,24 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
                     Label(span=other.origin, text=f"over {other.axis}"),
                     help="keep one of the two",
                 )
+    _sequence_axes(plan, sink)
+
+
+def _sequence_axes(plan: Plan, sink: Sink) -> None:
+    """PL351: ranks that would compute the same, because nothing slices their sequences."""
+    section = plan.fsdp
+    used = {*section.shard, *section.replicate} if section else set()
     for context in plan.mesh.of_role(AxisRole.SEQUENCE):
-        if section is None or context.size == 1 or context.name not in used:
+        sliced = context.name in plan.context or "context" in plan.broken
+        if section is None or context.size == 1 or context.name not in used or sliced:
             continue
-        sink.warning(
+        sink.error(
             "PL351",
-            f"the {context.size} ranks of {context.name} read the same batch, and no rule "
-            "shards its sequence",
+            f"the {context.size} ranks of {context.name} read the same batch, and no section "
+            "says that its sequences are sliced",
             Label(span=context.origin, text=f"{context.name} is {context.size}"),
             Label(span=section.origin, text="only parameters are sharded over it"),
-            help=f"context parallelism is not supported yet: set `{context.name} = 1`",
+            facts=["its ranks would all compute the same"],
+            help=f"set `{context.name} = 1`; or, if the script slices the sequences itself, write "
+            f"`context on {context.name} {{ attention = script }}`",
         )

@@ -14,10 +14,13 @@ from planc.checks.queries import (
     takes_split,
     weighted,
 )
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import Facts
 from planc.ops.styles import Colwise, Rowwise, style_name
 from planc.plan.ir import Plan, TensorRule
+
+_COSTLY = 0.1
+"""Percent. A smaller excess of one rank's shard costs nothing that can be measured."""
 
 
 def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -76,7 +79,8 @@ def _report(rule: TensorRule, size: int, plan: Plan, facts: Facts, sink: Sink) -
         )
     else:
         excess = 100 * (most * over - size) / size
-        sink.warning(
+        sink.report(
+            Severity.WARNING if excess >= _COSTLY else Severity.INFO,
             "PL203",
             f"{what} unevenly: the first rank gets {most:,}, the last {least:,}",
             *marks,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from planc.checks.queries import active, around, splits_output
-from planc.diagnostic import Label, Sink
+from planc.checks.queries import active, around, several, splits_output
+from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
+from planc.ops.phrases import braced
 from planc.ops.styles import Rowwise, Sequence, Shard
 from planc.plan.ir import Plan, TensorRule
+from planc.source import Span
 
+Spans = tuple[Span, ...]
 _OF_HEADS = re.compile(r"(^|_)[qkv](_|$)|query|key|value")
 
 
@@ -25,15 +28,25 @@ def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     if "tensor" in plan.broken:
         return
     rules = active(plan)
+    on_heads: dict[Spans, list[Modules]] = {}
+    on_sequence: dict[Spans, list[Modules]] = {}
     for parent, own in around(facts, rules):
         split = [r for r in own if splits_output(r) and r.modules.module.kind == "linear"]
         sequence = [r for r in own if isinstance(r.style, Sequence) and not r.style.local]
         heads = bool(split) and not _is_block(parent)
         for norm in _without_rule(parent, own):
-            if heads and not _before(norm, parent, split):
-                _on_heads(norm, split, sink)
+            if heads and not _replicated_input(norm, parent, split):
+                on_heads.setdefault(_spans(split), []).append(norm)
             elif sequence and _residual_is_split(parent, rules):
-                _on_sequence(norm, sequence, sink)
+                on_sequence.setdefault(_spans(sequence), []).append(norm)
+    for spans, norms in on_heads.items():
+        _on_heads(norms, spans, sink)
+    for spans, norms in on_sequence.items():
+        _on_sequence(norms, spans, sink)
+
+
+def _spans(rules: list[TensorRule]) -> Spans:
+    return tuple(dict.fromkeys(r.origin for r in rules))
 
 
 def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modules]:
@@ -45,16 +58,22 @@ def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modu
             yield at
 
 
-def _before(norm: Modules, parent: Modules, split: list[TensorRule]) -> bool:
-    """Whether a norm runs before every sharded layer, so that its input is replicated.
+def _replicated_input(norm: Modules, parent: Modules, split: list[TensorRule]) -> bool:
+    """Whether a norm runs before a sharded layer, and after none whose output stays sharded.
 
-    A norm of queries or keys always has a sharded input.
+    The order is that of definition: the last linear layer before such a norm, if there is one,
+    returns all features, and the next one takes them. A norm of queries or keys always has a
+    sharded input, and so may a norm that is defined last.
     """
     if _OF_HEADS.search(str(norm.path[-1])):
         return False
     order = [child.segment for child in parent.module.children]
-    after = [order.index(r.modules.path[-1]) for r in split if r.modules.path[-1] in order]
-    return bool(after) and order.index(norm.path[-1]) < min(after)
+    linears = [c.segment for c in parent.module.children if c.module.kind in ("linear", "conv1d")]
+    sharded = {r.modules.path[-1] for r in split}
+    at = order.index(norm.path[-1])
+    before = [name for name in linears if order.index(name) < at]
+    after = [name for name in linears if order.index(name) > at]
+    return bool(sharded.intersection(after)) and not sharded.intersection(before[-1:])
 
 
 def _is_block(parent: Modules) -> bool:
@@ -79,22 +98,41 @@ def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
     )
 
 
-def _on_heads(norm: Modules, split: list[TensorRule], sink: Sink) -> None:
+def _on_heads(norms: list[Modules], split: Spans, sink: Sink) -> None:
     sink.warning(
         "PL161",
-        f"`{norm}` sees only the heads of its rank, and no rule sums its gradient",
-        *(Label(span=s, text="split here") for s in dict.fromkeys(r.origin for r in split)),
-        facts=[f"`{norm}` is a {norm.module.cls} with a replicated weight and no rule"],
-        help=f"`{norm.path[-1]} : sequence(dim = 2, local = true)`, where dim is the dim of the "
-        "heads in the norm's input (1 if they are transposed before it)",
+        f"{several(norms)} {_verb(norms, 'sees', 'see')} only the heads of {_own(norms)} rank, and "
+        f"no rule sums {_own(norms)} gradient",
+        *(Label(span=s, text="split here") for s in split),
+        facts=[_replicated_weights(norms)],
+        help=f"`{_last(norms)} : replicate(gradient = sum)`",
     )
 
 
-def _on_sequence(norm: Modules, sequence: list[TensorRule], sink: Sink) -> None:
+def _on_sequence(norms: list[Modules], sequence: Spans, sink: Sink) -> None:
     sink.warning(
         "PL162",
-        f"`{norm}` gets sequence-sharded activations and has no rule",
-        *(Label(span=s, text="these have one") for s in dict.fromkeys(r.origin for r in sequence)),
-        facts=[f"`{norm}` is a {norm.module.cls} with a replicated weight"],
-        help=f"`{norm.path[-1]} : sequence`",
+        f"{several(norms)} {_verb(norms, 'gets', 'get')} sequence-sharded activations and "
+        f"{_verb(norms, 'has', 'have')} no rule",
+        *(Label(span=s, text="these have one") for s in sequence),
+        facts=[_replicated_weights(norms)],
+        help=f"`{_last(norms)} : sequence`",
     )
+
+
+def _verb(norms: list[Modules], one: str, more: str) -> str:
+    return one if len({n.key for n in norms}) == 1 else more
+
+
+def _own(norms: list[Modules]) -> str:
+    return _verb(norms, "its", "their")
+
+
+def _replicated_weights(norms: list[Modules]) -> str:
+    classes = one_of(dict.fromkeys(n.module.cls for n in norms), last="and")
+    return f"{_verb(norms, 'it is a', 'each is a')} {classes} with a replicated weight and no rule"
+
+
+def _last(norms: list[Modules]) -> str:
+    """The last names of the modules, as a rule inside their parent writes them."""
+    return braced(list(dict.fromkeys(str(n.path[-1]) for n in norms)))

@@ -21,7 +21,9 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
         shard, _ = plan.fsdp.axes(part)
         size = plan.mesh.size(*shard)
         count = unit.reshard
-        if isinstance(count, bool) or size == 1 or (1 < count < size and size % count == 0):
+        if isinstance(count, bool) or (1 < count < size and size % count == 0):
+            continue
+        if size == 1 and plan.mesh.assumed:
             continue
         choices = [n for n in range(2, min(size, 1024)) if size % n == 0]
         labels = [
@@ -35,9 +37,10 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
         }
         told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
         told = words.get(count) or (told if choices else "write `always`, or `never`")
+        told = "write `always`, or `never`" if size == 1 else told
         sink.error(
             "PL417",
-            f"{size} ranks cannot reshard to {count}{_why(count, size)}",
+            f"{_ranks(size)} cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
             *([Label(span=part.origin, text="shards over other axes")] if part is not unit else []),
             *labels,
@@ -45,7 +48,13 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
         )
 
 
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"
+
+
 def _why(count: int, size: int) -> str:
+    if size == 1:
+        return ": there is nothing to reshard"
     if count == size:
         return ": the unit is sharded over that many ranks already"
     return f": it does not divide {size}" if count > 1 else ""

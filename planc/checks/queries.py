@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from planc.diagnostic import Label
+from planc.diagnostic import Label, one_of
 from planc.model.facts import Facts, Modules, Parameter
+from planc.ops.phrases import together
 from planc.ops.styles import Colwise, Replicated, Rowwise, Shard, weight_shard
 from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.ir import Plan, TensorRule, Unit
@@ -96,6 +97,21 @@ def unit_of(plan: Plan, modules: Modules) -> Unit | None:
 def holds(outer: Modules, modules: Modules) -> bool:
     """Whether every one of the modules is, or is inside, one of the outer modules."""
     return not modules.outside([outer])
+
+
+def several(sets: Iterable[Modules]) -> str:
+    """Sets of modules as one text, `model.layers[0:26].self_attn.{q,k}_norm` in backticks: sets
+    that differ in their indices or their last name only are written once.
+    """
+    merged: list[Modules] = []
+    for modules in sets:
+        for i, other in enumerate(merged):
+            if (both := other.union(modules)) is not None:
+                merged[i] = both
+                break
+        else:
+            merged.append(modules)
+    return one_of((f"`{path}`" for path in together(map(str, merged))), last="and")
 
 
 def legal(count: int, *, most: int) -> list[int]:

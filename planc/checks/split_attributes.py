@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from planc.checks.queries import axis_label, legal, ranks
-from planc.diagnostic import Label, Sink, nearest, one_of
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
+from planc.model.module_table import INTEGER_ATTRIBUTES
 from planc.ops.styles import Attributes
 from planc.plan.ir import Plan, TensorRule
+
+_SAME = ("head_dim", "num_key_value_groups", "is_sliding")
+"""Attributes that are the same on every rank: the size of one head, a ratio, a flag."""
+
+_COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in _SAME)
 
 
 def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -33,15 +39,17 @@ def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _missing(rule: TensorRule, name: str, sink: Sink) -> None:
     module = rule.modules.module
-    own = [n for n, _ in module.facts]
-    there = one_of((f"`{n}` = {v:,}" for n, v in module.facts), last="and") if own else "none"
-    close = nearest(name, own)
+    own = {n: v for n, v in module.facts if n in _COUNTS}
+    there = one_of((f"`{n}` = {v:,}" for n, v in own.items()), last="and") or "none of them"
     sink.error(
         "PL677",
         f"`{rule.modules}` has no attribute `{name}` to split",
         rule.origin,
-        facts=[f"it is a {module.cls}; its integer attributes that count features: {there}"],
-        help=f"did you mean `{close[0]}`?"
-        if close
-        else "name the attribute by which its code splits features",
+        facts=[
+            f"the attributes that planc knows: {', '.join(_COUNTS)}",
+            f"it is a {module.cls}, which has {there}",
+        ],
+        help=did_you_mean(name, own, "name the attribute by which its code splits features")
+        if own
+        else "remove the rule where its code infers the number of heads from the features",
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import ClassVar
 
 from planc.checks.queries import active, axis_label, holds, split_dim, unit_of
 from planc.diagnostic import Label, Sink
@@ -24,18 +25,47 @@ class _Parted:
     second: Unit | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedStyles:
+    """Two names of one tensor that the plan shards differently.
+
+    Args:
+        names: of the parameter.
+        labels: the rules that shard it, and the size of their axis.
+        replicated: the names that no rule shards.
+    """
+
+    HELP: ClassVar[str] = (
+        "shard both on the vocabulary: `rowwise` on the embedding with `colwise(-> replicate)` on "
+        "the head"
+    )
+
+    names: tuple[str, str]
+    labels: tuple[Label, ...]
+    replicated: tuple[str, ...]
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        return tuple(f"{name} is replicated" for name in self.replicated)
+
+    @property
+    def message(self) -> str:
+        one, two = self.names
+        return f"`{one}` and `{two}` are tied, and the plan shards them differently"
+
+
 def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Tied parameters must be sharded alike and belong to one unit.
 
     torch's `fully_shard` refuses a parameter that is in two groups; two styles would make two
     tensors of the model's one.
     """
+    for pair in split_apart(plan, facts) if "tensor" not in plan.broken else ():
+        sink.warning("PL401", pair.message, *pair.labels, facts=pair.facts, help=TiedStyles.HELP)
     parted: list[_Parted] = []
     for group in facts.ties:
         tensors = [(name, *facts.find(name)) for name in group]
         for other in tensors[1:]:
-            if "tensor" not in plan.broken:
-                _styles(tensors[0], other, plan, sink)
             if plan.fsdp is not None and "fsdp" not in plan.broken:
                 units = _units(tensors[0], other, plan, sink)
                 parted += [_Parted(tensors[0], other, *units)] if units else []
@@ -54,7 +84,15 @@ def _rule(half: Half, plan: Plan) -> TensorRule | None:
     )
 
 
-def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
+def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:
+    """Yields the pairs of tied parameters that the plan shards differently."""
+    for group in facts.ties:
+        tensors = [(name, *facts.find(name)) for name in group]
+        for other in tensors[1:]:
+            yield from _styles(tensors[0], other, plan)
+
+
+def _styles(one: Half, two: Half, plan: Plan) -> Iterator[TiedStyles]:
     rules = _rule(one, plan), _rule(two, plan)
     dims = [
         (r.axis, split_dim(r, half[2])) if r else None
@@ -68,15 +106,10 @@ def _styles(one: Half, two: Half, plan: Plan, sink: Sink) -> None:
         if r and dim
     ]
     some = next(r for r in rules if r)
-    whole = [half[0] for r, half in zip(rules, (one, two), strict=True) if not r]
-    sink.warning(
-        "PL401",
-        f"`{one[0]}` and `{two[0]}` are tied, and the plan shards them differently",
-        *labels,
-        axis_label(plan, some),
-        facts=[f"{name} is replicated" for name in whole],
-        help="shard both on the vocabulary: `rowwise` on the embedding with `colwise(-> "
-        "replicate)` on the head",
+    yield TiedStyles(
+        names=(one[0], two[0]),
+        labels=(*labels, axis_label(plan, some)),
+        replicated=tuple(h[0] for r, h in zip(rules, (one, two), strict=True) if not r),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
-_FACTS = (
+INTEGER_ATTRIBUTES = (
     "head_dim",
     "num_heads",
     "num_attention_heads",
@@ -165,7 +165,9 @@ def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
 def _facts(module: Any) -> tuple[tuple[str, int], ...]:
     """The integer attributes of the module; `__dict__` avoids the slow lookup of nn.Module."""
     attributes = module.__dict__
-    facts = [(name, int(v)) for name in _FACTS if isinstance(v := attributes.get(name), int)]
+    facts = [
+        (name, int(v)) for name in INTEGER_ATTRIBUTES if isinstance(v := attributes.get(name), int)
+    ]
     kind = attributes.get("layer_type") or attributes.get("attention_type")
     if isinstance(kind, str) and "is_sliding" not in attributes:
         facts.append(("is_sliding", int(kind.startswith("sliding"))))

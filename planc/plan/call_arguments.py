@@ -124,9 +124,11 @@ def word(expression: ast.Expr, scope: Scope) -> Value:
     return evaluate(expression, scope)
 
 
-def unknown(call: ast.Call, known: tuple[str, ...], what: str, scope: Scope) -> None:
-    """PL105: an action that the section does not have."""
-    hint = did_you_mean(call.name, known, f"there is {one_of(known, last='and')}")
+def unknown(
+    call: ast.Call, known: tuple[str, ...], what: str, scope: Scope, help: str | None = None
+) -> None:
+    """PL105: an action that the section does not have; `help` replaces the nearest names."""
+    hint = help or did_you_mean(call.name, known, f"there is {one_of(known, last='and')}")
     scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=hint)
 
 

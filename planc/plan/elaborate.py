@@ -9,6 +9,7 @@ from typing import TypeVar
 from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
+from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
 from planc.plan.mesh import solve
@@ -17,6 +18,7 @@ from planc.plan.program import Program, gather, origin_of, require
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.adapters import adapters
 from planc.plan.sections.checkpoint import checkpoint, compile_rules
+from planc.plan.sections.context import context
 from planc.plan.sections.fsdp import fsdp
 from planc.plan.sections.load import load
 from planc.plan.sections.tensor import tensor
@@ -36,6 +38,7 @@ SECTIONS = (
     "compile",
     "fsdp",
     "replicate",
+    "context",
 )
 
 
@@ -92,6 +95,7 @@ def elaborate(
         compile=part("compile", lambda: compile_rules(program)),
         train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
+        context=part("context", lambda: tuple(context(program))),
         adapters=part("adapters", lambda: adapters(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
@@ -145,17 +149,20 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
 def _axes(program: Program, mesh: Mesh) -> None:
     """Checks that every `on` names an axis, and that a section uses every axis with several
-    ranks.
+    ranks. An axis may be unused because its name is misspelled, so that is reported alone.
     """
     used: set[str] = set()
+    misspelled = False
     for section in program.sections:
         # only sections over data axes can work over a derived axis
         data = section.name in ("fsdp", "replicate")
         names = valid_axes(mesh.names) if data else mesh.names
         for axis in (*section.axes, *section.replicate):
-            used.update(axes_of(axis.path, mesh.names))
+            if section.name != "context":  # it distributes no parameters
+                used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:
                 continue
+            misspelled = True
             hint = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
             program.sink.error(
                 "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=hint
@@ -165,20 +172,32 @@ def _axes(program: Program, mesh: Mesh) -> None:
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
     for sized in mesh.axes:
         if sized.role is AxisRole.EXPERT and sized.size > 1:
-            program.sink.error(
-                "PL380",
-                f"`{sized.name} = {sized.size}`: experts on ranks of their own are not supported "
-                "yet",
-                sized.origin,
-                facts=["it would split dp_shard * cp * tp, which is ep_shard without it"],
-                help=f"set `{sized.name} = 1`, and shard experts by `unit(on = ep_shard, "
-                "shard_dim = auto)`",
-            )
-        elif sized.size > 1 and sized.name not in used:
-            program.sink.error(
-                "PL306",
-                f"axis `{sized.name}` has {sized.size:,} ranks, and no section works over it",
-                sized.origin,
-                facts=["its ranks would all compute the same"],
-                help=f"write a section `on {sized.name}`, or set `{sized.name} = 1`",
-            )
+            _experts(sized, program)
+        elif sized.size > 1 and sized.name not in used and not misspelled:
+            _unused(sized, program)
+
+
+def _experts(axis: MeshAxis, program: Program) -> None:
+    program.sink.error(
+        "PL380",
+        f"`{axis.name} = {axis.size}`: experts on ranks of their own are not supported yet",
+        axis.origin,
+        facts=["it would split dp_shard * cp * tp, which is ep_shard without it"],
+        help=f"set `{axis.name} = 1`, and shard experts by `unit(on = ep_shard, shard_dim = auto)`",
+    )
+
+
+def _unused(axis: MeshAxis, program: Program) -> None:
+    one = f"set `{axis.name} = 1`"
+    wanted = {
+        AxisRole.STAGE: f"pipeline parallelism is not supported yet: {one}",
+        AxisRole.SEQUENCE: f"context parallelism is not supported yet: {one}; or, where the script "
+        f"slices the sequences itself, shard over it: `fsdp on dp_shard * {axis.name}`",
+    }
+    program.sink.error(
+        "PL306",
+        f"axis `{axis.name}` has {axis.size:,} ranks, and no section works over it",
+        axis.origin,
+        facts=["its ranks would all compute the same"],
+        help=wanted.get(axis.role, f"write a section `on {axis.name}`, or {one}"),
+    )

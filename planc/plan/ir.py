@@ -33,9 +33,14 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh(Meaning):
-    """The device mesh, axes outermost first."""
+    """The device mesh, axes outermost first.
+
+    Args:
+        assumed: whether `auto` counts as 1 because no world size is given.
+    """
 
     axes: tuple[MeshAxis, ...]
+    assumed: bool = False
 
     @property
     def world_size(self) -> int:
@@ -222,6 +227,7 @@ class Plan(Meaning):
         families: the `model_type`s that it is written for.
         options: the value of every option, after `--set`.
         tensor: the rules of tensor sections; kept at tp = 1 too, where lowering drops them.
+        context: the axes over which the script slices each sequence.
         train: what the train sections freeze or unfreeze, outer modules first.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
         broken: sections with errors, from whose omissions no check may conclude anything.
@@ -237,6 +243,7 @@ class Plan(Meaning):
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()
     fsdp: Fsdp | None = None
+    context: tuple[str, ...] = ()
     adapters: Adapters | None = None
     adapted: bool = False
     broken: frozenset[str] = frozenset()

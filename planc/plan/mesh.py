@@ -80,7 +80,11 @@ def _solve(program: Program) -> Mesh | None:
         MeshAxis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
         for s, size in sizes.pairs
     )
-    return Mesh(axes=axes, origin=next(iter(program.named("mesh"))).origin)
+    return Mesh(
+        axes=axes,
+        assumed=bool(autos) and program.world_size is None,
+        origin=next(iter(program.named("mesh"))).origin,
+    )
 
 
 def _settings(program: Program) -> list[ast.Setting] | None:

@@ -278,7 +278,6 @@ def _unused(files: Sequence[ast.File], program: Program) -> None:
 
 _LATER = {
     "expert": "expert parallelism",
-    "context": "context parallelism",
     "pipeline": "pipeline parallelism",
     "loss": "loss parallelism",
 }

@@ -143,10 +143,8 @@ def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Select
         scope.sink.error("PL112", text, selector.origin)
         return
     for part in re.findall(r"\[([^\]]*)\]", path):
-        if not re.fullmatch(r"-?\d+|-?\d*(:-?\d*){1,2}", part) and not all(
-            re.fullmatch(r"\d+(:\d+){0,2}", p) for p in part.split(",")
-        ):
-            hint = "pick entries as Python does: `[0:4]`, `[-1]`, `[::2]`, or a list `[0:3,5]`"
+        if not all(re.fullmatch(r"-?\d+|-?\d*(:-?\d*){1,2}", p) for p in part.split(",")):
+            hint = "pick entries as Python does: `[0:4]`, `[-1]`, `[::2]`, or a list `[0:3,-1]`"
             scope.sink.error("PL112", f"`[{part}]` picks nothing", selector.origin, help=hint)
             return
     kept = (Kept(selector.cls, selector.has),) if selector.cls or selector.has else ()

@@ -4,31 +4,64 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import re
+from collections.abc import Callable, Iterable, Set
 
-from planc.diagnostic import Label, Severity, Sink
+from planc.checks.tied_parameters import TiedStyles
+from planc.codes import TIES
+from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import below
+from planc.ops.phrases import together
+from planc.ops.styles import Sequence
 from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rule_labels
 from planc.trial.outcome import Discrepancy, Outcome
 
 _SEEN = "seen on a small model, with all ranks simulated"
+_OF_PARAMETERS = ("gradient", "partial", "missing", "norm", "parameter")
 _MOST = 8
 """The most findings of one kind."""
 
 
-def report_refuted(outcome: Outcome, small: Plan, sink: Sink) -> None:
+def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], sink: Sink) -> None:
     """Reports what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes (PL507), and
     the norm or the parameters after two steps (PL509).
 
-    Only the first wrong output is reported, because the outputs after it differ as a consequence.
+    Only the first wrong output is reported, because the outputs after it differ as a consequence,
+    and of one cause only one finding: an input with another layout than the plan states (PL505),
+    or tied parameters of which one is replicated. The latter replaces PL401, which says the same
+    from structure alone.
+
+    Args:
+        outcome: what the run of the small model showed.
+        small: the plan for the small model.
+        ties: the tied parameters that the plan shards differently.
+        sink: receives the findings.
     """
-    groups = _groups(outcome)
+    groups = _groups(outcome, small)
     first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
     gradients = [g for g in groups if g[0].kind in _OF_PARAMETERS]
-    for group in (*sizes, *(first or gradients[:_MOST])):
-        _REPORTERS.get(group[0].kind, _gradient)(group, small, sink)
+    boundaries = [g for g in groups if g[0].kind == "boundary"]
+    found = (*sizes, *(first or gradients[:_MOST]))
+    causes = [b for b in boundaries if any(_module(b) == _module(g) for g in found)]
+    said: list[object] = []
+    for group in found:
+        cause = next((b for b in causes if _module(b) == _module(group)), None)
+        tie = next((t for t in ties if _of_replicated(t, group)), None)
+        if (cause or tie) in said:
+            continue
+        if cause is not None:
+            _boundary(cause, small, sink, Severity.ERROR, _consequence(group[0]))
+        elif tie is not None:
+            _tied(tie, group, sink)
+            sink.overrule(TIES)
+        else:
+            _REPORTERS.get(group[0].kind, _gradient)(group, small, sink)
+            continue
+        said.append(cause or tie)
+    for group in [] if causes else boundaries[:1]:
+        _boundary(group, small, sink, Severity.ERROR)
 
 
 def report_means(outcome: Outcome, sink: Sink) -> None:
@@ -50,36 +83,60 @@ def report_means(outcome: Outcome, sink: Sink) -> None:
 
 
 def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """Reports layouts (PL505) and redistributions (PL506) that the plan does not state."""
-    wrong = outcome.verdict == "refuted"
-    for kind in ("boundary", "unstated"):
-        for group in [g for g in _groups(outcome) if g[0].kind == kind][: 1 if wrong else _MOST]:
-            mismatch, subject = group[0], generic(group[0].subject)
-            labels = list(rule_labels(mismatch.subject, small))
-            facts = [*_source(mismatch), _SEEN]
-            before, after = mismatch.layouts
-            if kind == "boundary":
-                severity = Severity.ERROR if wrong else Severity.WARNING
-                message = f"the input of `{subject}` has layout {after}; "
-                message += f"the plan states {before}"
-                advice = f"state this layout: `{after} -> ...` instead of `{before} -> ...`"
-                sink.report(severity, "PL505", message, *labels, facts=facts, help=advice)
-            elif not wrong:
-                change = f"{before} -> {after} (for {mismatch.op})"
-                message = (
-                    f"implicit redistribution in `{subject or 'the model'}`, which no rule "
-                    f"states: {change}"
-                )
-                labels = _with_before(labels, mismatch, small)
-                advice = "state it with a style, `input(...)` or `output(...)`, or keep it implicit"
-                sink.warning("PL506", message, *labels, facts=facts, help=advice)
+    """Reports layouts (PL505) and redistributions (PL506) that the plan does not state, where the
+    numbers are right.
+    """
+    groups = _groups(outcome, small)
+    for group in [g for g in groups if g[0].kind == "boundary"][:_MOST]:
+        _boundary(group, small, sink, Severity.WARNING)
+    for group in [g for g in groups if g[0].kind == "unstated"][:_MOST]:
+        mismatch, subject = group[0], generic(group[0].subject)
+        before, after = mismatch.layouts
+        change = f"{before} -> {after} (for {mismatch.op})"
+        message = (
+            f"implicit redistribution in `{subject or 'the model'}`, which no rule states: {change}"
+        )
+        labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
+        advice = "state it with a style, `input(...)` or `output(...)`, or keep it implicit"
+        facts = [*_source(mismatch), _SEEN]
+        sink.warning("PL506", message, *labels, facts=facts, help=advice)
 
 
-def _groups(outcome: Outcome) -> list[list[Discrepancy]]:
-    """The discrepancies, grouped by identical modules."""
+def _boundary(
+    group: list[Discrepancy], small: Plan, sink: Sink, severity: Severity, *consequence: str
+) -> None:
+    """Reports inputs whose layout is not the stated one, of all modules of one line."""
+    mismatch = group[0]
+    before, after = mismatch.layouts
+    names = one_of((f"`{n}`" for n in together({generic(m.subject): 0 for m in group})), last="and")
+    sink.report(
+        severity,
+        "PL505",
+        f"the input of {names} has layout {after}; the plan states {before}",
+        *rule_labels(mismatch.subject, small),
+        facts=[*consequence, *_source(mismatch), _SEEN],
+        help=f"state this layout: {_statement(mismatch, small)}",
+    )
+
+
+def _statement(mismatch: Discrepancy, small: Plan) -> str:
+    """How a plan states the layout that arrives: a dim of `sequence`, or the source of an arrow."""
+    before, after = mismatch.layouts
+    styles = (r.style for r in small.tensor if r.modules.has(mismatch.subject))
+    dim = re.fullmatch(r"shard\((.*)\)", after)
+    if dim and any(isinstance(style, Sequence) for style in styles):
+        return f"`sequence(dim = {dim[1]})`, with the other arguments as they are"
+    return f"`{after} -> ...` instead of `{before} -> ...`"
+
+
+def _groups(outcome: Outcome, small: Plan) -> list[list[Discrepancy]]:
+    """The discrepancies, grouped by identical modules; inputs, by the lines that state them."""
     groups: dict[tuple[str, str, tuple[str, ...], str], list[Discrepancy]] = {}
     for mismatch in outcome.discrepancies:
-        key = (mismatch.kind, generic(mismatch.subject), mismatch.layouts, mismatch.op)
+        subject = generic(mismatch.subject)
+        if mismatch.kind == "boundary":
+            subject = "\n".join(label.span.place for label in rule_labels(mismatch.subject, small))
+        key = (mismatch.kind, subject, mismatch.layouts, mismatch.op)
         groups.setdefault(key, []).append(mismatch)
     return list(groups.values())
 
@@ -93,8 +150,48 @@ def _source(mismatch: Discrepancy) -> list[str]:
     return [f"the model's own code: {mismatch.line}"] if mismatch.line else []
 
 
+def _module(group: list[Discrepancy]) -> str:
+    """The module of a group's first discrepancy, with `*` for indices."""
+    name = group[0].subject
+    return generic(name.rpartition(".")[0] if group[0].kind in _OF_PARAMETERS else name)
+
+
+def _consequence(mismatch: Discrepancy) -> str:
+    if mismatch.kind == "crash":
+        return f"the model raises there: {mismatch.detail}"
+    what = "its output is wrong" if mismatch.kind == "output" else "its gradient is wrong"
+    return f"{what}, by {mismatch.error:.1e}"
+
+
+def _of_replicated(tie: TiedStyles, group: list[Discrepancy]) -> bool:
+    """Whether a module has a tied parameter that no rule shards, so that its computation gets the
+    shard of the other name.
+    """
+    holders = {generic(n.rpartition(".")[0]) for n in tie.replicated}
+    return group[0].kind != "size" and _module(group) in holders
+
+
+def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
+    mismatch = group[0]
+    measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
+    facts = [*tie.facts, measured, *_source(mismatch), _SEEN]
+    module, help = _module(group), TiedStyles.HELP
+    match mismatch.kind:
+        case "crash":
+            message = f"{tie.message}: the model raises in `{module}`"
+            sink.error("PL503", message, *tie.labels, facts=facts, help=help)
+        case "output":
+            message = f"{tie.message}: the output of `{module}` is wrong"
+            sink.error("PL501", message, *tie.labels, facts=facts, help=help)
+        case _:
+            message = f"{tie.message}: the gradient of `{module}` is wrong"
+            sink.error("PL502", message, *tie.labels, facts=facts, help=help)
+
+
 def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> list[Label]:
-    """The labels, and those of the rules for the module that ended last."""
+    """The labels, and those of the rules for the module that ended last, if any has."""
+    if not mismatch.before:
+        return labels
     marked = {label.span for label in labels}
     before = [
         label.span for label in rule_labels(mismatch.before, small) if label.span not in marked
@@ -129,10 +226,7 @@ def _gradient(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
         message = f"the gradient of `{subject}` is partial on each rank, and nothing reduces it"
         detail = f"the ranks' gradients differ by up to {worst:.1e}"
         last = module.rpartition(".")[2]
-        help = (
-            f"give it a style that reduces its gradient: `{last} : sequence(dim = ..., local = "
-            "true)`"
-        )
+        help = f"give it a style that reduces its gradient: `{last} : replicate(gradient = sum)`"
     else:
         message = f"the gradient of `{subject}` is wrong under this plan"
         detail = f"relative error {worst:.1e}"
@@ -209,4 +303,3 @@ _REPORTERS: dict[str, Callable[[list[Discrepancy], Plan, Sink], None]] = {
     "norm": _later,
     "parameter": _later,
 }
-_OF_PARAMETERS = ("gradient", "partial", "missing", "norm", "parameter")

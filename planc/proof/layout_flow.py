@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from planc.checks.tied_parameters import split_apart
 from planc.codes import PRESUMED
 from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
@@ -205,7 +206,7 @@ def flow(
         _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
     if isinstance(small, str):
         return verdict
-    return replace(verdict, gathered=_report(outcome, small.compiled, sink))
+    return replace(verdict, gathered=_report(outcome, small.compiled, compiled, sink))
 
 
 def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | str]:
@@ -229,14 +230,16 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
     return first or (Outcome(verdict="nothing"), "no axis has more than one rank")
 
 
-def _report(outcome: Outcome, small: Compiled, sink: Sink) -> bool:
+def _report(outcome: Outcome, small: Compiled, real: Compiled, sink: Sink) -> bool:
     """Reports what a simulation found; returns whether every FSDP unit is called."""
     assert small.plan is not None and small.lowered is not None
     if report_uncalled({name for name, _ in outcome.modules}, small.plan, sink):
         return False  # the cause of whatever else was found
     if outcome.verdict == "refuted":
-        report_refuted(outcome, small.plan, sink)
-    report_unstated(outcome, small.plan, sink)
+        ties = split_apart(*real.applied) if real.applied else ()
+        report_refuted(outcome, small.plan, tuple(ties), sink)
+    else:
+        report_unstated(outcome, small.plan, sink)
     report_means(outcome, sink)
     return True
 

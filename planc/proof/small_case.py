@@ -13,8 +13,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from planc import compiler
+from planc.codes import DATA_AXES
 from planc.compiler import Compiled
-from planc.diagnostic import Sink
+from planc.diagnostic import Diagnostic, Sink
 from planc.model.config import buildable
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds
@@ -116,9 +117,14 @@ def small_case(
         return f"the small model is a {facts.name}, not a {compiled.facts.name}"
     settings = small_mesh.settings(compiled.settings, dict(sizes))
     world = prod(sizes.values())
+    found = Sink() if checks is None else checks
     small = compiler.compile(
-        compiled.files, facts, quiet, world_size=world, settings=settings, checks=checks
+        compiled.files, facts, quiet, world_size=world, settings=settings, checks=found
     )
+    # the small mesh has one rank on the data axes, and the simulation runs none of FSDP
+    wrong = [d for d in found if d.severity == "error" and d.code not in DATA_AXES]
+    if checks is None and wrong:
+        return f"the plan does not fit the small model: {_told(wrong[0])}"
     if small.lowered is None:
         return f"the plan does not fit the small model: {_first(quiet)}"
     return SmallCase(model=model, compiled=small)
@@ -127,4 +133,8 @@ def small_case(
 def _first(sink: Sink) -> str:
     """The first error, as a reason."""
     error = next(d for d in sink if d.severity == "error")
+    return _told(error)
+
+
+def _told(error: Diagnostic) -> str:
     return f"{error.message} ({error.code})"

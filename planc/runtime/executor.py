@@ -24,7 +24,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
-from planc.runtime import megatron_fsdp
+from planc.runtime import input_embeddings, megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
@@ -68,6 +68,7 @@ def apply_lowered(
     with _without_collection():
         modules, meshes = _prepare(model, lowered, digest, device)
         worker = Worker(model, modules, meshes, lowered)
+        input_embeddings.guard(model, modules, lowered)
         for op in lowered.stage.ops:
             try:
                 worker.run(op)

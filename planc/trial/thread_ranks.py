@@ -26,6 +26,7 @@ from torch.distributed import _functional_collectives
 from planc.trial.random_numbers import RankGenerators
 
 _POLL = 0.05  # seconds between two looks at the threads
+_LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up
 _GRACE = 2.0  # seconds for waiting threads to end after another one has failed
 
 
@@ -71,7 +72,6 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
             program(rank)
         except Exception as error:
             failures.append(RankFailure(error=error, rank=rank))
-            groups.exception_handle(error)
         except SystemExit:  # another rank has raised, and this one waited for it
             pass
 
@@ -79,7 +79,7 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(count)]
         for thread in threads:
             thread.start()
-        stopped = _join(threads, waits, time.monotonic() + seconds)
+        stopped = _join(threads, waits, failures, time.monotonic() + seconds)
         if stopped:
             groups.exception_handle(None)
             for thread in threads:
@@ -160,18 +160,31 @@ def _matched(groups: Any) -> Callable[[Any, Any], Any]:
     return checked
 
 
-def _join(threads: list[threading.Thread], waits: Mapping[int, Any], end: float) -> str:
+def _join(
+    threads: list[threading.Thread],
+    waits: Mapping[int, Any],
+    failures: list[RankFailure],
+    end: float,
+) -> str:
     """Waits for the threads; returns why they were given up, empty if they ended.
+
+    After a rank has failed, the others run on to where they wait for it, so that as much is known
+    of them.
 
     Args:
         threads: one for each rank.
         waits: the collectives that threads have joined, by thread.
+        failures: of the ranks that have failed.
         end: the time limit, as `time.monotonic`.
     """
+    idle = 0
     while alive := [t for t in threads if t.is_alive()]:
         alive[0].join(_POLL)
         if time.monotonic() > end:
             return "the ranks did not end within the time limit"
+        idle = idle + 1 if failures and all(t.ident in waits for t in alive) else 0
+        if idle == _LOOKS:
+            return "a rank failed"
         if _deadlocked(alive, waits):
             return "the ranks wait for each other: not all of them call the same collectives"
     return ""

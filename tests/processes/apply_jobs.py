@@ -145,3 +145,35 @@ def wrong_plan():
         planc.apply(numerics.build("llama"), str(path), device_type="cpu")
     finally:
         path.unlink()
+
+
+def embeddings_given(overrides):
+    """What a call with plain `inputs_embeds` raises, and how far one with a DTensor is off."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    ids = torch.arange(16).reshape(2, 8)
+    whole = numerics.build("llama").get_input_embeddings()(ids).detach()
+    model = numerics.build("llama")
+    run = apply(overrides, model)
+    told = ""
+    try:
+        model(inputs_embeds=whole)
+    except planc.PlanError as error:
+        told = str(error)
+    right = model(input_ids=ids).logits
+    split = DTensor.from_local(whole, run.meshes["tp"], [Replicate()])
+    given = split.redistribute(placements=[Shard(1)])
+    return told, float((model(inputs_embeds=given).logits - right).abs().max())
+
+
+def embeddings_alone(overrides):
+    """What a call with plain `inputs_embeds` raises, and how far it is off."""
+    ids = torch.arange(16).reshape(2, 8)
+    whole = numerics.build("llama").get_input_embeddings()(ids).detach()
+    model = numerics.build("llama")
+    apply(overrides, model)
+    try:
+        given = model(inputs_embeds=whole).logits
+    except planc.PlanError as error:
+        return str(error), 1.0
+    return "", float((given - model(input_ids=ids).logits).abs().max())

@@ -79,6 +79,18 @@ def test_what_torch_refuses_names_the_line(four):
     assert "PL492" in told and "mine.plan:8" in told
 
 
+def test_embeddings_that_skip_the_rule_of_the_embedding(four):
+    for told, error in four.run("apply_jobs.embeddings_given", overrides=OVERRIDES):
+        assert "PL476" in told and "`model.embed_tokens`" in told and "llama.plan:" in told
+        assert error < 1e-5
+
+
+def test_embeddings_without_sequence_parallelism(four):
+    plain = [*OVERRIDES, "sequence_parallel=false"]
+    for told, error in four.run("apply_jobs.embeddings_alone", overrides=plain):
+        assert told == "" and error < 1e-5
+
+
 def test_a_plan_with_errors_raises_all_of_them(four):
     told = message(four, "wrong_plan")
     assert "PL101" in told and "PL105" in told

@@ -11,6 +11,10 @@ mesh {
     cp       = 2
 }
 
+context on cp {
+    attention = script
+}
+
 fsdp on dp_shard_cp {
     model.layers.* : unit
     root           : unit

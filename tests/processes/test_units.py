@@ -209,6 +209,10 @@ mesh {
     cp       = 2
 }
 
+context on cp {
+    attention = script
+}
+
 fsdp on dp_shard * cp {
     model.layers.* : unit
     root           : unit

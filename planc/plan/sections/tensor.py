@@ -12,6 +12,7 @@ from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, flatten
 from planc.plan.scope import Scope
 from planc.plan.sections.tensor_styles import STYLES, custom, style_of
+from planc.plan.sections.transformers_styles import equivalent
 from planc.plan.selectors import select
 from planc.syntax import ast
 
@@ -31,7 +32,8 @@ def tensor(program: Program) -> Iterator[TensorRule]:
                 continue
             name = rule.action.name
             if name not in STYLES and name not in program.styles:
-                unknown(rule.action, (*STYLES, *program.styles), "style", scope)
+                styles = (*STYLES, *program.styles)
+                unknown(rule.action, styles, "style", scope, help=equivalent(name))
                 continue
             used.add(name)
             found = modules_of(rule, placed, scope)

@@ -1,0 +1,72 @@
+"""Refuses `inputs_embeds` where the plan shards the output of the embedding along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from planc.diagnostic import PlanError
+from planc.ops.lowered import Lowered
+from planc.ops.styles import Colwise, Layout, Output, Rowwise, Sequence, Shard, Style
+from planc.ops.tensor_parallel import Parallelize
+from planc.runtime.preconditions import stop
+
+
+def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
+    """Watches the calls of the model: `inputs_embeds` skip the embedding, and with it the rule that
+    shards its output, so every rank would take the full sequence for its shard.
+
+    Args:
+        model: as it was before the plan.
+        modules: its modules by name.
+        lowered: the plan.
+    """
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        embedding = get() if callable(get) else None
+    except NotImplementedError:  # a model without one, such as a vision tower
+        return
+    for op in lowered.stage.ops:
+        if isinstance(op, Parallelize) and any(map(_of_sequence, _outputs(op.style))):
+            for name in op.modules.names():
+                if modules[name] is embedding:
+                    refuse = partial(_refuse, partial(_error, name, op))
+                    model.register_forward_pre_hook(refuse, with_kwargs=True)
+                    return
+
+
+def _outputs(style: Style) -> Iterator[Layout]:
+    match style:
+        case Colwise() | Rowwise():
+            yield style.output
+        case Output():
+            yield from (change.target for change in style.positional[:1] if change)
+        case Sequence():
+            yield Shard(style.dim)
+
+
+def _of_sequence(layout: Layout) -> bool:
+    return isinstance(layout, Shard) and layout.dim in (1, -2)
+
+
+def _refuse(error: Any, _model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+    given = kwargs.get("inputs_embeds")
+    if isinstance(given, Tensor) and not isinstance(given, DTensor):
+        raise error()
+
+
+def _error(name: str, op: Parallelize) -> PlanError:
+    [axis] = op.axes
+    mesh = f'run.meshes["{axis}"]'
+    return stop(
+        "PL476",
+        f"`inputs_embeds` skip `{name}`, whose output the plan shards along the sequence "
+        f"({op.place})",
+        help="pass `input_ids`; or shard the embeddings as this rule does: "
+        f"`DTensor.from_local(inputs_embeds, {mesh}, [Replicate()]).redistribute(placements="
+        "[Shard(1)])`",
+    )
