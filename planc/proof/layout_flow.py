@@ -193,7 +193,7 @@ def flow(
     if not axes and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
     layers = () if isinstance(small, str) else layer_verdicts(facts, small.compiled, outcome)
-    released_early = bool(outcome.recomputed) and _released(lowered, outcome.recomputed)
+    released_early = bool(outcome.recomputed) and _released(lowered, ir, outcome, small)
     verdict = Verdict(
         outcome=outcome,
         layers=layers,
@@ -267,12 +267,17 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
     return Verdict(outcome=nothing, sections=sections, gathered=gathered)
 
 
-def _released(lowered: Lowered, name: str) -> bool:
-    """Whether a module is in an FSDP unit other than the root, or the plan uses Megatron-FSDP."""
+def _released(lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | str) -> bool:
+    """Whether the module that runs again is in an FSDP unit other than the root, or the plan uses
+    Megatron-FSDP; a simulation with FSDP has shown what comes of it.
+    """
     if is_megatron(lowered):
         return True
+    axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()
+    if isinstance(small, SmallCase) and _simulated(small, axes):
+        return False
     units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
-    return any(below(name, unit) for at in units for unit in at.names() if unit)
+    return any(below(outcome.recomputed, unit) for at in units for unit in at.names() if unit)
 
 
 def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
@@ -294,12 +299,12 @@ def judge(small: SmallCase, *, quick: bool = False) -> Outcome:
 
     Args:
         small: the small model and the plan compiled for it.
-        quick: one step of one pass.
+        quick: one step of one pass, with the tensor axes alone.
     """
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
     config = json.dumps(model.values, sort_keys=True)
-    part = digest(trial_part(lowered))
+    part = digest(trial_part(lowered, tensor=quick))
     extra_versions = cache.extra_versions(model.values)
     kind = f"flow {_FORMAT} {quick}"
     key = cache.entry_name(kind, part, config, *extra_versions, source_digest())

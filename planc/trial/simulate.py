@@ -109,11 +109,11 @@ def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) ->
     Args:
         builder: builds the small model and its inputs.
         lowered: the plan, lowered for this model on few ranks.
-        quick: one step of one pass, for a draft that is tried often.
+        quick: one step of one pass, with the operations of the tensor axes alone.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
-    lowered = trial_part(lowered)
+    lowered = trial_part(lowered, tensor=quick)
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planc.ops.compile import Compile
-from planc.ops.fsdp import FullyShard
+from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -18,24 +18,25 @@ LEFT_OUT = (Compile, Load, Quantize, MegatronShard)
 intent; weights are random; shards of a small weight are not whole quantization blocks, as checked
 for a real one; Megatron-FSDP needs CUDA."""
 
+DATA = (FullyShard, Divide, Prefetch)
+"""The operations of the data axes."""
 
-def trial_part(lowered: Lowered) -> Lowered:
+
+def trial_part(lowered: Lowered, *, tensor: bool = False) -> Lowered:
     """The lowered plan reduced to the operations that a trial runs, with all dtypes float32, so
     that results differ only by rounding.
 
     Plans with the same part have the same outcome, so outcomes are cached by its digest.
+
+    Args:
+        lowered: the plan for the small model.
+        tensor: leaves out FSDP and replication too, where no data axis has two ranks.
     """
+    left_out = (*LEFT_OUT, *(DATA if tensor else ()))
     ops = tuple(
-        replace(
-            op,
-            param=op.param and "float32",
-            reduce=op.reduce and "float32",
-            output=op.output and "float32",
-        )
-        if isinstance(op, FullyShard)
-        else op
+        replace(op, param=None, reduce=None, output=None) if isinstance(op, FullyShard) else op
         for op in with_random_adapters(lowered).ops
-        if not isinstance(op, LEFT_OUT)
+        if not isinstance(op, left_out)
     )
     return replace(lowered, plan="").with_ops(ops)
 
