@@ -34,7 +34,7 @@ def trial_part(lowered: Lowered, *, tensor: bool = False) -> Lowered:
     """
     left_out = (*LEFT_OUT, *(DATA if tensor else ()))
     ops = tuple(
-        replace(op, param=None, reduce=None, output=None) if isinstance(op, FullyShard) else op
+        replace(op, param=None, reduce=None, output=None, gathered=0) if isinstance(op, FullyShard) else op
         for op in with_random_adapters(lowered).ops
         if not isinstance(op, left_out)
     )
