@@ -31,6 +31,8 @@ from planc.proof.called_modules import called_modules
 from planc.proof.flow_findings import report_refuted, report_uncalled, report_unstated
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.small_case import RANKS, SmallCase, small_case
+from planc.proof.stand_in import Unrepresented
+from planc.source import Span
 from planc.trial.outcome import Outcome, outcome_of
 from planc.trial.source_digest import source_digest
 from planc.trial.tensor_part import tensor_part
@@ -179,15 +181,17 @@ def flow(
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     if not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
-    small: SmallCase | str
+    small: SmallCase | Unrepresented
     if lowered.code and not allow_code:
-        small = f"{lowered.code[0]} is custom code, imported only with --allow-code"
+        reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
+        small = Unrepresented(reason=reason)
     else:
         sizes = {a.name: RANKS if a.name in axes else 1 for a in ir.mesh.axes}
         small = small_case(compiled, sizes)
     small_plan, layers = None, tuple[LayerVerdict, ...]()
-    if isinstance(small, str):
-        outcome = Outcome(verdict="unknown", reason=small)
+    lines: tuple[Span, ...] = ()
+    if isinstance(small, Unrepresented):
+        outcome, lines = Outcome(verdict="unknown", reason=small.reason), small.origins
     else:
         outcome, small_plan = judge(small), small.compiled.plan
         layers = layer_verdicts(facts, small.compiled, outcome)
@@ -199,7 +203,7 @@ def flow(
     if verdict.verdict == "proved":
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
-        _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
+        _unknown(verdict, sink, strict, "`planc verify` runs it on real processes", lines)
     if small_plan is not None:
         if outcome.verdict == "refuted":
             ties = split_apart(*compiled.applied) if compiled.applied else ()
@@ -243,11 +247,14 @@ def _released(lowered: Lowered, name: str) -> bool:
     return any(below(name, unit) for at in units for unit in at.names() if unit)
 
 
-def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
+def _unknown(
+    verdict: Verdict, sink: Sink, strict: bool, help: str, lines: tuple[Span, ...] = ()
+) -> None:
     sink.report(
         Severity.ERROR if strict else Severity.WARNING,
         "PL504",
         f"layout flow cannot decide whether this plan is right: {verdict.reason}",
+        *lines,
         help=help,
     )
 
