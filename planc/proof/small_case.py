@@ -1,7 +1,8 @@
 """Makes a small model of the same family, and gives it the decisions of the real plan.
 
 A transformers or diffusers model is shrunk: its resolved configuration becomes a small one for the
-same class. A user's own model is run as it is.
+same class, that of the model's own folder where the user allowed its code. A user's own model is
+run as it is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.checks import check
@@ -41,7 +43,7 @@ class SmallModel:
 
     Args:
         values: the small configuration; empty for a user's own model.
-        code: the factory of a user's own model, else empty.
+        code: the factory of a user's own model, or the folder with the code of its class.
         kept: the layers that the small ones stand for, as of `Shrunk`.
     """
 
@@ -64,7 +66,9 @@ class SmallModel:
             model: the facts of the original model.
             sink: receives the findings (PL60x).
         """
-        return model if self.code else load_values(self.values, "the small model", sink)
+        if self.code and not self.values:
+            return model
+        return load_values(self.values, "the small model", sink, folder=self.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ def small_model(
         plan: for the model; layers on which other rules act are then kept apart.
     """
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
-    if facts.code:
+    if facts.code and not Path(facts.code).is_absolute():
         return SmallModel(values={}, code=facts.code)
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that planc can make small"
@@ -97,7 +101,8 @@ def small_model(
     except Exception as error:
         return f"the model cannot be shrunk: {error}"
     values = json.loads(json.dumps(made.values, default=str))
-    return SmallModel(values={**values, "architectures": [facts.name]}, kept=made.kept)
+    values |= {"architectures": [facts.name]}
+    return SmallModel(values=values, code=facts.code, kept=made.kept)
 
 
 def small_case(
