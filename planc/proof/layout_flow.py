@@ -1,9 +1,9 @@
-"""Layout flow for `planc check`: shrink, compile, simulate, cache, report.
+"""Layout flow for `planc check`: shrink, stand in, simulate, cache, report.
 
-The plan is compiled again for a small model of the same family, on its tensor axes only, and the
-discrepancies found by `planc.trial.simulate` are reported at the lines of the plan. The outcome is
-cached by the digest of the tensor part of the small lowered plan, the configuration, the library
-versions and planc's own sources, so a warm check does not import torch.
+The plan, as it was decided for the real model, is applied to a small one of the same family, on its
+tensor axes only, and the discrepancies found by `planc.trial.simulate` are reported at the lines of
+the plan. The outcome is cached by the digest of the tensor part of the small lowered plan, the
+configuration, the library versions and planc's own sources, so a warm check does not import torch.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def flow(
     """The verdict of layout flow on a compiled plan.
 
     Args:
-        compiled: a plan without errors; its files are compiled again for the small model.
+        compiled: a plan without errors; its decisions are applied to the small model.
         sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); if the plan is proved,
             presumed findings are overruled.
         strict: whether unknown is an error.
@@ -203,7 +203,8 @@ def flow(
     if verdict.verdict == "proved":
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
-        _unknown(verdict, sink, strict, "`planc verify` runs it on real processes", lines)
+        help = None if lines else "`planc verify` runs it on real processes"
+        _unknown(verdict, sink, strict, help, lines)
     if small_plan is not None:
         if outcome.verdict == "refuted":
             ties = split_apart(*compiled.applied) if compiled.applied else ()
@@ -248,7 +249,7 @@ def _released(lowered: Lowered, name: str) -> bool:
 
 
 def _unknown(
-    verdict: Verdict, sink: Sink, strict: bool, help: str, lines: tuple[Span, ...] = ()
+    verdict: Verdict, sink: Sink, strict: bool, help: str | None, lines: tuple[Span, ...] = ()
 ) -> None:
     sink.report(
         Severity.ERROR if strict else Severity.WARNING,

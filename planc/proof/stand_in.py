@@ -186,7 +186,8 @@ class _StandIn:
         there = list(entry_kinds(small, self.small, self.facts).values())
         found = self._stated(kinds, rules, there) or self._by_kind(kinds, rules, there)
         if not found:
-            self.lacks(f"which blocks of `{at}` the small model has is not known", *_own(rules))
+            text = f"which blocks of `{at}` the small model has is not known"
+            self.lacks(text, *_differing(rules, rules))
             return ()
         classes = list(zip(kinds, rules, strict=True))
         for i, end in ((0, 0), (-1, len(kinds) - 1)):  # an end stands for an end of its class
@@ -219,14 +220,12 @@ class _StandIn:
             return
         seen = {classes[i] for i in found}
         alone = next((i for i, one in enumerate(classes) if one not in seen), None)
+        text = f"no layer of the small model stands for `{at}[{alone}]`"
         if alone is None:
             text = f"the blocks of `{at}` follow each other otherwise in the small model"
-            self.lacks(text, *_own([rules for _, rules in classes]))
-            return
-        text = f"no layer of the small model stands for `{at}[{alone}]`"
-        same = [rules for kind, rules in classes if kind == classes[alone][0]]
-        common = frozenset[Any].intersection(*same)
-        self.lacks(text, *_own([classes[alone][1] - common or classes[alone][1]]))
+        every = [rules for _, rules in classes]
+        blamed = every if alone is None else [every[alone]]
+        self.lacks(text, *_differing(blamed, every))
 
     # Modules -------------------------------------------------------------------------------------
 
@@ -292,7 +291,10 @@ def _step(at: Modules, segment: str | Indices) -> Modules:
     return at
 
 
-def _own(rules: Iterable[Rules]) -> tuple[Span, ...]:
-    """The lines of some sets of rules, in the plan's order."""
-    found = {origin for some in rules for origin, _ in some}
+def _differing(blamed: Iterable[Rules], every: Iterable[Rules]) -> tuple[Span, ...]:
+    """The lines in which some blocks differ from the others, in the plan's order."""
+    every = list(every)
+    common = frozenset[Any].intersection(*every)
+    found = {o for rules in blamed for o, _ in rules - common}
+    found = found or {o for rules in every for o, _ in rules - common}
     return tuple(sorted(found, key=lambda o: (o.source.name, o.start)))

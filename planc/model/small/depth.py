@@ -159,10 +159,13 @@ def neighbors(kinds: Sequence[Kind], least: int) -> list[int]:
     for one, two in pairwise(sorted(kept)):
         if (kinds[one], kinds[two]) not in wanted:
             kept.update(range(one, two))
-    for i in sorted(kept - needed):
-        rest = sorted(kept - {i})
-        if len(rest) >= least and edges([kinds[r] for r in rest]) == wanted:
-            kept.remove(i)
+
+    def spare(layer: int) -> bool:
+        rest = sorted(kept - {layer})
+        return len(rest) >= least and edges([kinds[r] for r in rest]) == wanted
+
+    while (layer := next(filter(spare, sorted(kept - needed)), None)) is not None:
+        kept.remove(layer)
     return sorted(kept)
 
 
