@@ -83,7 +83,7 @@ mesh {
 tensor on tp {
     model.layers.*.self_attn {
         q_proj : colwise(parts = [config.hidden_size, tp], local = tp >= degree)
-        k_proj : colwise(parts = part, local = not wide)
+        k_proj : colwise(parts = when tp > 4 then part else 3, local = not wide)
     }
     when config.num_hidden_layers == 32 {
         model.layers[30:].mlp.up_proj : colwise(-> shard(when tp == 8 then 1 else 2))

@@ -35,8 +35,7 @@ def evaluate(expression: ast.Expr, scope: Scope) -> Value:
         case ast.Unary():
             return _unary(expression, scope)
         case ast.Binary():
-            decision = expression.op not in ("+", "-", "*", "/", "//", "%")
-            return _binary(expression, (scope.decides if decision else None) or scope)
+            return _binary(expression, scope)
         case ast.Choice():
             condition = truth(expression.condition, scope)
             if condition is None:
