@@ -80,8 +80,8 @@ def _proof(compiled: Compiled, sink: Sink) -> Certificate | None:
     """The result of `planc verify` for this plan, if it was run; a refuted plan is an error."""
     from planc.trial import certificate
 
-    if compiled.facts is None or compiled.lowered is None:
-        return None
+    if compiled.facts is None or compiled.lowered is None or compiled.facts.code:
+        return None  # a certificate holds for the class of the library, and code can change
     found = certificate.known(compiled.digest, compiled.facts.config)
     if found and found["verdict"] == "refuted":
         sink.error("PL520", found["reason"], help="`planc verify` found this; run it again")

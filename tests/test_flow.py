@@ -165,9 +165,9 @@ def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     from planc.proof import small_case as module
 
     def first_kind_alone(config, **arguments):
-        values = shrink(config, **arguments)
-        values["layer_types"] = ["sliding_attention"] * len(values["layer_types"])
-        return values
+        made = shrink(config, **arguments)
+        made.values["layer_types"] = ["sliding_attention"] * len(made.values["layer_types"])
+        return made
 
     monkeypatch.setattr(module, "shrink", first_kind_alone)
     verdict, [finding] = simulated("gemma-2-9b", "gemma2", ["tp=4"])
@@ -227,7 +227,7 @@ def test_a_gradient_that_nothing_sums(tmp_path):
     from planc.model.small.transformers_model import TransformersBuilder
     from planc.trial.simulate import simulate
 
-    values = shrink(compiled.facts.config, ranks=2)
+    values = shrink(compiled.facts.config, ranks=2).values
     small = compile_plan_for(values, settings)
     kept = tuple(o for o in small.ops if not str(getattr(o, "modules", "")).endswith("q_norm"))
     builder = TransformersBuilder({**values, "architectures": ["Qwen3ForCausalLM"]})

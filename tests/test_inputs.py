@@ -43,7 +43,7 @@ def small(family):
         values[part] |= fields
     values["architectures"] = [name]
     facts = load_values(values, family, Sink())
-    less = shrink(facts.config, ranks={"tensor": 2}, blocks=block_kinds(facts))
+    less = shrink(facts.config, ranks={"tensor": 2}, blocks=block_kinds(facts)).values
     return TransformersBuilder(
         {**json.loads(json.dumps(less, default=str)), "architectures": [name]}
     )

@@ -56,6 +56,14 @@ class Config:
             return {}
         return {k: v for k, v in found.items() if isinstance(v, str)}
 
+    @property
+    def own_model(self) -> str:
+        """The auto class that the folder's own model class stands for; empty for none."""
+        names = [name for name in self.own_code if name.startswith("AutoModel")]
+        built = self.values.get("architectures") or ()
+        first = [n for n in names if self.own_code[n].rpartition(".")[2] in built]
+        return next(iter((*first, *(n for n in names if n == "AutoModelForCausalLM"), *names)), "")
+
     def valid(self, sink: Sink) -> bool:
         """Whether the configuration fits the schema; each field that does not is a finding
         (PL603).

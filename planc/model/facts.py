@@ -263,7 +263,8 @@ class Facts:
         root: the module table.
         ties: groups of torch names of parameters that are one tensor.
         stated_fields: the fields that the user's file states; all others are defaults.
-        code: `package.module:factory` if the user allowed planc to run it to build the model.
+        code: `package.module:factory` if the user allowed planc to run it to build the model, or
+            the absolute path of a model's folder whose own code the user allowed.
     """
 
     name: str

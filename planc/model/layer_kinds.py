@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planc.model.facts import Facts, Module, Modules
 from planc.model.small.config_fields import DROPOUT
+
+_TOWER = re.compile(r"vision|audio|speech")
+"""A tower's configuration does not describe the language model's layers, even of equal number."""
+
+_APART = re.compile(r"^rope_|_(indexes|indices|idxs|ids)$")
+"""Lists without an entry per layer: frequencies, layer indices."""
 
 
 def block_lists(at: Modules) -> Iterator[Modules]:
@@ -46,3 +53,55 @@ def block_kinds(facts: Facts) -> dict[int, list[str]]:
         if found.setdefault(len(labels), labels) != labels:
             ambiguous.add(len(labels))
     return {length: labels for length, labels in found.items() if length not in ambiguous}
+
+
+Kind = tuple[tuple[str, ...], tuple[Any, ...]]
+"""A kind of layer: its words in the configuration's per-layer lists, and its structure."""
+
+
+def length(at: Modules) -> int:
+    """The number of entries of a list."""
+    return sum(child.times for child in at.module.children)
+
+
+def layer_columns(at: Modules, facts: Facts, named: Facts) -> list[tuple[str, list[Any]]]:
+    """The configuration's lists with one entry for each block of a list, by their field.
+
+    Args:
+        at: a block list of `facts`.
+        facts: the facts with the blocks.
+        named: the facts whose configuration decides which lists are per layer: those of the
+            original model, because in a small one any list can be as long as the layers.
+    """
+    wide = next((o for o in block_lists(named.model) if o.path == at.path), None)
+    return list(_columns(facts.config, named.config, length(wide) if wide else 0, str(at)))
+
+
+def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
+    """The kind of each entry of a block list; arguments as of `layer_columns`.
+
+    Only lists of words or truths count: a number can be another one in a small model.
+    """
+    columns = [c for _, c in layer_columns(at, facts, named) if isinstance(c[0], str | bool)]
+    found: dict[int, Kind] = {}
+    for child in at.module.children:
+        structure = signature(child.module)
+        for i in child.indices or ():
+            found[i] = (tuple(str(c[i]) for c in columns if i < len(c)), structure)
+    return dict(sorted(found.items()))
+
+
+def _columns(
+    config: Mapping[str, Any], named: Mapping[str, Any], length: int, path: str
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yields the configuration's lists with one entry for each block of the list at `path`."""
+    for name, value in named.items():
+        if _APART.search(name):
+            continue
+        if isinstance(value, Mapping) and isinstance(config.get(name), Mapping):
+            if _TOWER.findall(name) == _TOWER.findall(path):
+                yield from _columns(config[name], value, length, path)
+        elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
+            column = config.get(name)
+            if isinstance(column, list) and not isinstance(value[0], list):  # not image sizes
+                yield name, column

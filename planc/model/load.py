@@ -34,7 +34,7 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     config = read(place, sink)
     if config is None:
         return None
-    if allow_code and "AutoModelForCausalLM" in config.own_code:
+    if allow_code and config.own_model:
         from planc.model.sources.huggingface import from_folder
 
         return from_folder(config, sink)  # never cached: the key does not cover the code
@@ -66,8 +66,19 @@ def _build_facts(config: Config, sink: Sink) -> Facts | None:
     return huggingface.from_config(config, sink)
 
 
-def load_values(values: dict[str, Any], name: str, sink: Sink) -> Facts | None:
-    """The facts of a configuration given as a dict, from the cache or built."""
+def load_values(values: dict[str, Any], name: str, sink: Sink, *, folder: str = "") -> Facts | None:
+    """The facts of a configuration given as a dict, from the cache or built.
+
+    Args:
+        values: the fields.
+        name: its name in messages.
+        sink: receives the findings.
+        folder: of a model whose own code the user allowed, else empty.
+    """
+    if folder:
+        from planc.model.sources.huggingface import own_facts
+
+        return own_facts(folder, values, name, sink)
     return _from_config(config_of(values, name), sink, cache=True)
 
 

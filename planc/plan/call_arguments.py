@@ -4,11 +4,12 @@ finding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from planc.diagnostic import did_you_mean, one_of
-from planc.plan.evaluate import describe, evaluate
+from planc.plan.evaluate import describe, evaluate, size
 from planc.plan.scope import Failed, Scope, Value
 from planc.syntax import ast
 
@@ -57,11 +58,14 @@ class Arguments:
         self._type(expression, name, "true or false", value)
         return default
 
-    def integer(self, name: str, default: int) -> int:
+    def integer(
+        self, name: str, default: int, read: Callable[[ast.Expr, Scope], Value] = evaluate
+    ) -> int:
+        """An integer; `read` is `size` where it counts features, heads or ranks."""
         expression = self.take(name)
         if expression is None:
             return default
-        value = evaluate(expression, self.scope)
+        value = read(expression, self.scope)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         self._type(expression, name, "an integer", value)
@@ -73,11 +77,13 @@ class Arguments:
         words: dict[str, Any],
         default: Any,
         least: int | None = None,
+        counts: bool = False,
     ) -> Any:
         """One of a few words, given bare, as a text, or by an option that holds it.
 
         Args:
             least: where there is one, an integer that is no less may stand in their place.
+            counts: whether that integer counts features, heads or ranks.
         """
         expression = self.take(name)
         if expression is None:
@@ -85,6 +91,8 @@ class Arguments:
         value = word(expression, self.scope)
         if isinstance(value, str) and value in words:
             return words[value]
+        if counts and isinstance(value, int):
+            value = size(expression, self.scope)
         whole = least is not None and isinstance(value, int) and not isinstance(value, bool)
         if whole and value >= least:  # type: ignore[operator]
             return value

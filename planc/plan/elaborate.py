@@ -15,7 +15,7 @@ from planc.plan.ir import Mesh, Plan
 from planc.plan.mesh import solve
 from planc.plan.mesh_axes import axes_of, expanded, role_of, valid_axes
 from planc.plan.program import Program, gather, origin_of, require
-from planc.plan.scope import Failed, Scope
+from planc.plan.scope import Failed, Scope, Sizes
 from planc.plan.sections.adapters import adapters
 from planc.plan.sections.checkpoint import checkpoint, compile_rules
 from planc.plan.sections.context import context
@@ -49,6 +49,7 @@ def elaborate(
     *,
     world_size: int | None = None,
     settings: Iterable[str] = (),
+    sizes: Sizes | None = None,
 ) -> Plan | None:
     """Elaborates a plan for one model on one mesh.
 
@@ -58,6 +59,8 @@ def elaborate(
         sink: receives PL01x, PL1xx (names), PL3xx (mesh) and PL650 (family).
         world_size: the number of ranks, or None where it was not given.
         settings: `name=value` for options and mesh axes.
+        sizes: where a small model stands for this one, the source of the numbers in arguments.
+            All else is decided as without it: conditions, selectors, `auto`.
 
     Returns:
         The plan, or None where its header or mesh is invalid. Sections with errors are named in
@@ -69,6 +72,8 @@ def elaborate(
     mesh = _with_roles(solve(program), program)
     if mesh is None or program.header is None:
         return None
+    if sizes is not None:
+        program.scope.sized = program.scope.sized_by(sizes, mesh)
     broken: set[str] = set()
 
     def part(name: str, read: Callable[[], T]) -> T:

@@ -49,9 +49,21 @@ def evaluate(expression: ast.Expr, scope: Scope) -> Value:
             assert_never(expression)
 
 
+def size(expression: ast.Expr, scope: Scope) -> Value:
+    """The value of an argument that counts features, heads or ranks.
+
+    Where a small model stands for the real one, numbers are those of the small model.
+    """
+    value = evaluate(expression, scope)
+    numbers = value if isinstance(value, tuple) else (value,)
+    if scope.sized is None or not all(_number(n) for n in numbers):
+        return value
+    return evaluate(expression, scope.sized)
+
+
 def truth(expression: ast.Expr, scope: Scope) -> bool | None:
     """The value of a condition, or None after a finding."""
-    value = evaluate(expression, scope)
+    value = evaluate(expression, scope.decides or scope)
     if isinstance(value, bool):
         return value
     if not isinstance(value, Failed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final
 
@@ -38,6 +38,19 @@ class Definition:
     given: ast.Literal | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of a small model and its mesh, for the numbers in arguments.
+
+    Args:
+        config: the configuration of the small model.
+        axes: the size of each mesh axis.
+    """
+
+    config: Mapping[str, Any]
+    axes: Mapping[str, int]
+
+
 @dataclass(slots=True)
 class Scope:
     """Resolves names for one plan and one model.
@@ -48,6 +61,8 @@ class Scope:
         evaluate: the evaluator, passed in because it needs a scope itself.
         solve: sizes the mesh the first time an axis is looked up.
         kept: the dtype of a parameter after `load`, once the load section was read.
+        sized: where a small model stands for this one, the scope of the numbers in arguments.
+        decides: in a `sized` scope, the scope of the real model, which decides every condition.
     """
 
     facts: Facts
@@ -57,8 +72,27 @@ class Scope:
     definitions: dict[str, Definition] = field(default_factory=dict)
     axis_names: tuple[str, ...] = ()
     kept: Callable[[Parameter], str] = attrgetter("dtype")
+    sized: Scope | None = None
+    decides: Scope | None = None
     _values: dict[str, Value] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
+
+    def sized_by(self, sizes: Sizes, mesh: Mesh) -> Scope:
+        """The same names with the numbers of a small model; conditions keep the real ones.
+
+        Args:
+            sizes: of the small model and its mesh.
+            mesh: the real mesh.
+        """
+        axes = tuple(replace(a, size=sizes.axes[a.name]) for a in mesh.axes)
+        return replace(
+            self,
+            facts=replace(self.facts, config=sizes.config),
+            solve=lambda: replace(mesh, axes=axes),
+            decides=self,
+            _values={},
+            _pending=[],
+        )
 
     def define(self, definition: Definition) -> None:
         self.definitions[definition.name] = definition
@@ -116,7 +150,7 @@ class Scope:
     def _module_path(self, value: ast.Expr) -> Value:
         """A let's value may be a module path: a name that is nothing else is read as one."""
         if isinstance(value, ast.Choice):
-            condition = self.evaluate(value.condition, self)
+            condition = self.evaluate(value.condition, self.decides or self)
             if isinstance(condition, bool):
                 return self._module_path(value.then if condition else value.otherwise)
         if not isinstance(value, ast.Name | ast.Selector):

@@ -7,15 +7,14 @@ its result holds for all of them.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from planc.compiler import Compiled
 from planc.model.facts import Facts, Modules, below
 from planc.model.indices import Indices
-from planc.model.layer_kinds import block_lists, signature
+from planc.model.layer_kinds import block_lists, layer_columns, signature
 from planc.plan.ir import Plan
 from planc.trial.outcome import LIMIT, Outcome
 
@@ -43,12 +42,6 @@ class LayerVerdict:
     def text(self) -> str:
         return f"{self.modules} ({self.label})" if self.label else self.modules
 
-
-_TOWER = re.compile(r"vision|audio|speech")
-"""A tower's configuration does not describe the language model's layers, even of equal number."""
-
-_APART = re.compile(r"^rope_|_(indexes|indices|idxs|ids)$")
-"""Lists without an entry per layer: frequencies, layer indices."""
 
 _Key = tuple[Any, ...]
 
@@ -150,9 +143,7 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
             original model, because in a small one any list can be as long as the layers.
     """
     for at in block_lists(facts.model):
-        wide = next((o for o in block_lists(named.model) if o.path == at.path), None)
-        length = _length(wide) if wide else 0
-        columns = list(_columns(facts.config, named.config, length, str(at)))
+        columns = layer_columns(at, facts, named)
         merged: dict[_Key, _Group] = {}
         for child in at.module.children:
             assert child.indices is not None
@@ -172,26 +163,6 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
                     labels = [v for v, (_, c) in zip(values, columns, strict=True) if _varies(c)]
                     merged[key] = _Group(one, ", ".join(labels))
         yield from merged.items()
-
-
-def _length(modules: Modules) -> int:
-    return sum(child.times for child in modules.module.children)
-
-
-def _columns(
-    config: Mapping[str, Any], named: Mapping[str, Any], length: int, path: str
-) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the configuration's lists with one entry for each block of the list at `path`."""
-    for name, value in named.items():
-        if _APART.search(name):
-            continue
-        if isinstance(value, Mapping) and isinstance(config.get(name), Mapping):
-            if _TOWER.findall(name) == _TOWER.findall(path):
-                yield from _columns(config[name], value, length, path)
-        elif isinstance(value, list) and len(value) == length > 1 and value != [*range(length)]:
-            column = config.get(name)
-            if isinstance(column, list) and not isinstance(value[0], list):  # not image sizes
-                yield name, column
 
 
 def _varies(column: list[Any]) -> bool:

@@ -1,9 +1,9 @@
-"""Layout flow for `planc check`: shrink, compile, simulate, cache, report.
+"""Layout flow for `planc check`: shrink, stand in, simulate, cache, report.
 
-The plan is compiled again for a small model of the same family and a few ranks, and the
-discrepancies found by `planc.trial.simulate` are reported at the lines of the plan. The outcome is
-cached by the digest of the small lowered plan, the configuration, the library versions and planc's
-own sources, so a warm check does not import torch.
+The plan, as it was decided for the real model, is applied to a small one of the same family on a
+few ranks, and the discrepancies found by `planc.trial.simulate` are reported at the lines of the
+plan. The outcome is cached by the digest of the small lowered plan, the configuration, the library
+versions and planc's own sources, so a warm check does not import torch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from planc.proof.flow_findings import (
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import simulated_sizes
+from planc.proof.stand_in import Unrepresented
+from planc.source import Span
 from planc.trial.outcome import Outcome, outcome_of
 from planc.trial.source_digest import source_digest
 from planc.trial.trial_part import left_out, trial_part
 
 _FORMAT = 7
+_NOTHING = Unrepresented(reason="nothing is simulated")
 UNSEEN = "Megatron-FSDP runs only on CUDA, where planc proves nothing"
 
 
@@ -172,7 +175,7 @@ def flow(
     """The verdict of layout flow on a compiled plan.
 
     Args:
-        compiled: a plan without errors; its files are compiled again for the small model.
+        compiled: a plan without errors; its decisions are applied to the small model.
         sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); if the plan is proved,
             presumed findings are overruled.
         strict: whether unknown is an error.
@@ -182,17 +185,20 @@ def flow(
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
-    small: SmallCase | str
+    small: SmallCase | Unrepresented
     if lowered.code and not allow_code:
-        small = f"{lowered.code[0]} is custom code, imported only with --allow-code"
-        outcome = Outcome(verdict="unknown", reason=small)
+        reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
+        small = Unrepresented(reason=reason)
+        outcome = Outcome(verdict="unknown", reason=reason)
     elif is_megatron(lowered) and not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
         outcome, small = _judge_all(compiled, axes)
     if not axes and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
-    layers = () if isinstance(small, str) else layer_verdicts(facts, small.compiled, outcome)
+    layers = (
+        () if isinstance(small, Unrepresented) else layer_verdicts(facts, small.compiled, outcome)
+    )
     released_early = bool(outcome.recomputed) and _released(lowered, ir, outcome, small)
     verdict = Verdict(
         outcome=outcome,
@@ -203,13 +209,15 @@ def flow(
     if verdict.verdict == "proved":
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
-        _unknown(verdict, sink, strict, "`planc verify` runs it on real processes")
-    if isinstance(small, str):
+        lines = small.origins if isinstance(small, Unrepresented) else ()
+        help = None if lines else "`planc verify` runs it on real processes"
+        _unknown(verdict, sink, strict, help, lines)
+    if isinstance(small, Unrepresented):
         return verdict
     return replace(verdict, gathered=_report(outcome, small.compiled, compiled, sink))
 
 
-def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | str]:
+def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | Unrepresented]:
     """The outcome over all small meshes, and the case that decided it.
 
     Args:
@@ -217,17 +225,17 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
         split: the axes of tensor parallelism.
     """
     assert compiled.plan is not None
-    first: tuple[Outcome, SmallCase | str] | None = None
+    first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     for sizes in simulated_sizes(compiled.plan.mesh.axes, split):
         small = small_case(compiled, sizes)
-        if isinstance(small, str):
-            return Outcome(verdict="unknown", reason=small), small
+        if isinstance(small, Unrepresented):
+            return Outcome(verdict="unknown", reason=small.reason), small
         outcome = judge(small, quick=first is not None)
         if first is None or outcome.verdict != "proved":
             first = outcome, small
         if outcome.verdict != "proved":
             break
-    return first or (Outcome(verdict="nothing"), "no axis has more than one rank")
+    return first or (Outcome(verdict="nothing"), _NOTHING)
 
 
 def _report(outcome: Outcome, small: Compiled, real: Compiled, sink: Sink) -> bool:
@@ -248,11 +256,11 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
     """The verdict on a plan without tensor parallelism: whether its FSDP units are called."""
     if is_megatron(lowered):
         unseen = Outcome(verdict="unknown", reason=UNSEEN)
-        verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen, "")))
+        verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen, _NOTHING)))
         _unknown(verdict, sink, strict, "compare a few training steps with torch's FSDP")
         return verdict
     nothing = Outcome(verdict="nothing")
-    sections = tuple(_sections(lowered, ir, nothing, ""))
+    sections = tuple(_sections(lowered, ir, nothing, _NOTHING))
     if ir.fsdp is None or all(unit.root for unit in ir.fsdp.units):
         return Verdict(outcome=nothing, sections=sections)
     ran, reason = called_modules(facts)
@@ -267,7 +275,9 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
     return Verdict(outcome=nothing, sections=sections, gathered=gathered)
 
 
-def _released(lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | str) -> bool:
+def _released(
+    lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
+) -> bool:
     """Whether the module that runs again is in an FSDP unit other than the root, or the plan uses
     Megatron-FSDP; a simulation with FSDP has shown what comes of it.
     """
@@ -280,11 +290,14 @@ def _released(lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | s
     return any(below(outcome.recomputed, unit) for at in units for unit in at.names() if unit)
 
 
-def _unknown(verdict: Verdict, sink: Sink, strict: bool, help: str) -> None:
+def _unknown(
+    verdict: Verdict, sink: Sink, strict: bool, help: str | None, lines: tuple[Span, ...] = ()
+) -> None:
     sink.report(
         Severity.ERROR if strict else Severity.WARNING,
         "PL504",
         f"layout flow cannot decide whether this plan is right: {verdict.reason}",
+        *lines,
         help=help,
     )
 
@@ -326,7 +339,7 @@ def judge(small: SmallCase, *, quick: bool = False) -> Outcome:
 
 
 def _sections(
-    lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | str
+    lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
     """Yields the verdict on each section; a section on an axis of one rank lowers to a no-op.
 

@@ -1,29 +1,35 @@
-"""Makes a small model of the same family, and compiles the plan for it.
+"""Makes a small model of the same family, and gives it the decisions of the real plan.
 
 A transformers or diffusers model is shrunk: its resolved configuration becomes a small one for the
-same class. A user's own model is run as it is.
+same class, that of the model's own folder where the user allowed its code. A user's own model is
+run as it is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planc import compiler
+from planc.checks import check
 from planc.codes import DATA_AXES
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Sink
+from planc.lowering import lower
 from planc.model.config import buildable
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds
 from planc.model.load import load_values
 from planc.model.small.shrink import shrink
 from planc.ops.base import AxisRole
-from planc.proof import small_mesh
+from planc.plan import elaborate
+from planc.plan.apply_adapters import adapted
+from planc.plan.ir import Plan
+from planc.plan.scope import Sizes
 from planc.proof.small_mesh import RANKS
+from planc.proof.stand_in import Unrepresented, stand_in, variants
 
 if TYPE_CHECKING:
     from planc.model.small.user_model import ModelBuilder
@@ -35,11 +41,13 @@ class SmallModel:
 
     Args:
         values: the small configuration; empty for a user's own model.
-        code: the factory of a user's own model, else empty.
+        code: the factory of a user's own model, or the folder with the code of its class.
+        kept: the layers that the small ones stand for, as of `Shrunk`.
     """
 
     values: dict[str, Any]
     code: str = ""
+    kept: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
 
     def builder(self) -> ModelBuilder:
         """The object that builds the model and its inputs; imports torch. Raises as
@@ -56,7 +64,9 @@ class SmallModel:
             model: the facts of the original model.
             sink: receives the findings (PL60x).
         """
-        return model if self.code else load_values(self.values, "the small model", sink)
+        if self.code and not self.values:
+            return model
+        return load_values(self.values, "the small model", sink, folder=self.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +77,30 @@ class SmallCase:
     compiled: Compiled
 
 
-def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallModel | str:
+def small_model(
+    facts: Facts, ranks: Mapping[str, int] | None = None, plan: Plan | None = None
+) -> SmallModel | str:
     """The small model for a model, or the reason why there is none.
 
     Args:
         facts: the facts of the model.
         ranks: what heads, widths and experts must be divisible by, by the role of a mesh axis; by
             default one tensor axis of `RANKS`.
+        plan: for the model; layers on which other rules act are then kept apart.
     """
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
-    if facts.code:
+    if facts.code and not Path(facts.code).is_absolute():
         return SmallModel(values={}, code=facts.code)
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that planc can make small"
     try:
-        values = shrink(facts.config, ranks=ranks, blocks=block_kinds(facts))
+        differing = variants(plan, facts) if plan else {}
+        made = shrink(facts.config, ranks=ranks, blocks=block_kinds(facts), variants=differing)
     except Exception as error:
         return f"the model cannot be shrunk: {error}"
-    values = json.loads(json.dumps(values, default=str))
-    return SmallModel(values={**values, "architectures": [facts.name]})
+    values = json.loads(json.dumps(made.values, default=str))
+    values |= {"architectures": [facts.name]}
+    return SmallModel(values=values, code=facts.code, kept=made.kept)
 
 
 def small_case(
@@ -93,8 +108,11 @@ def small_case(
     sizes: Mapping[str, int],
     *,
     checks: Sink | None = None,
-) -> SmallCase | str:
-    """The plan compiled for a small model on a small mesh, or the reason why it can't be.
+) -> SmallCase | Unrepresented:
+    """The plan for a small model on a small mesh, or the reason why there is none.
+
+    The plan is elaborated again for the real model, with only the numbers in arguments taken from
+    the small one; then small modules take the place of the real ones that they stand for.
 
     Args:
         compiled: the plan for the original model.
@@ -106,35 +124,49 @@ def small_case(
     for axis in compiled.plan.mesh.axes:
         ranks[axis.role] = ranks.get(axis.role, 1) * sizes[axis.name]
     ranks[AxisRole.TENSOR] = max(RANKS, ranks.get(AxisRole.TENSOR, 1))
-    model = small_model(compiled.facts, ranks)
+    model = small_model(compiled.facts, ranks, compiled.plan)
     if isinstance(model, str):
-        return model
+        return Unrepresented(reason=model)
     quiet = Sink()
     facts = model.facts(compiled.facts, quiet)
     if facts is None:
-        return f"the model cannot be shrunk: {_first(quiet)}"
+        error = next(d for d in quiet if d.severity == "error")
+        reason = f"the model cannot be shrunk: {error.message} ({error.code})"
+        return Unrepresented(reason=reason)
     if facts.name != compiled.facts.name:
-        return f"the small model is a {facts.name}, not a {compiled.facts.name}"
-    settings = small_mesh.settings(compiled.settings, dict(sizes))
-    world = prod(sizes.values())
+        return Unrepresented(reason=f"the small model is a {facts.name}, not {compiled.facts.name}")
+    plan = _sized(compiled, Sizes(config=facts.config, axes=sizes), quiet)
+    if plan is None:
+        return _unfit(quiet)
+    stood = stand_in(plan, compiled.facts, facts, kept=model.kept, sizes=sizes)
+    if isinstance(stood, Unrepresented):
+        return stood
+    applied = adapted(stood, facts)
     found = Sink() if checks is None else checks
-    small = compiler.compile(
-        compiled.files, facts, quiet, world_size=world, settings=settings, checks=found
-    )
+    check(*applied, found)
     # the small mesh has one rank on the data axes, and the simulation runs none of FSDP
     wrong = [d for d in found if d.severity == "error" and d.code not in DATA_AXES]
     if checks is None and wrong:
-        return f"the plan does not fit the small model: {_told(wrong[0])}"
-    if small.lowered is None:
-        return f"the plan does not fit the small model: {_first(quiet)}"
+        return _unfit(wrong)
+    small = replace(compiled, facts=facts, plan=stood, applied=applied, lowered=lower(*applied))
     return SmallCase(model=model, compiled=small)
 
 
-def _first(sink: Sink) -> str:
-    """The first error, as a reason."""
-    error = next(d for d in sink if d.severity == "error")
-    return _told(error)
+def _sized(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:
+    """The plan for the real model, with the numbers of the small one; None after a finding."""
+    assert isinstance(compiled.files, tuple) and compiled.facts is not None
+    plan = elaborate(
+        compiled.files,
+        compiled.facts,
+        sink,
+        world_size=compiled.world_size,
+        settings=compiled.settings,
+        sizes=sizes,
+    )
+    return None if sink.errors else plan
 
 
-def _told(error: Diagnostic) -> str:
-    return f"{error.message} ({error.code})"
+def _unfit(found: Iterable[Diagnostic]) -> Unrepresented:
+    error = next(d for d in found if d.severity == "error")
+    reason = f"the plan does not fit the small model: {error.message} ({error.code})"
+    return Unrepresented(reason=reason, origins=tuple(label.span for label in error.labels))

@@ -87,12 +87,6 @@ def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:
     return small
 
 
-def settings(given: Iterable[str], axes: dict[str, int]) -> tuple[str, ...]:
-    """The settings of the small run: its axis sizes, and the user's options."""
-    kept = [text for text in given if text.partition("=")[0].strip() not in axes]
-    return (*kept, *(f"{name}={size}" for name, size in axes.items()))
-
-
 def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:
     """What the small run does not cover: axes of one rank, and lines of the plan."""
     there = {op.place for op in small.ops}

@@ -19,6 +19,7 @@ from planc.plan.ir import Plan
 from planc.proof.layout_flow import UNSEEN, is_megatron
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes
+from planc.proof.stand_in import Unrepresented
 from planc.proof.verify_findings import report_difference, report_failure, report_unknown
 from planc.trial import certificate as store
 from planc.trial.launcher import (
@@ -116,10 +117,11 @@ def verify(
             report_unknown(sink, UNSEEN, "compare a few training steps with torch's FSDP")
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
         case.processes = min(processes, world_size)
-        reason = _make_small_case(case)
-        if reason:
-            report_unknown(sink, reason)
-            return Proof(verdict="unknown", certificate=_certificate(case, "unknown", reason))
+        lacking = _make_small_case(case)
+        if lacking:
+            report_unknown(sink, lacking.reason, origins=lacking.origins)
+            unproved = _certificate(case, "unknown", lacking.reason)
+            return Proof(verdict="unknown", certificate=unproved)
         return _run(case, server, sink, timeout)
 
 
@@ -148,12 +150,12 @@ def _codes(checks: Sink) -> tuple[str, ...]:
     return tuple(sorted({d.code for d in checks if d.severity == "error"}))
 
 
-def _make_small_case(case: _Case) -> str | None:
+def _make_small_case(case: _Case) -> Unrepresented | None:
     """Makes the small case; returns the reason if there is none."""
     assert case.compiled.plan is not None
     axes, checks = small_sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
     small = small_case(case.compiled, axes, checks=checks)
-    if isinstance(small, str):
+    if isinstance(small, Unrepresented):
         return small
     assert small.compiled.lowered is not None
     case.small, case.run = small, trial_part(small.compiled.lowered)

@@ -10,6 +10,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rule_labels, unit_labels
+from planc.source import Span
 from planc.trial.certificate import number
 from planc.trial.launcher import LIMITS, Comparison, TrialFailure
 
@@ -22,9 +23,11 @@ _WORDS = {
 }
 
 
-def report_unknown(sink: Sink, reason: str, help: str | None = None) -> None:
-    """Reports PL523."""
-    sink.error("PL523", f"this plan cannot be proved: {reason}", help=help)
+def report_unknown(
+    sink: Sink, reason: str, help: str | None = None, origins: tuple[Span, ...] = ()
+) -> None:
+    """Reports PL523, at the lines that cannot be proved if there are any."""
+    sink.error("PL523", f"this plan cannot be proved: {reason}", *origins, help=help)
 
 
 def report_difference(

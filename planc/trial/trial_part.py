@@ -34,11 +34,19 @@ def trial_part(lowered: Lowered, *, tensor: bool = False) -> Lowered:
     """
     left_out = (*LEFT_OUT, *(DATA if tensor else ()))
     ops = tuple(
-        replace(op, param=None, reduce=None, output=None, gathered=0) if isinstance(op, FullyShard) else op
+        _full_precision(op, lowered) if isinstance(op, FullyShard) else op
         for op in with_random_adapters(lowered).ops
         if not isinstance(op, left_out)
     )
     return replace(lowered, plan="").with_ops(ops)
+
+
+def _full_precision(op: FullyShard, lowered: Lowered) -> FullyShard:
+    """A unit without mixed precision; what fewer ranks cannot reshard to part of, they reshard."""
+    ranks = lowered.axis_size(*op.shard)
+    partial = op.reshard if not isinstance(op.reshard, bool) else 0
+    reshard = True if partial and (partial >= ranks or ranks % partial) else op.reshard
+    return replace(op, param=None, reduce=None, output=None, reshard=reshard, gathered=0)
 
 
 def with_random_adapters(lowered: Lowered) -> Lowered:

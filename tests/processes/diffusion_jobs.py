@@ -17,7 +17,7 @@ def small(name):
     from planc.model.load import load
     from planc.model.small.shrink import shrink
 
-    return shrink(load(name, Sink()).config, ranks=2)
+    return shrink(load(name, Sink()).config, ranks=2).values
 
 
 def made(name, seed=0):

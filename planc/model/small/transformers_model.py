@@ -16,7 +16,7 @@ from planc.model.small.input_search import (
     forward_arguments,
     takes_more_than_text,
 )
-from planc.model.sources.huggingface import prepare, quiet
+from planc.model.sources.huggingface import prepare, prepare_own, quiet
 from planc.model.sources.isolation import isolated
 
 if TYPE_CHECKING:
@@ -32,14 +32,20 @@ class TransformersBuilder:
 
     Args:
         values: the fields of the configuration.
+        folder: of a model whose own code the user allowed, else empty.
 
     Raises:
         PlanError: transformers cannot build the configuration (PL60x).
+        Exception: whatever the code in the folder raises.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, Any], folder: str = "") -> None:
         sink = Sink()
-        prepared = prepare(config_of(values, "the small model"), sink)
+        prepared: tuple[Any, Any] | None
+        if folder:
+            prepared = prepare_own(folder, values)
+        else:
+            prepared = prepare(config_of(values, "the small model"), sink)
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared

@@ -26,16 +26,17 @@ def builder_of(values: dict[str, Any], code: str) -> ModelBuilder:
 
     Args:
         values: the configuration of a transformers or diffusers model.
-        code: the factory of a user's own model, else empty.
+        code: the factory of a user's own model, or the folder with the code of a model that has a
+            configuration; else empty.
 
     Raises:
         PlanError: transformers or diffusers cannot build the configuration.
         ValueError: the inputs of a diffusers class are not known.
         Exception: whatever the user's code raises.
     """
-    if code:
+    if code and not values:
         return UserModelBuilder(code)
-    return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values)
+    return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values, code)
 
 
 class UserModelBuilder:

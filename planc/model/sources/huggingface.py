@@ -10,7 +10,7 @@ import gc
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,19 +87,52 @@ def from_folder(config: Config, sink: Sink) -> Facts | None:
             help="download the model with its code, and pass that folder",
         )
         return None
-    trusted: dict[str, Any] = {"trust_remote_code": True}
+    folder = str(config.path.parent.resolve())
+    found = own_facts(folder, None, config.name, sink)
+    return found and replace(found, code=folder, stated_fields=frozenset(config.values))
+
+
+def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Sink) -> Facts | None:
+    """The facts of the class that a model's folder defines, or None after PL608.
+
+    Args:
+        folder: an absolute path.
+        values: the fields of the configuration; None for those of the folder.
+        name: of the configuration, in messages.
+        sink: receives the finding.
+    """
     with _importing():
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers  # noqa: F401
     with quiet():
         try:
-            folder = str(config.path.parent)
-            resolved = AutoConfig.from_pretrained(folder, local_files_only=True, **trusted)
-            made = _on_meta(lambda: AutoModelForCausalLM.from_config(resolved, **trusted))
-            return _facts(made, resolved, config)
+            cls, part = prepare_own(folder, values)
+            return facts_of(_on_meta(lambda: cls._from_config(part)), config=part, config_name=name)
         except (Exception, SystemExit) as error:
-            message = f"the code that {config.name} names failed: {reason(error)}"
+            message = f"the code that {name} names failed: {reason(error)}"
             sink.error("PL608", message, help="planc runs it as `trust_remote_code` would")
             return None
+
+
+def prepare_own(folder: str, values: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """The class that a model's folder defines, and its configuration object. Runs the code.
+
+    Args:
+        folder: an absolute path; its `config.json` has an `auto_map`.
+        values: the fields of the configuration object; None for those of the folder.
+
+    Raises:
+        Exception: whatever transformers or the code raises.
+    """
+    from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    part = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
+    config = Config(name="", path=Path(folder), values=part.to_dict())
+    reference = config.own_code[config.own_model]
+    cls = get_class_from_dynamic_module(reference, folder, local_files_only=True)
+    if values is not None:
+        part = type(part)(**{k: v for k, v in values.items() if k != "model_type"})
+    return cls, part
 
 
 def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:

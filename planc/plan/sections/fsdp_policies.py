@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planc.ops.fsdp import Divide, Prefetch
 from planc.plan.call_arguments import Arguments
-from planc.plan.evaluate import evaluate
+from planc.plan.evaluate import size
 from planc.plan.ir import Offload, Precision
 from planc.plan.scope import Failed, Scope
 from planc.source import Span
@@ -84,7 +84,7 @@ def offload(item: ast.Directive, scope: Scope) -> Offload | None:
 
 def divide(item: ast.Setting, scope: Scope) -> Divide | None:
     """`divide = 8`, or None after a finding."""
-    factor = evaluate(item.value, scope)
+    factor = size(item.value, scope)
     if isinstance(factor, Failed):
         return None
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:

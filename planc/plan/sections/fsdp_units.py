@@ -78,7 +78,7 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) ->
 
 def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
     arguments = Arguments(item.action, scope, _KNOWN)
-    reshard = arguments.word("reshard", _RESHARD, not _staged(scope), least=1)
+    reshard = arguments.word("reshard", _RESHARD, not _staged(scope), 1, counts=True)
     own = _precision(arguments)
     shard = _axes(arguments)
     shard_dim = _dim(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize
 from planc.plan.call_arguments import Arguments
-from planc.plan.evaluate import describe, evaluate
+from planc.plan.evaluate import describe, size
 from planc.plan.scope import Failed, Scope
 from planc.source import Span
 from planc.syntax import ast
@@ -94,7 +94,7 @@ def _number(arguments: Arguments, name: str) -> int | float | None:
     expression = arguments.take(name)
     if expression is None:
         return None
-    value = evaluate(expression, arguments.scope)
+    value = size(expression, arguments.scope)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     arguments.ok = False

@@ -25,7 +25,7 @@ from planc.ops.styles import (
     Style,
 )
 from planc.plan.call_arguments import Arguments
-from planc.plan.evaluate import evaluate
+from planc.plan.evaluate import evaluate, size
 from planc.plan.scope import Failed, Scope
 from planc.syntax import ast
 
@@ -129,7 +129,7 @@ def _parts(arguments: Arguments) -> tuple[Parts, bool]:
                 "write how many projections alternate: `parts = 2, interleaved = true`",
             )
         return 1, False
-    value = evaluate(expression, arguments.scope)
+    value = size(expression, arguments.scope)
     sizes = value if isinstance(value, tuple) else (value,)
     good = [s for s in sizes if isinstance(s, int) and not isinstance(s, bool) and s > 0]
     if any(isinstance(s, Failed) for s in sizes):
@@ -206,7 +206,7 @@ def _output(call: ast.Call, scope: Scope) -> Output | None:
 def custom(call: ast.Call, path: str, scope: Scope) -> Custom | None:
     """A style of the plan's own, with any arguments."""
     arguments = Arguments(call, scope)
-    given = [(str(a.name), evaluate(a.value, scope)) for a in arguments.rest()]
+    given = [(str(a.name), size(a.value, scope)) for a in arguments.rest()]
     for name, value in given:
         arguments.ok = arguments.ok and not isinstance(value, Failed)
         if isinstance(value, ast.Selector):
@@ -218,7 +218,7 @@ def custom(call: ast.Call, path: str, scope: Scope) -> Custom | None:
 
 def _mla_kv(call: ast.Call, scope: Scope) -> MlaKv | None:
     arguments = Arguments(call, scope, ("rope",))
-    rope = arguments.integer("rope", 0)
+    rope = arguments.integer("rope", 0, size)
     if rope < 1 and arguments.ok:
         hint = "write `mla_kv(rope = config.qk_rope_head_dim)`"
         arguments.wrong(call, "`mla_kv` needs the number of rotary features", hint)

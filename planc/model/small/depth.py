@@ -1,0 +1,238 @@
+"""Which layers of a model a small one keeps, and the fields of a configuration that say so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
+from math import lcm
+from typing import Any, TypeGuard
+
+from planc.model.small.config_fields import LAYERS
+
+Fields = Mapping[str, Any]
+Kind = tuple[str, ...]
+LONGEST = 16
+"""The most consecutive layers that are kept where kinds of layer come at fixed periods."""
+
+
+class Depth:
+    """Shrinks the depth of the configurations of one model.
+
+    Args:
+        least: the least number of layers; a model with more kinds of layer keeps more.
+        blocks: the structure of each block, by the length of its list.
+        variants: which rules of a plan act on each block, by the length of its list; a list in
+            which they depend on the kind of layer alone is left out.
+
+    Attributes:
+        kept: the layers that the small ones stand for, by the length of a list; several where
+            lists of one length are in different configurations.
+    """
+
+    def __init__(
+        self, least: int, blocks: Mapping[int, list[str]], variants: Mapping[int, list[str]]
+    ) -> None:
+        self.least, self.blocks, self.variants = least, blocks, variants
+        self.kept: dict[int, list[tuple[int, ...]]] = {}
+
+    def shrink(
+        self, config: Fields, small: dict[str, Any], inner: Callable[[Fields], dict[str, Any]]
+    ) -> None:
+        """Shrinks the depth of one configuration in place.
+
+        Args:
+            config: the original configuration.
+            small: the configuration that is changed.
+            inner: shrinks the configuration of a single layer.
+        """
+        named = [n for n in LAYERS if number(config.get(n))]
+        kinds = config.get("layers_block_type")
+        if not named and isinstance(kinds, list):  # nemotron_h: only the list states the depth
+            kept = self._of_list(kinds)
+            small["layers_block_type"] = [kinds[i] for i in kept]
+            self.kept.setdefault(len(kinds), []).append(tuple(kept))
+        for name in named:
+            self._named(config, small, name, inner)
+
+    def _of_list(self, kinds: list[str]) -> list[int]:
+        variants = self.variants.get(len(kinds))
+        if variants:
+            return neighbors(list(zip(kinds, variants, strict=True)), self.least)
+        return list(_window([(kind,) for kind in kinds], self.least) or range(len(kinds)))
+
+    def _named(
+        self,
+        config: Fields,
+        small: dict[str, Any],
+        name: str,
+        inner: Callable[[Fields], dict[str, Any]],
+    ) -> None:
+        """Keeps one layer of each kind, and at least as many as requested."""
+        depth = config[name]
+        lists = [n for n, v in config.items() if isinstance(v, list) and len(v) == depth > 1]
+        every = list(range(depth))  # a list of all layer numbers does not distinguish layers
+        columns = [[str(v) for v in config[n]] for n in lists if config[n] != every]
+        single = {int(i): v for i, v in (config.get("per_layer_config") or {}).items()}
+        if single:
+            columns.append([str(single.get(i)) for i in range(depth)])
+        last = config.get("num_kv_shared_layers")  # layers that have no kv projections
+        last = last if number(last) and last < depth else 0
+        columns += [[str(i >= depth - last) for i in range(depth)]] if last else []
+        kept, offsets = self._kept(config, depth, columns)
+        small |= offsets
+        for field in lists:
+            values = [config[field][i] for i in kept]
+            small[field] = list(range(len(kept))) if config[field] == every else values
+        if single:
+            kept_layers = {str(kept.index(i)): v for i, v in single.items() if i in kept}
+            small["per_layer_config"] = {i: inner(v) for i, v in kept_layers.items()}
+        small[name] = len(kept)
+        _numbered_layers(small, kept, depth, done=lists)
+        if last:
+            small["num_kv_shared_layers"] = sum(i >= depth - last for i in kept)
+        for field in _dense_first(config, depth):
+            small[field] = min(sum(i < config[field] for i in kept), len(kept) - 1)
+        self.kept.setdefault(depth, []).append(tuple(kept))
+
+    def _kept(
+        self, config: Fields, depth: int, columns: list[list[str]]
+    ) -> tuple[list[int], dict[str, int]]:
+        """The layers that are kept, and the offsets of their kinds, by field."""
+        repeats = _period(config, depth)
+        structure = self.blocks.get(depth, ())
+        if (columns or repeats == 1) and len(set(structure)) > 1:
+            columns = [*columns, list(structure)]
+        variants = self.variants.get(depth)
+        if variants and (columns or repeats == 1):
+            return neighbors(list(zip(*columns, variants, strict=True)), self.least), {}
+        if columns:
+            return self._of_each(list(zip(*columns, strict=True))), {}
+        least = min(depth, max(self.least, repeats, 2 if _dense_first(config, depth) else 1))
+        if offsets := _offsets(config, depth):
+            turns = [str([i % p == config[o] for o, p in offsets.items()]) for i in range(depth)]
+            run = _window(list(zip(turns, variants or turns, strict=True)), self.least)
+            run = run or _window([(turn,) for turn in turns], self.least) or range(depth)
+            return list(run), {o: (config[o] - run.start) % p for o, p in offsets.items()}
+        if variants:
+            kinds = [(str(i % repeats), variant) for i, variant in enumerate(variants)]
+            for size in range(least, min(depth, LONGEST) + 1):
+                if edges(kinds[:size]) == edges(kinds):
+                    return list(range(size)), {}
+        return list(range(least)), {}
+
+    def _of_each(self, kinds: list[Kind]) -> list[int]:
+        """The first layer of each kind, then the next ones until there are enough."""
+        first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+        kept = {*first.values(), *_sharing(kinds)}
+        for i in range(len(kinds)):
+            if len(kept) >= self.least:
+                break
+            kept.add(i)
+        return sorted(kept)
+
+
+def number(value: object) -> TypeGuard[int]:
+    """Whether a field's value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def edges(kinds: Sequence[Kind]) -> set[tuple[Kind | None, Kind | None]]:
+    """The kinds that follow each other, with None before the first and after the last."""
+    return set(pairwise((None, *kinds, None)))
+
+
+def neighbors(kinds: Sequence[Kind], least: int) -> list[int]:
+    """A few layers in which exactly those kinds follow each other that do so in the whole model.
+
+    They include the first and the last layer: where rules differ from layer to layer, what a layer
+    hands to the next one may be right between some of them and wrong between others.
+
+    Args:
+        kinds: the kind of each layer, which includes the rules that act on it.
+        least: the least number of layers.
+    """
+    wanted, depth = edges(kinds), len(kinds)
+    first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}
+    needed = {0, depth - 1, *_sharing(kinds)}
+    kept = needed.union(*((i, i + 1) for i in first.values()))
+    for one, two in pairwise(sorted(kept)):
+        if (kinds[one], kinds[two]) not in wanted:
+            kept.update(range(one, two))
+
+    def spare(layer: int) -> bool:
+        rest = sorted(kept - {layer})
+        return len(rest) >= least and edges([kinds[r] for r in rest]) == wanted
+
+    while (layer := next(filter(spare, sorted(kept - needed)), None)) is not None:
+        kept.remove(layer)
+    return sorted(kept)
+
+
+def _sharing(kinds: Sequence[Kind]) -> list[int]:
+    """Two of the blocks that share weights, so that they stay tied."""
+    return [i for i, kind in enumerate(kinds) if "hybrid" in kind][:2]
+
+
+def _numbered_layers(
+    small: dict[str, Any], kept: list[int], depth: int, *, done: Collection[str]
+) -> None:
+    """Remaps lists of layer indices to the kept layers, in place."""
+    for name, value in small.items():
+        if name in done or not re.search(r"layer_ids$|layers$|_idxs$|_indices$|_indexes$", name):
+            continue
+        if isinstance(value, list) and all(isinstance(v, int) and 0 <= v < depth for v in value):
+            small[name] = [kept.index(v) for v in value if v in kept]
+            if value and not small[name] and re.search(r"_indexes$|_layers_indices$", name):
+                small[name] = [len(kept) - 1]  # a tower returns the output of some layer
+
+
+def _window(kinds: list[Kind], least: int) -> range | None:
+    """The first of the shortest runs of consecutive layers that contain every kind.
+
+    Args:
+        kinds: the kind of each layer: what the configuration states, then the rules of a plan that
+            act on it. Where the rules make more kinds, the same kinds must follow each other.
+        least: the least number of layers.
+
+    Returns:
+        None where there is no shorter run than all layers, or it is too long for such rules.
+    """
+    depth, every = len(kinds), set(kinds)
+    varied = len(every) > len({kind[0] for kind in kinds})
+    for size in range(min(depth, max(least, len(every))), depth):
+        for start in range(depth - size + 1):
+            run = kinds[start : start + size]
+            if set(run) == every and (not varied or edges(run) == edges(kinds)):
+                return range(start, start + size) if not varied or size <= LONGEST else None
+    return None
+
+
+_PERIOD = re.compile(r"(period|interval|pattern|sparse_step|layer_step|every_n_layers)$")
+
+
+def _offsets(config: Fields, depth: int) -> dict[str, int]:
+    """Periods of kinds of layer, by the field with their offset (jamba); empty if one has none."""
+    periods = [n for n, v in config.items() if _PERIOD.search(n) and number(v) and v < depth]
+    offsets = {name.removesuffix("period") + "offset": config[name] for name in periods}
+    return offsets if all(isinstance(config.get(name), int) for name in offsets) else {}
+
+
+def _period(config: Fields, depth: int) -> int:
+    """After how many layers a model without a list of layer kinds repeats."""
+    period = 1
+    for name, value in config.items():
+        if not number(value) or value >= depth:
+            continue
+        if _PERIOD.search(name):
+            period = lcm(period, value)
+    pattern = config.get("block_types")  # a list that is repeated
+    if isinstance(pattern, list) and len(pattern) < depth:
+        period = lcm(period, len(pattern))
+    return min(period, depth)
+
+
+def _dense_first(config: Fields, depth: int) -> list[str]:
+    """The fields that state how many of the first layers are dense."""
+    names = [n for n in config if re.search(r"(_dense_replace|_dense_layers|_start_index)$", n)]
+    return [n for n in names if number(config[n]) and 0 < config[n] < depth]

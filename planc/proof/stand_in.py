@@ -1,0 +1,300 @@
+"""The decisions of the real plan on a small model, whose layers stand for real ones.
+
+A plan is elaborated for the real model on the real mesh. Here each of its sets of modules becomes
+the set of small modules that stand for them, so that the small model is run under the rules that
+the real model will run under. What no small module stands for cannot be proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
+from planc.model.layer_kinds import Kind, block_lists, entry_kinds, length, signature
+from planc.model.small.depth import edges
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.freeze import Freeze
+from planc.plan.ir import AdapterRule, Fsdp, Ignored, Plan, SpreadRule, TensorRule, Unit
+from planc.source import Span
+
+Ruled = TypeVar("Ruled", TensorRule, Checkpoint, Compile, Freeze, AdapterRule, Ignored, SpreadRule)
+Rules = frozenset[tuple[Span, tuple[Any, ...]]]
+"""The lines of a plan that act on a layer, with the path inside the layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unrepresented:
+    """Why no small model decides a plan.
+
+    Args:
+        reason: for a message.
+        origins: the lines of the plan that act on something that no small module stands for.
+    """
+
+    reason: str
+    origins: tuple[Span, ...] = ()
+
+
+def variants(plan: Plan, facts: Facts) -> dict[int, list[str]]:
+    """Which rules act on each block, by the length of its list, as an argument of `shrink`.
+
+    Lists in which the kind of a block alone decides which rules act on it are left out.
+    """
+    found: dict[int, list[str]] = {}
+    for at in block_lists(facts.model):
+        kinds, rules = _classes(at, plan, facts)
+        numbers = _numbers(kinds, rules)
+        if any(numbers):
+            row = found.get(len(numbers), [""] * len(numbers))
+            found[len(numbers)] = [f"{old} {new}" for old, new in zip(row, numbers, strict=True)]
+    return found
+
+
+def stand_in(
+    plan: Plan,
+    facts: Facts,
+    small: Facts,
+    *,
+    kept: Mapping[int, Sequence[tuple[int, ...]]],
+    sizes: Mapping[str, int],
+) -> Plan | Unrepresented:
+    """A plan with the modules of a small model and the sizes of a small mesh.
+
+    Args:
+        plan: elaborated for the real model, with the numbers of the small one.
+        facts: the real model.
+        small: the small model.
+        kept: the real layers that the small ones stand for (`Shrunk.kept`).
+        sizes: the sizes of the small mesh, by axis.
+    """
+    state = _StandIn(plan, facts, small, kept)
+    axes = tuple(replace(a, size=sizes[a.name], inferred=False) for a in plan.mesh.axes)
+    made = replace(
+        plan,
+        mesh=replace(plan.mesh, axes=axes),
+        load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
+        tensor=tuple(state.each(plan.tensor)),
+        checkpoint=tuple(state.each(plan.checkpoint)),
+        compile=tuple(state.each(plan.compile)),
+        train=tuple(state.each(plan.train)),
+        fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
+        adapters=plan.adapters
+        and replace(plan.adapters, rules=tuple(state.each(plan.adapters.rules))),
+    )
+    acting = {origin for origin, _ in _acting(made)}
+    for origin, modules in _acting(plan):
+        if origin not in acting:
+            state.lacks(f"the small model has nothing that stands for `{modules}`", origin)
+    return state.problems[0] if state.problems else made
+
+
+def _acting(plan: Plan) -> Iterator[tuple[Span, Modules]]:
+    """Each line of a plan that acts on modules, with the modules."""
+    fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
+    rules = plan.adapters.rules if plan.adapters else ()
+    for nodes in (plan.tensor, plan.checkpoint, plan.compile, plan.train, rules, *fsdp):
+        for node in nodes:
+            yield node.origin, node.modules
+    for unit in plan.fsdp.units if plan.fsdp else ():
+        for modules in unit.members:
+            yield unit.origin, modules
+
+
+def _classes(at: Modules, plan: Plan, facts: Facts) -> tuple[list[Kind], list[Rules]]:
+    """The kind of each block of a list, and the rules that act on it or inside it."""
+    kinds = list(entry_kinds(at, facts, facts).values())
+    n = len(at.path)
+    bits: dict[tuple[Span, tuple[Any, ...]], int] = {}
+    for origin, modules in _acting(plan):
+        picked = modules.path[n] if modules.path[:n] == at.path and modules.path[n:] else ""
+        if isinstance(picked, Indices):
+            key = (origin, modules.path[n + 1 :])
+            bits[key] = bits.get(key, 0) | picked.bits
+    rules = [frozenset(k for k, on in bits.items() if on >> i & 1) for i in range(len(kinds))]
+    return kinds, rules
+
+
+def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
+    """For each block, the number of its set of rules among those of its kind."""
+    known: dict[Kind, list[Rules]] = {}
+    for kind, own in zip(kinds, rules, strict=True):
+        if own not in known.setdefault(kind, []):
+            known[kind].append(own)
+    return [known[kind].index(own) for kind, own in zip(kinds, rules, strict=True)]
+
+
+def _fsdp(section: Fsdp, state: _StandIn) -> Fsdp:
+    units: list[Unit] = []
+    for unit in section.units:
+        members = tuple(state.all(unit.members, unit))
+        if unit.group and members:
+            units.append(replace(unit, members=members))
+        elif not unit.group:
+            units.extend(replace(unit, members=(member,)) for member in members)
+    return replace(
+        section,
+        units=tuple(units),
+        ignored=tuple(state.each(section.ignored)),
+        spreads=tuple(state.each(section.spreads)),
+    )
+
+
+@dataclass(slots=True)
+class _StandIn:
+    """Finds the small modules that stand for real ones.
+
+    Args:
+        plan, facts, small, kept: as of `stand_in`.
+        problems: what nothing stands for.
+    """
+
+    plan: Plan
+    facts: Facts
+    small: Facts
+    kept: Mapping[int, Sequence[tuple[int, ...]]]
+    problems: list[Unrepresented] = field(default_factory=list)
+    _layers: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        small = {at.path: at for at in block_lists(self.small.model)}
+        for at in block_lists(self.facts.model):
+            if at.path in small:
+                self._layers[at.path] = self._of_list(at, small[at.path])
+
+    def lacks(self, reason: str, *origins: Span) -> None:
+        self.problems.append(Unrepresented(reason=reason, origins=origins))
+
+    def each(self, nodes: Iterable[Ruled]) -> Iterator[Ruled]:
+        """The nodes with the small modules that stand for theirs."""
+        for node in nodes:
+            yield from (replace(node, modules=m) for m in self.all((node.modules,), node))
+
+    def all(self, sets: Iterable[Modules], node: Any) -> Iterator[Modules]:
+        """The small modules that stand for those of a node."""
+        for modules in sets:
+            yield from self._walk(modules, node.origin)
+
+    # Layers --------------------------------------------------------------------------------------
+
+    def _of_list(self, at: Modules, small: Modules) -> tuple[int, ...]:
+        """The real block that each block of a small list stands for; empty for none."""
+        kinds, rules = _classes(at, self.plan, self.facts)
+        there = list(entry_kinds(small, self.small, self.facts).values())
+        found = self._stated(kinds, rules, there) or self._by_kind(kinds, rules, there)
+        if not found:
+            text = f"which blocks of `{at}` the small model has is not known"
+            self.lacks(text, *_differing(rules, rules))
+            return ()
+        classes = list(zip(kinds, rules, strict=True))
+        for i, end in ((0, 0), (-1, len(kinds) - 1)):  # an end stands for an end of its class
+            if classes[found[i]] == classes[end] and end not in found:
+                found[i] = end
+        if any(_numbers(kinds, rules)):
+            self._neighbors(at, classes, found)
+        return tuple(found)
+
+    def _stated(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
+        """The blocks that were kept where the configuration was made small."""
+        every = [tuple(range(len(kinds)))]
+        kept = every if len(kinds) == len(there) else self.kept.get(len(kinds), ())
+        found = {k for k in kept if [kinds[i] for i in k] == there}
+        same = len({tuple(rules[i] for i in k) for k in found}) == 1
+        return list(min(found)) if same else []
+
+    def _by_kind(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
+        """A block of the same kind, if the same rules act on all blocks of a kind."""
+        if len(set(rules)) == 1:
+            return [min(i, len(kinds) - 1) for i in range(len(there))]
+        if any(_numbers(kinds, rules)) or not set(there) <= set(kinds):
+            return []
+        return [kinds.index(kind) for kind in there]
+
+    def _neighbors(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
+        """Checks that blocks follow each other in the small model as in the real one."""
+        wanted: Any = edges(classes)  # type: ignore[arg-type]
+        if edges([classes[i] for i in found]) == wanted:  # type: ignore[misc]
+            return
+        seen = {classes[i] for i in found}
+        alone = next((i for i, one in enumerate(classes) if one not in seen), None)
+        text = f"no layer of the small model stands for `{at}[{alone}]`"
+        if alone is None:
+            text = f"the blocks of `{at}` follow each other otherwise in the small model"
+        every = [rules for _, rules in classes]
+        blamed = every if alone is None else [every[alone]]
+        self.lacks(text, *_differing(blamed, every))
+
+    # Modules -------------------------------------------------------------------------------------
+
+    def _walk(self, modules: Modules, origin: Span) -> tuple[Modules, ...]:
+        at: tuple[Modules, ...] = (self.small.model,)
+        real = self.facts.model
+        for segment in modules.path:
+            if not at:
+                break
+            if isinstance(segment, Indices):
+                at = tuple(m for one in at for m in self._entries(one, real, segment, origin))
+            else:
+                at = tuple(m for one in at for m in self._child(one, segment, origin))
+            real = _step(real, segment)
+        return at
+
+    def _child(self, at: Modules, name: str, origin: Span) -> Iterator[Modules]:
+        found = [c.module for c in at.module.children if c.indices is None and c.name == name]
+        if not found and any(p.name == name for p in at.module.parameters):
+            found = [at.module]  # the last part of a path may be a parameter's name
+        if not found:
+            self.lacks(f"`{at}` of the small model has no `{name}`", origin)
+        yield from (Modules((*at.path, name), module) for module in found)
+
+    def _entries(
+        self, at: Modules, real: Modules, wanted: Indices, origin: Span
+    ) -> Iterator[Modules]:
+        """The entries of a small list that stand for some of the real one's."""
+        there, here = length(real), length(at)
+        if real.path in self._layers:
+            layers = self._layers[real.path]
+            chosen = Indices.of(i for i, layer in enumerate(layers) if layer in wanted)
+        elif there == here:
+            chosen = wanted
+        elif made := [made for made, every in _by_structure(real).items() if every == wanted]:
+            chosen = _by_structure(at).get(made[0], Indices(0))
+        else:
+            chosen = Indices(0)
+            text = f"`{real}` has {there:,} entries, and the small model {here:,}"
+            self.lacks(f"{text}: which of them stand for `{wanted}` is not known", origin)
+        for child in at.module.children:
+            if child.indices is not None and child.indices & chosen:
+                yield Modules((*at.path, child.indices & chosen), child.module)
+
+
+def _by_structure(at: Modules) -> dict[Any, Indices]:
+    """The structures of a list's entries, each with all entries that have it."""
+    found: dict[Any, Indices] = {}
+    for child in at.module.children:
+        if child.indices is not None:
+            made = signature(child.module)
+            found[made] = found.get(made, Indices(0)) | child.indices
+    return found
+
+
+def _step(at: Modules, segment: str | Indices) -> Modules:
+    """A child of real modules; of the entries of a list, the first."""
+    for child in at.module.children:
+        if isinstance(segment, Indices) and child.indices and segment.first in child.indices:
+            return Modules((*at.path, segment), child.module)
+        if child.indices is None and child.name == segment:
+            return Modules((*at.path, segment), child.module)
+    return at
+
+
+def _differing(blamed: Iterable[Rules], every: Iterable[Rules]) -> tuple[Span, ...]:
+    """The lines in which some blocks differ from the others, in the plan's order."""
+    every = list(every)
+    common = frozenset[Any].intersection(*every)
+    found = {o for rules in blamed for o, _ in rules - common}
+    found = found or {o for rules in every for o, _ in rules - common}
+    return tuple(sorted(found, key=lambda o: (o.source.name, o.start)))
