@@ -48,7 +48,7 @@ TIES = frozenset({"PL401"})
 """Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
 
 DATA_AXES = frozenset({"PL417"})
-"""About the number of ranks of data axes, which a simulation of the tensor axes does not run."""
+"""About the number of ranks of data axes, of which a simulation has fewer."""
 
 _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL001", "error", "plan", "syntax error in a plan"),

@@ -144,7 +144,7 @@ def small_case(
     applied = adapted(stood, facts)
     found = Sink() if checks is None else checks
     check(*applied, found)
-    # the small mesh has one rank on the data axes, and the simulation runs none of FSDP
+    # the data axes of the small mesh have fewer ranks: these codes are about the real ones
     wrong = [d for d in found if d.severity == "error" and d.code not in DATA_AXES]
     if checks is None and wrong:
         return _unfit(wrong)
