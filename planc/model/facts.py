@@ -264,6 +264,7 @@ class Facts:
         ties: groups of torch names of parameters that are one tensor.
         stated_fields: the fields that the user's file states; all others are defaults.
         code: `package.module:factory` if the user allowed planc to run it to build the model.
+        own: the nn.Module itself, where a script passed it and planc cannot build it otherwise.
     """
 
     name: str
@@ -274,6 +275,7 @@ class Facts:
     ties: tuple[tuple[str, ...], ...] = ()
     stated_fields: frozenset[str] = frozenset()
     code: str = ""
+    own: Any = field(default=None, compare=False, repr=False)
 
     @property
     def model(self) -> Modules:

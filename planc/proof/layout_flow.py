@@ -265,7 +265,7 @@ def judge(small: SmallCase) -> Outcome:
     part = digest(tensor_part(lowered))
     extra_versions = cache.extra_versions(model.values)
     key = cache.entry_name(f"flow {_FORMAT}", part, config, *extra_versions, source_digest())
-    user_code = bool(model.code or lowered.code)  # can change while its name stays the same
+    user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))
     if kept is not None:
         return kept

@@ -25,6 +25,8 @@ from planc.ops.base import AxisRole
 from planc.proof import small_mesh
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from planc.model.small.user_model import ModelBuilder
 
 RANKS = 2
@@ -38,10 +40,17 @@ class SmallModel:
     Args:
         values: the small configuration; empty for a user's own model.
         code: the factory of a user's own model, else empty.
+        own: a user's own model, of which copies are run.
     """
 
     values: dict[str, Any]
     code: str = ""
+    own: nn.Module | None = None
+
+    @property
+    def of_the_user(self) -> bool:
+        """Whether its code can change while its name stays the same."""
+        return bool(self.code) or self.own is not None
 
     def builder(self) -> ModelBuilder:
         """The object that builds the model and its inputs; imports torch. Raises as
@@ -49,7 +58,7 @@ class SmallModel:
         """
         from planc.model.small.user_model import builder_of
 
-        return builder_of(self.values, self.code)
+        return builder_of(self.values, self.code, self.own)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.
@@ -58,7 +67,7 @@ class SmallModel:
             model: the facts of the original model.
             sink: receives the findings (PL60x).
         """
-        return model if self.code else load_values(self.values, "the small model", sink)
+        return model if self.of_the_user else load_values(self.values, "the small model", sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +89,8 @@ def small_model(facts: Facts, ranks: Mapping[str, int] | None = None) -> SmallMo
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
     if facts.code:
         return SmallModel(values={}, code=facts.code)
+    if facts.own is not None:
+        return SmallModel(values={}, own=facts.own)
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that planc can make small"
     try:

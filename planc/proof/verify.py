@@ -187,7 +187,7 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
     if verdict != "unknown" and not (case.facts.code or case.lowered.code):  # code can change
-        key = store.key_of(certificate["lowered"], case.facts.config)
+        key = store.key_of(certificate["lowered"], store.identity(case.facts))
         store.keep(certificate, key)
     return Proof(verdict=verdict, certificate=certificate)
 
