@@ -145,7 +145,7 @@ def apply(
         else:
             lowered = plan
         own = digest(lowered)
-        known = recall(own, facts)
+        known = recall(lowered, facts)
     except Exception as error:
         announce(error, device_of(model, device_type))
         raise
@@ -222,6 +222,6 @@ def _facts_of(module: nn.Module) -> Facts:
     from planc.model.module_table import facts_of
 
     config = getattr(module, "config", None)
-    facts = facts_of(module, config=config, config_name="model.config")
+    facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
     known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
     return facts if buildable(facts.config) and known else replace(facts, own=module)

@@ -139,6 +139,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL417", "error", "plan", "an invalid size for partial resharding"),
     ("PL418", "error", "plan", "a group without an enclosing unit"),
     ("PL419", "warning", "plan", "the model is not an FSDP unit"),
+    ("PL420", "warning", "plan", "an optimizer that steps parameters in 16 bits"),
     ("PL430", "error", "plan", "nested checkpointed modules"),
     ("PL431", "error", "plan", "nested compiled modules"),
     ("PL432", "error", "plan", "compiled blocks behind a vocabulary-parallel embedding"),

@@ -11,7 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from planc.diagnostic import Diagnostic
-from planc.ops.base import NOT_WRITTEN, Axes, AxisRole, Count, Form, Name, Origin, Size, key
+from planc.ops.base import (
+    NOT_WRITTEN,
+    OMIT,
+    Axes,
+    AxisRole,
+    Count,
+    Dtype,
+    Form,
+    Name,
+    Origin,
+    Size,
+    key,
+)
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
@@ -52,11 +64,13 @@ class Stage:
     Args:
         parameters: bytes of parameters that one rank holds at rest.
         gathered: bytes of the largest unit while it is all-gathered.
+        steps: the dtypes of the parameters that the optimizer steps; no operation depends on them.
         ops: in the order in which `apply` runs them.
     """
 
     parameters: Count = 0
     gathered: Count = 0
+    steps: tuple[Dtype, ...] = field(default=(), compare=False, metadata=OMIT)
     ops: tuple[AnyOp, ...]
 
 

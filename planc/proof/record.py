@@ -23,7 +23,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> None:
     if facts.code or facts.own is not None or lowered.code:
         return
     level, text = _judged(verdict, sink)
-    known_verdicts.remember(compiled.digest, facts, level, text)
+    known_verdicts.remember(lowered, facts, level, text)
 
 
 def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:

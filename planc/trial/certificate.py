@@ -66,8 +66,10 @@ def structure(root: Module) -> str:
     return of(root)
 
 
-_OF_THE_COPY = ("_name_or_path", "transformers_version")
-"""Fields of a configuration that say where it comes from, and nothing of the model."""
+_OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Fields of a configuration that say where it comes from, or in which dtype its weights are stored:
+proofs run in float32.
+"""
 
 
 def dumps(certificate: Certificate) -> str:

@@ -13,7 +13,6 @@ from torch import distributed
 
 import planc
 from planc.model.module_table import facts_of
-from planc.ops.document import digest
 from planc.trial import known_verdicts
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
@@ -180,20 +179,18 @@ def accumulated(overrides):
     return all(torch.equal(one[n], other[n]) for n in one)
 
 
-def compiled(folder, text, whole):
-    """What three passes raise, the second with wrong rows, where the plan compiles the blocks, or
-    the script the whole model. Dynamo alone runs: a backend would take minutes.
+def compiled(folder, text):
+    """What three passes raise, the second with wrong rows, where the plan compiles the blocks.
+    Dynamo alone runs: a backend would take minutes.
     """
     torch._dynamo.reset()
     overrides = [*FP32, "tp=2", "checkpointing=false"]
     with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
         model = numerics.build("llama")
-        plan = "llama" if whole else with_plan(folder, text)
-        run = planc.apply(model, plan, overrides=overrides, device_type="cpu")
-        called = torch.compile(model) if whole else model
-        right = said(lambda: step(called, batch(run.data_rank)))
-        wrong = said(lambda: step(called, batch(rank())))
-        later = said(lambda: step(called, batch(run.data_rank)))
+        run = planc.apply(model, with_plan(folder, text), overrides=overrides, device_type="cpu")
+        right = said(lambda: step(model, batch(run.data_rank)))
+        wrong = said(lambda: step(model, batch(rank())))
+        later = said(lambda: step(model, batch(run.data_rank)))
     graphs = sum(torch._dynamo.utils.counters["stats"].values())
     return right, wrong, later, graphs
 
@@ -211,7 +208,7 @@ def known(levels, require=None, overrides=()):
     try:
         if levels[rank()]:
             text = f"{levels[rank()]}, says rank {rank()}"
-            known_verdicts.remember(digest(lowered), facts, levels[rank()], text)
+            known_verdicts.remember(lowered, facts, levels[rank()], text)
         with logged() as lines:
             raised = said(
                 lambda: planc.apply(
