@@ -285,3 +285,18 @@ def test_other_ranks_log_nothing(folder, caplog):
         assert applied(caplog, "warned.plan")[1] == []
     finally:
         distributed.destroy_process_group()
+
+
+def test_the_dtype_of_a_module_is_known_and_that_of_a_configuration_is_not(folder):
+    (folder / "config.json").write_text(json.dumps({**VALUES, "dtype": "bfloat16"}))
+    half, whole = built(), built().float()
+    arguments = {**SETTINGS, "level": "structure"}
+    assert "PL420" in {d.code for d in planc.check(half, "qwen3", **arguments)}
+    assert "PL420" not in {d.code for d in planc.check(whole, "qwen3", **arguments)}
+    assert "PL420" not in {d.code for d in planc.check(str(folder), "qwen3", **arguments)}
+    assert planc.lower(half, "qwen3", **SETTINGS).stage.steps == ("bfloat16",)
+    assert planc.lower(whole, "qwen3", **SETTINGS).stage.steps == ("float32",)
+    for parameter in half.parameters():
+        parameter.requires_grad_(False)
+    half.lm_head.float().requires_grad_(True)
+    assert "PL420" not in {d.code for d in planc.check(half, "qwen3", **arguments)}
