@@ -6,9 +6,11 @@ diagnostic of the run.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
 
     from planc.diffing.compare import Delta
     from planc.model.facts import Facts
+    from planc.runtime.known_verdict import KnownVerdict, Required
     from planc.runtime.run import Run
+
+_log = logging.getLogger("planc")
+_LIBRARIES = ("torch.", "transformers.", "diffusers.")
 
 
 def check(
@@ -34,9 +40,12 @@ def check(
 ) -> tuple[Diagnostic, ...]:
     """Every finding about a plan for a model; empty without findings.
 
+    A verdict on a model that is not the user's own code is kept, and `apply` finds it.
+
     Args:
         model: a folder with `config.json`, a JSON file, a cached hub name, a shipped model's name,
-            or a module (on any device, meta too).
+            or a module (on any device, meta too). A module of one's own is proved as it is, on a
+            copy, if it is small enough.
         plan: a path, the name of a shipped plan, or `REV:path`.
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options.
@@ -47,12 +56,14 @@ def check(
         ValueError: there is no such level.
     """
     from planc.proof.layout_flow import flow
+    from planc.proof.record import record
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
     compiled, sink = _compiled(model, plan, world_size, overrides, allow_code)
     if level == "flow" and compiled.lowered is not None:
-        flow(compiled, sink, allow_code=allow_code)
+        verdict = flow(compiled, sink, allow_code=allow_code)
+        record(compiled, verdict, sink)
     return tuple(sink)
 
 
@@ -64,15 +75,13 @@ def lower(
     overrides: Iterable[str] = (),
     allow_code: bool = False,
 ) -> Lowered:
-    """The lowered plan: what `apply` runs. Arguments as for `check`.
+    """The lowered plan: what `apply` runs; `.findings` is what the compiler and the structural
+    checks say of it. Arguments as for `check`.
 
     Raises:
         PlanError: the plan has errors.
     """
-    compiled, sink = _compiled(model, plan, world_size, overrides, allow_code)
-    if compiled.lowered is None:
-        raise PlanError(sink)
-    return compiled.lowered
+    return _lowered(*_compiled(model, plan, world_size, overrides, allow_code))
 
 
 def diff(old: Lowered, new: Lowered) -> Delta:
@@ -90,8 +99,13 @@ def apply(
     world_size: int | None = None,
     device_type: str | None = None,
     allow_code: bool = False,
+    require: Required | None = None,
+    compare: int = 2,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
+
+    Nothing is simulated here. What `planc check` and `planc verify` found of the plan on this
+    machine is looked up by its digest; rank 0 logs it, with every warning of the checks.
 
     Args:
         model: a module with parameters on meta, CPU or CUDA that is not parallel yet.
@@ -101,27 +115,41 @@ def apply(
             torchrun's environment, else 1.
         device_type: `cpu` or `cuda`; by default the device of the model.
         allow_code: whether custom styles of the plan (`style NAME = python "..."`) may be imported.
+        require: `proved` or `verified`, the least that must be known of the plan; by default it
+            must not be known to be refuted, and `nothing` applies even such a plan.
+        compare: the number of first forward passes in which the ranks of the tensor axes compare
+            their inputs; 0 compares neither these nor the weights that the ranks have built.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`.
 
     Raises:
-        PlanError: the plan has errors, the ranks disagree, or torch refused an operation.
+        PlanError: the plan has errors, it is refuted or less is known of it than required, the
+            ranks disagree, or torch refused an operation. In the first forward passes: the ranks
+            have different inputs (PL483), or different weights (PL484).
+        ValueError: there is no such requirement.
     """
     from planc.emit.text import render
     from planc.runtime import announce, apply_lowered, device_of, require_not_parallel
+    from planc.runtime.known_verdict import known_requirement
+    from planc.runtime.safeguards import Safeguards
+    from planc.trial.known_verdicts import recall
 
+    known_requirement(require)
     try:
         require_not_parallel(model)
+        facts = _facts_of(model)
         if isinstance(plan, str):
-            size = world_size or _ranks()
-            lowered = lower(model, plan, world_size=size, overrides=overrides)
+            size = world_size or _of_the_run("WORLD_SIZE", 1)
+            lowered = _lowered(*_compiled(facts, plan, size, overrides, allow_code))
         else:
             lowered = plan
         own = digest(lowered)
+        known = recall(lowered, facts)
     except Exception as error:
         announce(error, device_of(model, device_type))
         raise
+    _warn(lowered.findings, known)
     return apply_lowered(
         model,
         lowered,
@@ -129,19 +157,41 @@ def apply(
         device_type=device_type,
         describe=lambda: render(lowered, digest=own),
         allow_code=allow_code,
+        safeguards=Safeguards(known=known, require=require, compare=compare),
     )
 
 
-def _ranks() -> int:
+def _warn(findings: Iterable[Diagnostic], known: KnownVerdict) -> None:
+    """Logs each warning on rank 0, but for those that a proof overrules."""
+    from planc.codes import PRESUMED
+    from planc.report import render
+
+    if _of_the_run("RANK", 0) != 0:
+        return
+    overruled = PRESUMED if known.level in ("proved", "verified") else frozenset()
+    for finding in findings:
+        if finding.severity == "warning" and finding.code not in overruled:
+            _log.warning("%s", render([finding], "concise").rstrip())
+
+
+def _of_the_run(name: Literal["RANK", "WORLD_SIZE"], alone: int) -> int:
+    """A number of the process group, else of torchrun's environment, else of a single process."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_world_size())
-    return int(os.environ.get("WORLD_SIZE", "1"))
+        of = {"RANK": distributed.get_rank, "WORLD_SIZE": distributed.get_world_size}
+        return int(of[name]())
+    return int(os.environ.get(name, alone))
+
+
+def _lowered(compiled: Compiled, sink: Sink) -> Lowered:
+    if compiled.lowered is None:
+        raise PlanError(sink)
+    return replace(compiled.lowered, findings=tuple(sink))
 
 
 def _compiled(
-    model: str | nn.Module,
+    model: str | nn.Module | Facts,
     plan: str,
     world_size: int | None,
     settings: Iterable[str],
@@ -159,6 +209,19 @@ def _compiled(
 def _facts(model: Any) -> str | Facts:
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
+    from planc.model.facts import Facts
+
+    return model if isinstance(model, Facts) else _facts_of(model)
+
+
+def _facts_of(module: nn.Module) -> Facts:
+    """Of a model that its configuration names, a small one can be built; one that has a module of
+    the user's own is run itself.
+    """
+    from planc.model.config import buildable
     from planc.model.module_table import facts_of
 
-    return facts_of(model, config=getattr(model, "config", None), config_name="model.config")
+    config = getattr(module, "config", None)
+    facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
+    known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
+    return facts if buildable(facts.config) and known else replace(facts, own=module)

@@ -57,8 +57,10 @@ def _check(options: argparse.Namespace) -> int:
     checked, verdict = "structure", None
     if options.level == "flow" and compiled.lowered:
         from planc.proof.layout_flow import flow
+        from planc.proof.record import record
 
         verdict = flow(compiled, sink, strict=options.strict, allow_code=options.allow_code)
+        record(compiled, verdict, sink)
         checked += f", {verdict.text}"
     proof = _proof(compiled, sink)
     also = {
@@ -82,7 +84,7 @@ def _proof(compiled: Compiled, sink: Sink) -> Certificate | None:
 
     if compiled.facts is None or compiled.lowered is None or compiled.facts.code:
         return None  # a certificate holds for the class of the library, and code can change
-    found = certificate.known(compiled.digest, compiled.facts.config)
+    found = certificate.known(compiled.digest, certificate.identity(compiled.facts))
     if found and found["verdict"] == "refuted":
         sink.error("PL520", found["reason"], help="`planc verify` found this; run it again")
     return found

@@ -27,6 +27,7 @@ from planc.checks.module_parameters import module_parameters
 from planc.checks.nested_checkpoints import nested_checkpoints
 from planc.checks.nested_units import nested_units
 from planc.checks.norm_gradients import norm_gradients
+from planc.checks.optimizer_precision import optimizer_precision
 from planc.checks.packed_by_name import packed_by_name
 from planc.checks.packed_by_width import packed_by_width
 from planc.checks.packed_parts import packed_parts
@@ -75,6 +76,7 @@ RULES: tuple[Check, ...] = (
     ignored_parameters,
     freezing,
     mixed_dtypes,
+    optimizer_precision,
     unused_precision,
     partial_reshard,
     unit_axes,

@@ -36,6 +36,9 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     if not lowered.ops:
         yield phrases.head("nothing", "to do: the model stays as it is")
     yield phrases.head("per rank", _total(lowered))
+    if steps := dict.fromkeys(dtype for stage in lowered.stages for dtype in stage.steps):
+        shown = " and ".join(map(phrases.value, steps))
+        yield phrases.head("optimizer", f"steps parameters in {shown}")
 
 
 def _title(lowered: Lowered, digest: str) -> str:

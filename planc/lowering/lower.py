@@ -38,6 +38,7 @@ from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
+from planc.plan.parameter_owners import stepped
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -73,6 +74,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     stage = Stage(
         parameters=at_rest(units, holdings) + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
+        steps=tuple(sorted(stepped(plan, facts))),
         ops=tuple(ops),
     )
     return Lowered(

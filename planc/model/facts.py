@@ -265,6 +265,9 @@ class Facts:
         stated_fields: the fields that the user's file states; all others are defaults.
         code: `package.module:factory` if the user allowed planc to run it to build the model, or
             the absolute path of a model's folder whose own code the user allowed.
+        own: the nn.Module itself, where a script passed it and planc cannot build it otherwise.
+        built: whether a script built the model, so that its dtypes are those that train; otherwise
+            they are what the configuration says of the stored weights.
     """
 
     name: str
@@ -275,6 +278,8 @@ class Facts:
     ties: tuple[tuple[str, ...], ...] = ()
     stated_fields: frozenset[str] = frozenset()
     code: str = ""
+    own: Any = field(default=None, compare=False, repr=False)
+    built: bool = field(default=False, compare=False)
 
     @property
     def model(self) -> Modules:

@@ -42,6 +42,10 @@ OMIT = {"omit": True}
 """Metadata of a dataclass field that is left out of the JSON at its default."""
 
 
+NOT_WRITTEN = {"written": False}
+"""Metadata of a dataclass field that is no part of the JSON."""
+
+
 def key(name: str) -> dict[str, str]:
     """Metadata of a dataclass field that has another name in the JSON."""
     return {"key": name}

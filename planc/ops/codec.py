@@ -3,8 +3,8 @@
 A dataclass is an object, or an array where its fields are positional; a member of a union of
 dataclasses also has a tag, the name of its kind. A tuple is an array, or an object where its type
 is annotated with `pairs`. Modules and layouts are strings. A field with `OMIT` is left out at its
-default; a field that equality ignores is no part of the digest. Writing, reading and the schema
-need nothing else. (The idea is from sqlglot's serde.py.)
+default, one with `NOT_WRITTEN` always; a field that equality ignores is no part of the digest.
+Writing, reading and the schema need nothing else. (The idea is from sqlglot's serde.py.)
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _joined(forms: list[Form]) -> Form:
 @cache
 def _record(cls: type) -> Record:
     hints = get_type_hints(cls, include_extras=True)
-    every = dataclasses.fields(cls)
+    every = [f for f in dataclasses.fields(cls) if f.metadata.get("written", True)]
     bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
     inherited = {f.name for base in bases for f in dataclasses.fields(base)}
     fields = [

@@ -10,7 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from planc.ops.base import Axes, AxisRole, Count, Form, Name, Origin, Size, key
+from planc.diagnostic import Diagnostic
+from planc.ops.base import (
+    NOT_WRITTEN,
+    OMIT,
+    Axes,
+    AxisRole,
+    Count,
+    Dtype,
+    Form,
+    Name,
+    Origin,
+    Size,
+    key,
+)
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
@@ -51,11 +64,13 @@ class Stage:
     Args:
         parameters: bytes of parameters that one rank holds at rest.
         gathered: bytes of the largest unit while it is all-gathered.
+        steps: the dtypes of the parameters that the optimizer steps; no operation depends on them.
         ops: in the order in which `apply` runs them.
     """
 
     parameters: Count = 0
     gathered: Count = 0
+    steps: tuple[Dtype, ...] = field(default=(), compare=False, metadata=OMIT)
     ops: tuple[AnyOp, ...]
 
 
@@ -76,6 +91,7 @@ class Lowered:
         axes: the mesh, outermost first.
         data: the axes whose ranks read different data; sampler rank and size follow from them.
         stages: of the pipeline, the first one first.
+        findings: what the compiler and the checks say of the plan, if `planc.lower` made it.
     """
 
     plan: Name
@@ -85,6 +101,9 @@ class Lowered:
     axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
     data: Axes
     stages: Annotated[tuple[Stage, ...], _ONE]
+    findings: tuple[Diagnostic, ...] = field(
+        default=(), compare=False, repr=False, metadata=NOT_WRITTEN
+    )
 
     @property
     def stage(self) -> Stage:

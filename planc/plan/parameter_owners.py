@@ -56,6 +56,23 @@ def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
                     yield Owned(modules=piece, unit=unit, spread=spread, training=training)
 
 
+def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
+    """The dtypes of the parameters that the optimizer steps, each with their number of elements.
+
+    Megatron-FSDP gives the optimizer weights of its own, in their own dtype. A tied parameter
+    counts under each of its names.
+    """
+    megatron = plan.fsdp.megatron if plan.fsdp else None
+    main = megatron.main_params if megatron else None
+    counts: dict[str, int] = {}
+    for own in owned(plan, facts):
+        for parameter in own.modules.module.parameters:
+            if own.trains(parameter):
+                dtype = main or plan.dtype(parameter)
+                counts[dtype] = counts.get(dtype, 0) + parameter.numel * len(own.modules)
+    return counts
+
+
 def _by_placement(
     modules: Modules,
     units: Sequence[tuple[Modules, Unit]],

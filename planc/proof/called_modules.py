@@ -32,14 +32,14 @@ def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
     key = cache.entry_name(
         f"calls {_FORMAT}", config, *cache.extra_versions(model.values), source_digest()
     )
-    kept = None if model.code else cache.recall(key)
+    kept = None if model.of_the_user else cache.recall(key)
     if isinstance(kept, list):
         return frozenset(map(str, kept)), ""
     try:
         names = sorted(_run(model))
     except Exception as error:
         return None, f"the small model does not run: {error}"
-    if not model.code:  # can change while its name stays the same
+    if not model.of_the_user:  # can change while its name stays the same
         cache.keep(key, names)
     return frozenset(names), ""
 

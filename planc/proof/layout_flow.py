@@ -321,7 +321,7 @@ def judge(small: SmallCase, *, quick: bool = False) -> Outcome:
     extra_versions = cache.extra_versions(model.values)
     kind = f"flow {_FORMAT} {quick}"
     key = cache.entry_name(kind, part, config, *extra_versions, source_digest())
-    user_code = bool(model.code or lowered.code)  # can change while its name stays the same
+    user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))
     if kept is not None:
         return kept

@@ -32,6 +32,8 @@ from planc.proof.small_mesh import RANKS
 from planc.proof.stand_in import Unrepresented, stand_in, variants
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from planc.model.small.user_model import ModelBuilder
 
 
@@ -43,11 +45,18 @@ class SmallModel:
         values: the small configuration; empty for a user's own model.
         code: the factory of a user's own model, or the folder with the code of its class.
         kept: the layers that the small ones stand for, as of `Shrunk`.
+        own: a user's own model, of which copies are run.
     """
 
     values: dict[str, Any]
     code: str = ""
     kept: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
+    own: nn.Module | None = None
+
+    @property
+    def of_the_user(self) -> bool:
+        """Whether its code can change while its name stays the same."""
+        return bool(self.code) or self.own is not None
 
     def builder(self) -> ModelBuilder:
         """The object that builds the model and its inputs; imports torch. Raises as
@@ -55,7 +64,7 @@ class SmallModel:
         """
         from planc.model.small.user_model import builder_of
 
-        return builder_of(self.values, self.code)
+        return builder_of(self.values, self.code, self.own)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.
@@ -64,7 +73,7 @@ class SmallModel:
             model: the facts of the original model.
             sink: receives the findings (PL60x).
         """
-        if self.code and not self.values:
+        if self.own is not None or (self.code and not self.values):
             return model
         return load_values(self.values, "the small model", sink, folder=self.code)
 
@@ -91,6 +100,8 @@ def small_model(
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
     if facts.code and not Path(facts.code).is_absolute():
         return SmallModel(values={}, code=facts.code)
+    if facts.own is not None:
+        return SmallModel(values={}, own=facts.own)
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that planc can make small"
     try:

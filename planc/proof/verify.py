@@ -21,7 +21,9 @@ from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes
 from planc.proof.stand_in import Unrepresented
 from planc.proof.verify_findings import report_difference, report_failure, report_unknown
+from planc.runtime.known_verdict import Level
 from planc.trial import certificate as store
+from planc.trial import known_verdicts
 from planc.trial.launcher import (
     LIMITS,
     SEEDS,
@@ -186,9 +188,21 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
     if verdict != "unknown" and not (case.facts.code or case.lowered.code):  # code can change
-        key = store.key_of(certificate["lowered"], case.facts.config)
+        key = store.key_of(certificate["lowered"], store.identity(case.facts))
         store.keep(certificate, key)
+        _remember(case, certificate)
     return Proof(verdict=verdict, certificate=certificate)
+
+
+def _remember(case: _Case, certificate: store.Certificate) -> None:
+    """For `planc.apply`, which finds the verdict whatever the dtype of its weights."""
+    verified = certificate["verdict"] == "verified"
+    count = certificate["processes"]
+    text = f"verified on {count} process{'es' if count != 1 else ''}"
+    if not verified:
+        text = certificate["reason"] or store.summary(certificate).lower()
+    level: Level = "verified" if verified else "refuted"
+    known_verdicts.remember(case.lowered, case.facts, level, text, by="processes")
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:

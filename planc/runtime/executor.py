@@ -30,6 +30,8 @@ from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
+from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
+from planc.runtime.same_inputs import watch
 
 _log = logging.getLogger("planc")
 
@@ -42,6 +44,7 @@ def apply_lowered(
     device_type: str | None = None,
     describe: Callable[[], str] | None = None,
     allow_code: bool = False,
+    safeguards: Safeguards = Safeguards(),  # noqa: B008, frozen
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place.
 
@@ -55,18 +58,21 @@ def apply_lowered(
             if it is available.
         describe: returns the text of `Run.describe`.
         allow_code: whether custom styles of the plan may be imported.
+        safeguards: what is asked beyond the operations.
 
     Raises:
-        PlanError: PL172 (a custom style), PL490 (world size), PL491 (digests differ), PL493
-            (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
-            (Megatron-FSDP cannot run), all before the model is changed; PL492 (torch refused an
-            operation).
+        PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL490
+            (world size), PL491 (digests differ), PL493 (parallel already), PL494 (another model),
+            PL495 (no process group or mesh), PL499 (Megatron-FSDP cannot run), all before the model
+            is changed; PL492 (torch refused an operation).
     """
     began = time.perf_counter()
     device = device_of(model, device_type)
     _require(lowered, device, allow_code)
     with _without_collection():
-        modules, meshes = _prepare(model, lowered, digest, device)
+        own = safeguards.statement(model, lowered)
+        modules, meshes, said = _prepare(model, lowered, digest, device, own)
+        first = first_passes(model, lowered, meshes, own, said)
         worker = Worker(model, modules, meshes, lowered)
         input_embeddings.guard(model, modules, lowered)
         for op in lowered.stage.ops:
@@ -74,6 +80,7 @@ def apply_lowered(
                 worker.run(op)
             except Exception as error:
                 raise _refused(op, worker.at, error) from error
+        watch(model, first)
     if distributed.get_rank() == 0:
         taken = time.perf_counter() - began
         shape = " | ".join(f"{a.name} {a.size}" for a in lowered.axes)
@@ -81,12 +88,14 @@ def apply_lowered(
             "plan %s (%s) applied to %s on %s in %.2f s",
             *(lowered.plan, digest[:12], lowered.model, shape, taken),
         )
+        tell(lowered.plan, digest, said)
     return Run(
         model=model,
         lowered=lowered,
         digest=digest,
         meshes=meshes,
         text=describe or (lambda: f"{lowered.plan} for {lowered.model}, {digest[:12]}"),
+        first=first,
     )
 
 
@@ -131,13 +140,19 @@ def _without_collection() -> Iterator[None]:
 
 
 def _prepare(
-    model: nn.Module, lowered: Lowered, digest: str, device: str
-) -> tuple[dict[str, nn.Module], Meshes]:
+    model: nn.Module,
+    lowered: Lowered,
+    digest: str,
+    device: str,
+    own: Statement,
+) -> tuple[dict[str, nn.Module], Meshes, Said]:
     """Checks the model and creates the meshes; on an error, destroys a process group it started."""
     started = False
     try:
         started = start(device)
-        return ready(model, lowered, digest), Meshes(lowered, device)
+        modules, said = ready(model, lowered, digest, own.short)
+        accepted(own, said)
+        return modules, Meshes(lowered, device), said
     except Exception as error:
         if started:
             distributed.destroy_process_group()

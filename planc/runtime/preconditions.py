@@ -52,8 +52,11 @@ def require_not_parallel(model: nn.Module) -> None:
         )
 
 
-def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Module]:
-    """The modules of a model by name, once every rank has checked that the plan fits.
+def ready(
+    model: nn.Module, lowered: Lowered, digest: str, also: Any = None
+) -> tuple[dict[str, nn.Module], list[Any]]:
+    """The modules of a model by name, once every rank has checked that the plan fits; and what each
+    rank says besides, by rank.
 
     A finding on one rank raises on every rank, so that no rank waits for another forever.
 
@@ -61,6 +64,7 @@ def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Modul
         model: unchanged by this.
         lowered: the plan that will be applied.
         digest: the digest of `lowered` on this rank.
+        also: what this rank says to the others besides.
 
     Raises:
         PlanError: PL490, another number of ranks; PL491, the digests differ; PL493, the model is
@@ -68,8 +72,7 @@ def ready(model: nn.Module, lowered: Lowered, digest: str) -> dict[str, nn.Modul
     """
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     findings = list(_world(lowered)) or list(_fits(model, lowered, modules))[:_MOST]
-    _agree(digest, findings)
-    return modules
+    return modules, _agree(digest, findings, also)
 
 
 def announce(error: Exception, device_type: str) -> None:
@@ -235,12 +238,15 @@ class _RankStatus:
     digest: str
     code: str
     message: str
+    also: Any = None
 
 
-def _agree(digest: str, findings: list[Diagnostic]) -> None:
-    """Raises on every rank unless all ranks have the same digest and no findings."""
+def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:
+    """Raises on every rank unless all ranks have the same digest and no findings; returns what
+    each rank says besides, by rank.
+    """
     first = findings[0] if findings else None
-    mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings))
+    mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings), also)
     everyone: list[Any] = [mine]
     if distributed.get_world_size() > 1 and distributed.get_backend() != "fake":
         everyone = [None] * distributed.get_world_size()
@@ -258,6 +264,7 @@ def _agree(digest: str, findings: list[Diagnostic]) -> None:
     for rank, status in enumerate(everyone):
         if status.code:
             raise stop(status.code, f"rank {rank} cannot apply the plan: {status.message}")
+    return [status.also for status in everyone]
 
 
 def _in_one_line(findings: list[Diagnostic]) -> str:

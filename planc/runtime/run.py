@@ -16,6 +16,7 @@ from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.meshes import Meshes
+from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.loading import Weights
 
@@ -40,6 +41,7 @@ class Run:
     digest: str
     meshes: Meshes = field(repr=False)
     text: Callable[[], str] = field(repr=False)
+    first: FirstPasses = field(default_factory=FirstPasses, repr=False)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -191,6 +193,7 @@ class Run:
             optimizer=optimizer,
             device=self.mesh.device_type,
         )
+        self.first.weights_loaded()
         if megatron_fsdp.uses_megatron(self.lowered):
             megatron_fsdp.install_loaded_weights(self.model)
         return step

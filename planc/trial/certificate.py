@@ -16,6 +16,7 @@ from typing import Any
 
 from planc import atomic_write
 from planc.model import cache
+from planc.model.facts import Facts, Module
 from planc.trial.source_digest import source_digest
 
 FORMAT_VERSION = 1
@@ -33,6 +34,42 @@ def key_of(lowered: str, config: Mapping[str, Any]) -> str:
     fields = {"certificate": FORMAT_VERSION, "planc": source_digest(), "lowered": lowered}
     text = json.dumps(fields)
     return hashlib.sha256(f"{text}\n{cache.key_of(dict(config))}".encode()).hexdigest()
+
+
+def identity(facts: Facts) -> dict[str, Any]:
+    """What a verdict depends on of a model: its configuration, and the classes and shapes of its
+    modules.
+
+    The same for a model that is read from `config.json` and for one that a script built from it.
+    """
+    config = {k: v for k, v in facts.config.items() if k not in _OF_THE_COPY}
+    return {**config, "planc.modules": structure(facts.root)}
+
+
+def structure(root: Module) -> str:
+    """A digest of a module table: names, classes and shapes, not dtypes.
+
+    A model whose modules a script has replaced differs from the one that its configuration names.
+    """
+    known: dict[int, str] = {}
+
+    def of(module: Module) -> str:
+        if id(module) not in known:
+            shapes = [(p.name, p.shape) for p in module.parameters]
+            inner = [
+                (c.name, c.indices and hex(c.indices.bits), of(c.module)) for c in module.children
+            ]
+            text = repr((module.cls, module.kind, shapes, module.facts, inner))
+            known[id(module)] = hashlib.sha256(text.encode()).hexdigest()
+        return known[id(module)]
+
+    return of(root)
+
+
+_OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Fields of a configuration that say where it comes from, or in which dtype its weights are stored:
+proofs run in float32.
+"""
 
 
 def dumps(certificate: Certificate) -> str:

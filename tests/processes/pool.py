@@ -82,7 +82,8 @@ def destroy_groups():
     # torch's caches hold meshes, and would give them to later jobs whose meshes are equal
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
-    for cached in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+    # `isinstance` asks a dead weak proxy for its class, which raises
+    for cached in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
         if str(cached.__module__).startswith("torch.distributed"):
             cached.cache_clear()
     gc.collect()  # handles and FSDP's states hold meshes in cycles

@@ -22,9 +22,10 @@ def test_the_handle(four):
         assert handle["digest"] == four.run("apply_jobs.handle", overrides=OVERRIDES)[0]["digest"]
 
 
-def test_one_line_of_log_on_rank_0(four):
+def test_rank_0_logs_the_plan_and_its_verdict_once(four):
     lines = four.run("apply_jobs.logged", overrides=OVERRIDES)
-    assert len(lines[0]) == 1 and "plan llama" in lines[0][0]
+    assert len(lines[0]) == 2 and all("plan llama" in line for line in lines[0])
+    assert "applied to" in lines[0][0] and "never proved: run `planc check`" in lines[0][1]
     assert lines[1:] == [[], [], []]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.model.config import is_diffusers
 from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.small.input_search import BatchShape, InputChoice
+from planc.model.small.own_module import copies_of
 from planc.model.small.transformers_model import SPREAD, TransformersBuilder
 
 if TYPE_CHECKING:
@@ -18,49 +20,60 @@ if TYPE_CHECKING:
 
 LARGEST = 200_000_000
 """The most parameters of a user's model, which cannot be shrunk without a configuration."""
+_LABELS = "_planc_labels"  # where a model keeps the labels of the pass that runs
 _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 
 
-def builder_of(values: dict[str, Any], code: str) -> ModelBuilder:
+def builder_of(values: dict[str, Any], code: str, module: nn.Module | None = None) -> ModelBuilder:
     """The object that builds a model to be run.
 
     Args:
         values: the configuration of a transformers or diffusers model.
         code: the factory of a user's own model, or the folder with the code of a model that has a
             configuration; else empty.
+        module: a user's own model, of which copies are run.
 
     Raises:
         PlanError: transformers or diffusers cannot build the configuration.
         ValueError: the inputs of a diffusers class are not known.
         Exception: whatever the user's code raises.
     """
+    if module is not None:
+        return UserModelBuilder(copies_of(module))
     if code and not values:
-        return UserModelBuilder(code)
+        return UserModelBuilder(factory_of(code))
     return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values, code)
+
+
+def factory_of(code: str) -> Callable[[], nn.Module]:
+    """The function that `package.module:factory` names, which the user allows planc to run."""
+    module, _, factory = code.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    found: Callable[[], nn.Module] = getattr(importlib.import_module(module), factory)
+    return found
 
 
 class UserModelBuilder:
     """Builds the user's model with the interface of a transformers model.
 
-    The first argument of its forward is token ids; another is the target, under one of a few
-    names (`labels`, `targets`, ...). The forward returns a loss and logits: in a tuple, a dict
-    or an object.
+    The first argument of its forward is token ids; another may be the target, under one of a few
+    names (`labels`, `targets`, ...). The forward then returns a loss and logits: in a tuple, a dict
+    or an object. A model without a target returns logits, and its loss is their cross entropy with
+    the labels.
 
     Args:
-        code: `package.module:factory`, which the user allows planc to run.
+        make: the factory, which the user allows planc to run.
 
     Raises:
-        ValueError: the model is too large, or its forward has no such arguments.
+        ValueError: the model is too large, or its forward has no argument.
     """
 
     configuration = None
 
-    def __init__(self, code: str) -> None:
-        module, _, factory = code.partition(":")
-        here = str(Path.cwd())
-        if here not in sys.path:
-            sys.path.insert(0, here)
-        self._make = getattr(importlib.import_module(module), factory)
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
         self._build_meta()
 
     def _build_meta(self) -> None:
@@ -71,14 +84,12 @@ class UserModelBuilder:
             made = self._make()
         count = sum(p.numel() for p in made.parameters())
         if count > LARGEST:
-            raise ValueError(
-                f"it has {count:,} parameters: give a factory of a small model of the same code"
-            )
+            raise ValueError(f"it has {count:,} parameters: give a small model of the same code")
         names = list(inspect.signature(made.forward).parameters)
-        target = next((n for n in _TARGETS if n in names[1:]), None)
-        if target is None:
-            raise ValueError(f"its forward takes no {', '.join(_TARGETS[:2])}, so it gives no loss")
-        self._ids, self._target = names[0], target
+        if not names:
+            raise ValueError("its forward takes no argument")
+        self._ids = names[0]
+        self._target = next((n for n in _TARGETS if n in names[1:]), None)
         tables = [m.num_embeddings for m in made.modules() if isinstance(m, nn.Embedding)]
         self.vocabulary = int(max(tables, default=64))
 
@@ -92,7 +103,7 @@ class UserModelBuilder:
         from torch import nn
 
         torch.manual_seed(seed)
-        made: nn.Module = self._make()
+        made = self._make()
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in made.parameters():
@@ -118,23 +129,51 @@ class UserModelBuilder:
         return (shape or BatchShape()).text(self.vocabulary)
 
     def _rename_inputs(
-        self, _module: Any, args: Any, kwargs: dict[str, Any]
+        self, module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         renamed = {"input_ids": self._ids, "labels": self._target}
+        if self._target is None:  # the loss is computed outside
+            module.__dict__[_LABELS] = kwargs.get("labels")
         named = {renamed.get(k, k): v for k, v in kwargs.items() if k != "use_cache"}
-        return args, named
+        named.pop(None, None)
+        return args, named  # type: ignore[return-value]
 
-    def _wrap_output(self, _module: Any, _args: Any, output: Any) -> Any:
+    def _wrap_output(self, module: Any, _args: Any, output: Any) -> Any:
         import torch
 
+        if self._target is None:
+            logits = output if isinstance(output, torch.Tensor) else _logits(output)
+            return _causal_output(_loss(logits, module.__dict__.pop(_LABELS, None)), logits)
         if hasattr(output, "loss"):
             return output
         if isinstance(output, dict):
             return _causal_output(output.get("loss"), output.get("logits"))
         values = [v for v in output if isinstance(v, torch.Tensor) and v.is_floating_point()]
         loss = next((v for v in values if v.dim() == 0), None)
-        logits = next((v for v in values if v.dim() >= 2), None)
-        return _causal_output(loss, logits)
+        return _causal_output(loss, _logits(output))
+
+
+def _logits(output: Any) -> Any:
+    """The first tensor of features in what a forward returns."""
+    import torch
+
+    found = getattr(output, "logits", None)
+    if found is None:
+        values = output.values() if isinstance(output, dict) else output
+        floats = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+        found = next((v for v in floats if v.dim() >= 2), None)
+    return found
+
+
+def _loss(logits: Any, labels: Any) -> Any:
+    """The cross entropy of a model that returns logits alone; None for other outputs."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn import functional
+
+    if logits is None or labels is None:
+        return None
+    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return functional.cross_entropy(whole.flatten(0, -2).float(), labels.flatten())
 
 
 def _causal_output(loss: Any, logits: Any) -> Any:

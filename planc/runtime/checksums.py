@@ -1,0 +1,72 @@
+"""Checksums of tensors, computed where the tensors are, so that ranks can compare them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+_CHUNK = 1 << 20
+"""The bytes that are hashed at once: they take twice as much memory."""
+_MULTIPLIER = 6364136223846793005
+"""Of the MMIX generator: odd, with bits in all places (Knuth, The Art of Computer Programming,
+volume 2, 3.3.4)."""
+
+
+def text_sum(text: str) -> int:
+    """A text as an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], signed=True)
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether the tensor has bytes of its own here: it is not on meta, and of no subclass such as
+    DTensor.
+    """
+    own = type(tensor) in (Tensor, nn.Parameter)
+    return own and not tensor.is_meta and tensor.layout is torch.strided
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def tensor_sum(tensor: Tensor) -> Tensor:
+    """A checksum of the bytes of a plain tensor, in order: a scalar of int64 on its device.
+
+    Each word is multiplied by an odd number that depends on its place, modulo 2 ** 64, so values
+    that change places change the sum. Nothing waits for the device.
+    """
+    data = tensor.detach()
+    flat = (torch.view_as_real(data) if data.is_complex() else data).contiguous().view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    most = min(_CHUNK, flat.numel() * flat.element_size()) // 8 + 8
+    places = torch.arange(most, dtype=torch.int64, device=flat.device) * _MULTIPLIER | 1
+    for chunk in flat.view(torch.uint8).split(_CHUNK):
+        whole = chunk.numel() // 8 * 8
+        words = chunk[:whole] if chunk.storage_offset() % 8 == 0 else chunk[:whole].clone()
+        total = total * _MULTIPLIER + (words.view(torch.int64) * places[: whole // 8]).sum()
+        if whole < chunk.numel():
+            total = (
+                total + (chunk[whole:].to(torch.int64) * places[-8:][: chunk.numel() - whole]).sum()
+            )
+    return total
+
+
+def model_sums(model: nn.Module) -> dict[str, int]:
+    """A checksum of each parameter and buffer by name; tied ones count once.
+
+    One that is on meta counts as such, so a rank with weights and a rank without differ.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sums = {n: tensor_sum(t) for n, t in named if plain(t)}
+    marks = {
+        n: text_sum(
+            f"{t.device.type if t.is_meta else type(t).__name__} {t.dtype} {tuple(t.shape)}"
+        )
+        for n, t in named
+    }
+    by_device: dict[torch.device, list[str]] = {}
+    for name, total in sums.items():
+        by_device.setdefault(total.device, []).append(name)
+    for names in by_device.values():  # one transfer for each device
+        values = torch.stack([sums[n] for n in names]).tolist()
+        marks |= {n: marks[n] ^ value for n, value in zip(names, values, strict=True)}
+    return marks

@@ -1,0 +1,75 @@
+"""What earlier proofs say of the plan that is about to run; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from planc.diagnostic import PlanError, Sink, one_of
+
+Required = Literal["nothing", "proved", "verified"]
+"""What `planc.apply` can be told to require: `proved`, by layout flow or on processes; `verified`,
+on processes; `nothing`, so that a plan runs even if it is known to be refuted."""
+
+Level = Literal["unproved", "undecided", "proved", "verified", "refuted"]
+_LEVELS = get_args(Level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownVerdict:
+    """The verdict that a rank found for a lowered plan, by its digest.
+
+    Args:
+        level: `unproved`, no one has asked; `undecided`, layout flow could not tell; the others as
+            their names say.
+        text: for the log, such as `verified on 4 processes`.
+    """
+
+    level: Level
+    text: str
+
+
+def strongest(found: Iterable[KnownVerdict | None]) -> KnownVerdict | None:
+    """The verdict of all ranks together: each machine has a cache of its own, and what is known on
+    one holds on all. A plan that one cache knows as refuted is refuted.
+    """
+    known = [verdict for verdict in found if verdict is not None]
+    return max(known, key=lambda v: _LEVELS.index(v.level), default=None)
+
+
+def known_requirement(require: str | None) -> None:
+    """Raises ValueError if there is no such requirement."""
+    if require is not None and require not in get_args(Required):
+        words = one_of(map(repr, get_args(Required)))
+        raise ValueError(f"require is {words}, not {require!r}")
+
+
+def accept(verdict: KnownVerdict | None, require: Required | None) -> None:
+    """Refuses a plan that is known to be wrong, or of which less is known than is required.
+
+    Args:
+        verdict: the same on all ranks; None where the caller asked for none.
+        require: the least that must be known; None for a plan that is not known to be refuted.
+
+    Raises:
+        PlanError: PL480, the plan is refuted; PL481, it is not proved; PL482, it is not verified.
+    """
+    if verdict is None or require == "nothing":
+        return
+    sink, level = Sink(), verdict.level
+    help: str | None
+    if level == "refuted":
+        help = "fix the plan and run `planc check` again"
+        sink.error("PL480", f"this plan trains another model: {verdict.text}", help=help)
+    elif require == "proved" and level not in ("proved", "verified"):
+        help = None if level == "unproved" else "`planc verify` runs it on real processes"
+        sink.error(
+            "PL481", f"the run requires a proved plan, and this one is {verdict.text}", help=help
+        )
+    elif require == "verified" and level != "verified":
+        message = f"the run requires a verified plan, and this one is {verdict.text}"
+        help = "run `planc verify` with the same model, world size and settings"
+        sink.error("PL482", message, help=help)
+    if sink.failed:
+        raise PlanError(sink)

@@ -1,0 +1,166 @@
+"""The first forward passes: the ranks of the tensor axes compare the inputs that they read.
+
+Ranks that split one layer must compute on the same rows. Where they read different ones, torch
+says nothing: each rank adds its part of one product to another rank's part of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
+
+from planc.diagnostic import PlanError, one_of
+from planc.ops.base import AxisRole
+from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize
+from planc.runtime.checksums import plain, tensor_sum, text_sum
+from planc.runtime.meshes import Meshes
+from planc.runtime.preconditions import stop
+
+_ARGUMENTS = 32
+"""The arguments that are told apart in a message; the same for all ranks, whatever they read."""
+
+Leaves = list[tuple[str, Any]]
+"""Everything in the arguments of a call, by a name such as `input_ids`."""
+
+
+@dataclass(slots=True)
+class FirstPasses:
+    """What is compared before the model runs for the first times, and then never again.
+
+    Args:
+        passes: the number of forward passes whose inputs are still to be compared.
+        mesh: the ranks that must read the same inputs, None if no other rank must.
+        different_weights: what to raise in the first pass, unless weights are loaded before it.
+    """
+
+    passes: int = 0
+    mesh: DeviceMesh | None = None
+    different_weights: PlanError | None = None
+    seen: int = field(default=0, init=False)
+
+    def weights_loaded(self) -> None:
+        """All ranks have the same weights now."""
+        self.different_weights = None
+
+    @property
+    def done(self) -> bool:
+        compares = self.mesh is not None and self.seen < self.passes
+        return not compares and self.different_weights is None
+
+    def before(self, args: Any, kwargs: Any) -> None:
+        """Before a forward pass.
+
+        Raises:
+            PlanError: PL483, the inputs differ; PL484, the weights do. On every rank of the mesh.
+        """
+        if self.different_weights is not None:
+            raise self.different_weights
+        self.seen += 1
+        if self.mesh is not None and self.seen <= self.passes:
+            _compare(list(_leaves(args, kwargs)), self.mesh, self.seen)
+
+
+def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
+    """The ranks that split the layers of one copy of the model, over all tensor axes.
+
+    None if there are none, or if a style of the model itself says what each rank passes.
+    """
+    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
+    styled = (op for op in lowered.ops if isinstance(op, Parallelize))
+    if not axes or any(not op.modules.path for op in styled):
+        return None
+    return meshes.part(*axes)
+
+
+def watch(model: nn.Module, first: FirstPasses) -> None:
+    """Calls `first.before` before each forward pass of the model, until it is done.
+
+    The hook runs before all others, on the inputs as the script passes them. Where a script
+    compiles the model as a whole, its hooks are compiled with it, and there nothing is compared.
+    """
+    if first.done:
+        return
+    handle: RemovableHandle
+
+    def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not first.done:
+            first.before(args, kwargs)
+        if first.done:
+            handle.remove()
+
+    handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    model.register_load_state_dict_post_hook(lambda _, found: _loaded(first, found))
+
+
+def _loaded(first: FirstPasses, found: Any) -> None:
+    if not found.missing_keys:
+        first.weights_loaded()
+
+
+def _leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    paths, _ = _pytree.tree_flatten_with_path((list(args), dict(kwargs)))
+    for path, leaf in paths:
+        positional, name = path[0] == _pytree.SequenceKey(0), path[1]
+        own = f"argument {name.idx}" if positional else str(name.key)
+        yield f"{own}{_pytree.keystr(path[2:])}", leaf
+
+
+def _compare(leaves: Leaves, mesh: DeviceMesh, number: int) -> None:
+    """One all-gather of a few numbers, and one wait for the device."""
+    own = _row(leaves, mesh.device_type)
+    group = mesh.get_group()
+    every = own.new_empty(mesh.size() * own.numel())
+    distributed.all_gather_into_tensor(every, own, group=group)
+    rows = every.view(mesh.size(), -1).tolist()
+    if any(row != rows[0] for row in rows):
+        raise _different(rows, leaves, mesh, number)
+
+
+def _row(leaves: Leaves, device: str) -> Tensor:
+    """What is in the arguments, as int64: their names, types and shapes, and then each by itself.
+
+    A DTensor is a part of its value, and other objects have no bytes: only their type counts.
+    """
+    columns = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(_ARGUMENTS)]
+    told = ""
+    for i, (name, leaf) in enumerate(leaves):
+        shown = repr(leaf) if isinstance(leaf, bool | int | float | str | None) else ""
+        if isinstance(leaf, Tensor):
+            shown = f"{leaf.dtype} {tuple(leaf.shape)}"
+            if plain(leaf):
+                at = i % _ARGUMENTS
+                columns[at] = columns[at] * 31 + tensor_sum(leaf).to(device)
+        told += f"{name} {type(leaf).__name__} {shown}\n"
+    return torch.stack([torch.tensor(text_sum(told), device=device), *columns])
+
+
+def _different(rows: list[list[int]], leaves: Leaves, mesh: DeviceMesh, number: int) -> PlanError:
+    ranks = distributed.get_process_group_ranks(mesh.get_group())
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in zip(ranks, rows, strict=True):
+        groups.setdefault(tuple(row), []).append(rank)
+    told = one_of((", ".join(map(str, some)) for some in groups.values()), last="and")
+    columns = [i for i in range(_ARGUMENTS) if len({row[i + 1] for row in rows}) > 1]
+    if len({row[0] for row in rows}) > 1:
+        what = "their arguments, or the types and shapes of these, differ"
+    else:
+        names = [f"`{name}`" for i, (name, _) in enumerate(leaves) if i % _ARGUMENTS in columns]
+        what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
+    axes = "_".join(mesh.mesh_dim_names or ())
+    return stop(
+        "PL483",
+        f"the ranks {told} of {axes} split the same layers and read different inputs in forward "
+        f"pass {number}: {what}",
+        help="a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+        "tensor axis read the same rows",
+    )

@@ -1,0 +1,97 @@
+"""The verdicts of `planc check` and `planc verify`, found by the digest of the lowered plan.
+
+`planc.apply` asks here whether the plan that it is about to run was proved or refuted. Layout flow
+caches its outcomes by the small lowered plan, which only a compilation knows, and certificates are
+for one dtype of the weights; so both proofs write their verdict again, under a key of the lowered
+plan without byte counts, the model, the library versions and planc's own sources. An entry contains
+the digest of its content: a damaged one counts as missing, and one that is older than planc's
+sources is never found. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from functools import cache as once
+from typing import Literal, get_args
+
+from planc.model import cache
+from planc.model.facts import Facts
+from planc.ops.document import digest
+from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.registry import AnyOp
+from planc.runtime.known_verdict import KnownVerdict, Level, strongest
+from planc.trial import certificate
+from planc.trial.source_digest import PACKAGE
+
+_FORMAT = 1
+_NEVER = KnownVerdict(
+    level="unproved",
+    text="never proved: run `planc check` with the same model, world size and settings",
+)
+
+Proof = Literal["layout flow", "processes"]
+_SAID: dict[Proof, tuple[Level, ...]] = {
+    "layout flow": ("undecided", "proved", "refuted"),
+    "processes": ("verified", "refuted"),
+}
+"""What each proof can say; an entry that says something else is not its own."""
+
+
+def remember(
+    lowered: Lowered, facts: Facts, level: Level, text: str, *, by: Proof = "layout flow"
+) -> None:
+    """Writes the verdict of a proof; a no-op if the cache folder cannot be written.
+
+    Args:
+        lowered: the lowered plan.
+        facts: the model that it was lowered for.
+        level, text: of the `KnownVerdict`.
+        by: the proof.
+    """
+    cache.keep(_key(lowered, facts, by), {"level": level, "text": text})
+
+
+def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
+    """What is known of a lowered plan for a model: what processes showed counts more than what
+    layout flow shows, except that a plan that one of them refutes is refuted.
+    """
+    proofs: tuple[Proof, ...] = get_args(Proof)
+    return strongest(_verdict(lowered, facts, by) for by in proofs) or _NEVER
+
+
+def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
+    """Proofs run in float32, so bytes, which depend on the dtype of the weights, are left out."""
+    ops = (_without_bytes(op) for op in lowered.ops)
+    plain = replace(lowered, stages=(replace(lowered.stage, parameters=0, gathered=0),))
+    key = certificate.key_of(digest(plain.with_ops(ops)), certificate.identity(facts))
+    return cache.entry_name(f"verdict {_FORMAT} by {by}", key, _all_sources())
+
+
+def _without_bytes(op: AnyOp) -> AnyOp:
+    return replace(op, nbytes=0, gathered=0) if isinstance(op, FullyShard | MegatronShard) else op
+
+
+def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:
+    kept = cache.recall(_key(lowered, facts, by))
+    if not isinstance(kept, dict) or set(kept) != {"level", "text"}:
+        return None
+    level, text = kept["level"], kept["text"]
+    known = level in _SAID[by] and isinstance(text, str)
+    return KnownVerdict(level=level, text=text) if known else None
+
+
+@once
+def _all_sources() -> str:
+    """The sha256 of all of planc: from a lowered plan to its small one every stage has a say."""
+    found = hashlib.sha256()
+    for folder, folders, names in os.walk(PACKAGE):
+        folders.sort()
+        for name in sorted(n for n in names if n.endswith(".py")):
+            found.update(f"{folder.removeprefix(str(PACKAGE))}/{name}\n".encode())
+            with open(f"{folder}/{name}", "rb", buffering=0) as stream:  # noqa: PTH123
+                found.update(stream.read())
+    return found.hexdigest()

@@ -1,0 +1,221 @@
+"""What test_safeguards runs on every rank."""
+
+import logging
+import os
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numerics
+import torch
+from torch import distributed
+
+import planc
+from planc.model.module_table import facts_of
+from planc.trial import known_verdicts
+
+FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
+
+
+@contextmanager
+def logged():
+    """The lines that planc logs, with their level."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logger = logging.getLogger("planc")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def rank():
+    return distributed.get_rank()
+
+
+def said(call):
+    """What a call raised, and nothing if it did not."""
+    try:
+        call()
+    except planc.PlanError as error:
+        return str(error)
+    return ""
+
+
+def seeded(seed, **changes):
+    """A model whose weights follow from a seed."""
+    model = numerics.build("llama", **changes)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def batch(seed, rows=2, length=16):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(128, (rows, length), generator=generator)
+
+
+def step(model, tokens, **others):
+    model(input_ids=tokens, labels=tokens, **others).loss.backward()
+
+
+# Weights -----------------------------------------------------------------------------------------
+
+
+def with_plan(folder, text):
+    path = Path(folder) / f"own-{rank()}.plan"
+    path.write_text(text)
+    return str(path)
+
+
+def other_seeds(overrides, compare=2):
+    """Each rank builds another model; the log of `apply`, and what the first pass raises."""
+    model = seeded(rank())
+    with logged() as lines:
+        run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=compare)
+    first = said(lambda: step(model, batch(run.data_rank)))
+    return lines, first, said(lambda: step(model, batch(run.data_rank)))
+
+
+def one_other_value(overrides):
+    """Rank 2 has one parameter with one other value."""
+    model = seeded(0)
+    if rank() == 2:
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[3, 5] += 1e-3
+    planc.apply(model, "llama", overrides=overrides, device_type="cpu")
+    return said(lambda: step(model, batch(0)))
+
+
+def loaded(folder, overrides, how):
+    """Ranks with other weights that load some before the first pass."""
+    if rank() == 0:
+        seeded(7).save_pretrained(folder)
+    distributed.barrier()
+    model = seeded(rank())
+    run = planc.apply(model, "llama", overrides=overrides, device_type="cpu")
+    if how == "run":
+        run.load(folder)
+    else:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, seeded(7).state_dict(), options=options)
+    raised = said(lambda: step(model, batch(run.data_rank)))
+    full = run.full_state_dict(every_rank=True)
+    return raised, all(torch.equal(full[n], v) for n, v in seeded(7).state_dict().items())
+
+
+def from_rank0(folder, text, meta=False):
+    """Under a plan with `weights = rank0` all get what rank 0 has built."""
+    model = seeded(rank())
+    if meta and rank() > 0:
+        model = model.to("meta")
+    plan = with_plan(folder, text)
+    with logged() as lines:
+        run = planc.apply(model, plan, device_type="cpu")
+    if meta:
+        return lines, said(lambda: step(model, batch(run.data_rank))), None
+    full = run.full_state_dict(every_rank=True)
+    right = all(torch.equal(full[n], v) for n, v in seeded(0).state_dict().items())
+    return lines, said(lambda: step(model, batch(run.data_rank))), right
+
+
+# Inputs ------------------------------------------------------------------------------------------
+
+
+def rows(overrides, plan="llama", how="right", passes=1, compare=2, changes=None):
+    """What the passes raise where the sampler gives rows as `how` says, and the collectives."""
+    model = numerics.build("llama", **(changes or {}))
+    arguments = {"overrides": overrides, "device_type": "cpu", "compare": compare}
+    run = planc.apply(model, plan, **arguments)
+    raised = []
+    for number in range(passes):
+        tokens = batch(10 * number + (run.data_rank if how == "right" else 0))
+        others = {}
+        match how:
+            case "sampler":  # as torch's DistributedSampler without arguments
+                data = torch.utils.data.TensorDataset(torch.arange(64))
+                sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+                tokens = batch(list(sampler)[number])
+            case "swapped" if rank() == 1:
+                tokens = tokens.flip(0)
+            case "length" if rank() == 1:
+                tokens = batch(10 * number, length=12)
+            case "mask":
+                mask = torch.ones_like(tokens)
+                mask[0, : rank()] = 0
+                others = {"attention_mask": mask}
+            case "late" if number == 1:
+                tokens = batch(rank())
+            case "later" if number == 2:
+                tokens = batch(rank())
+        raised.append(said(lambda tokens=tokens, others=others: step(model, tokens, **others)))
+        if raised[-1]:
+            break
+    return raised, len(model._forward_pre_hooks)
+
+
+def accumulated(overrides):
+    """Two passes under no_sync and one outside, with checkpointing: nothing is raised, and the
+    gradients are those of a model that compares nothing.
+    """
+    grads = []
+    for compare in (2, 0):
+        model = numerics.build("llama")
+        run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=compare)
+        with run.no_sync():
+            step(model, batch(run.data_rank))
+            step(model, batch(run.data_rank + 20))
+        step(model, batch(run.data_rank + 40))
+        grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    one, other = grads
+    return all(torch.equal(one[n], other[n]) for n in one)
+
+
+def compiled(folder, text):
+    """What three passes raise, the second with wrong rows, where the plan compiles the blocks.
+    Dynamo alone runs: a backend would take minutes.
+    """
+    torch._dynamo.reset()
+    overrides = [*FP32, "tp=2", "checkpointing=false"]
+    with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+        model = numerics.build("llama")
+        run = planc.apply(model, with_plan(folder, text), overrides=overrides, device_type="cpu")
+        right = said(lambda: step(model, batch(run.data_rank)))
+        wrong = said(lambda: step(model, batch(rank())))
+        later = said(lambda: step(model, batch(run.data_rank)))
+    graphs = sum(torch._dynamo.utils.counters["stats"].values())
+    return right, wrong, later, graphs
+
+
+# Verdicts ----------------------------------------------------------------------------------------
+
+
+def known(levels, require=None, overrides=()):
+    """`apply` where the cache of each rank knows another verdict; None for a rank without one."""
+    model = numerics.build("llama")
+    lowered = planc.lower(model, "llama", world_size=4, overrides=overrides)
+    facts = facts_of(model, config=model.config)
+    before = os.environ["PLANC_CACHE_DIR"]
+    os.environ["PLANC_CACHE_DIR"] = f"{before}/{'-'.join(map(str, levels))}/{rank()}"
+    try:
+        if levels[rank()]:
+            text = f"{levels[rank()]}, says rank {rank()}"
+            known_verdicts.remember(lowered, facts, levels[rank()], text)
+        with logged() as lines:
+            raised = said(
+                lambda: planc.apply(
+                    model, "llama", overrides=overrides, device_type="cpu", require=require
+                )
+            )
+    finally:
+        os.environ["PLANC_CACHE_DIR"] = before
+    touched = any(type(p) is not torch.nn.Parameter for p in model.parameters())
+    return raised, lines, touched

@@ -1,0 +1,175 @@
+"""What `planc.apply` holds the ranks to: a verdict, equal weights, and equal inputs where layers
+are split."""
+
+import pytest
+
+FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
+TP2 = [*FP32, "tp=2"]
+TP4 = [*FP32, "tp=4"]
+
+
+@pytest.mark.parametrize(
+    "overrides", [[*FP32, "dp_replicate=4"], [*FP32], TP2, [*FP32, "tp=2", "dp_replicate=2"]]
+)
+def test_ranks_with_other_weights_stop_in_their_first_pass(four, overrides):
+    results = four.run("safeguard_jobs.other_seeds", overrides=overrides)
+    for _, first, again in results:
+        assert "PL484" in first and first == again
+        assert "model.embed_tokens.weight is the first of 21 that differ" in first
+        assert "0, 1, 2 and 3" in first
+    warned = [[text for level, text in lines if level == "WARNING"] for lines, _, _ in results]
+    assert any("different weights" in text for text in warned[0])
+    assert not any("different weights" in text for texts in warned[1:] for text in texts)
+
+
+def test_weights_are_not_compared_where_nothing_is(four):
+    for lines, first, _ in four.run("safeguard_jobs.other_seeds", overrides=FP32, compare=0):
+        assert first == "" and "weights" not in str(lines)
+
+
+def test_one_value_on_one_rank_is_seen(four):
+    for raised in four.run("safeguard_jobs.one_other_value", overrides=FP32):
+        assert "PL484" in raised
+        assert "the ranks 0, 1, 3 and 2 have built different weights" in raised
+        assert "model.layers.1.mlp.down_proj.weight is the first of 1 " in raised
+
+
+@pytest.mark.parametrize("how", ["run", "torch"])
+def test_weights_that_are_loaded_are_equal_again(four, tmp_path, how):
+    arguments = {"folder": str(tmp_path), "overrides": TP2, "how": how}
+    assert four.run("safeguard_jobs.loaded", **arguments) == [("", True)] * 4
+
+
+RANK0 = """plan own for llama
+
+extend "llama"
+
+load {
+    weights = rank0
+}
+"""
+
+
+def test_a_plan_that_says_so_sends_the_weights_of_rank_0(four, tmp_path):
+    results = four.run("safeguard_jobs.from_rank0", folder=str(tmp_path), text=RANK0)
+    for lines, raised, right in results:
+        assert raised == "" and right
+        assert "different weights" not in str(lines)
+
+
+def test_a_rank_on_meta_has_nothing_to_receive_them_with(four, tmp_path):
+    arguments = {"folder": str(tmp_path), "text": RANK0, "meta": True}
+    for _, raised, _ in four.run("safeguard_jobs.from_rank0", **arguments):
+        assert "PL484" in raised and "the ranks 0 and 1, 2, 3" in raised
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("sampler", "`input_ids` and `labels` differ"),
+        ("mask", "`attention_mask` differs"),
+    ],
+)
+def test_ranks_of_a_tensor_axis_with_other_rows_stop(four, how, what):
+    pairs = [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
+    results = four.run("safeguard_jobs.rows", overrides=TP2, how=how)
+    for rank, (raised, _) in enumerate(results):
+        assert "PL483" in raised[0] and what in raised[0], raised
+        first, second = sorted(pairs[rank])
+        assert f"the ranks {first} and {second} of tp " in raised[0]
+        assert "forward pass 1" in raised[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [("swapped", "`input_ids` and `labels` differ"), ("length", "types and shapes of these")],
+)
+def test_one_rank_of_four_is_named(four, how, what):
+    arguments = {"overrides": TP4, "changes": {"num_key_value_heads": 4}, "how": how}
+    for raised, _ in four.run("safeguard_jobs.rows", **arguments):
+        assert "PL483" in raised[0] and what in raised[0], raised
+        assert "the ranks 0, 2, 3 and 1 of tp " in raised[0]
+
+
+def test_right_rows_pass_and_the_hook_goes(four):
+    for raised, hooks in four.run("safeguard_jobs.rows", overrides=TP2, passes=3):
+        assert raised == ["", "", ""]
+        assert hooks == four.run("safeguard_jobs.rows", overrides=TP2, compare=0)[0][1]
+
+
+@pytest.mark.parametrize(("how", "passes"), [("late", 2), ("later", 3)])
+def test_as_many_passes_are_compared_as_asked(four, how, passes):
+    for raised, _ in four.run("safeguard_jobs.rows", overrides=TP2, how=how, passes=3, compare=2):
+        assert len(raised) == passes
+        assert ("PL483" in raised[-1] and "pass 2" in raised[-1]) == (how == "late")
+
+
+def test_nothing_is_compared_where_nothing_is_asked(four):
+    results = four.run("safeguard_jobs.rows", overrides=TP2, how="sampler", compare=0)
+    assert [raised for raised, _ in results] == [[""]] * 4
+
+
+def test_without_a_tensor_axis_every_rank_reads_its_own(four):
+    results = four.run("safeguard_jobs.rows", overrides=FP32, how="sampler")
+    assert [raised for raised, _ in results] == [[""]] * 4
+
+
+def test_accumulation_and_checkpoints_compute_the_same(four):
+    assert (
+        four.run("safeguard_jobs.accumulated", overrides=[*TP2, "checkpointing=true"]) == [True] * 4
+    )
+
+
+COMPILED = """plan own for llama
+
+extend "llama"
+
+compile {
+    model.layers.* : block
+}
+"""
+
+
+def test_compiled_blocks_change_nothing(four, tmp_path):
+    arguments = {"folder": str(tmp_path), "text": COMPILED}
+    for right, wrong, later, graphs in four.run("safeguard_jobs.compiled", **arguments):
+        assert right == later == "" and graphs > 0
+        assert "PL483" in wrong and "pass 2" in wrong
+
+
+def test_a_refuted_plan_is_refused_on_every_rank_before_anything_is_touched(four):
+    levels = [None, "proved", "refuted", None]  # of each rank's cache
+    for raised, _, touched in four.run("safeguard_jobs.known", levels=levels):
+        assert "PL480" in raised and "refuted, says rank 2" in raised
+        assert not touched
+    for raised, lines, touched in four.run(
+        "safeguard_jobs.known", levels=levels, require="nothing"
+    ):
+        assert raised == "" and touched
+        assert ("WARNING" in {level for level, _ in lines}) == bool(lines)
+
+
+@pytest.mark.parametrize(
+    ("level", "require", "code"),
+    [
+        (None, None, ""),
+        (None, "proved", "PL481"),
+        (None, "verified", "PL482"),
+        ("undecided", None, ""),
+        ("undecided", "proved", "PL481"),
+        ("proved", None, ""),
+        ("proved", "proved", ""),
+        ("proved", "verified", "PL482"),
+    ],
+)
+def test_what_is_required_of_a_plan(four, level, require, code):
+    """The verdict is in the cache of one machine, and holds on all."""
+    levels = [None, None, None, level]
+    results = four.run("safeguard_jobs.known", levels=levels, require=require)
+    for raised, _, touched in results:
+        assert code in raised and bool(raised) == bool(code) == (not touched)
+    if not code:
+        level, text = results[0][1][-1]
+        assert level == ("INFO" if levels[3] == "proved" else "WARNING")
+        assert ("never proved" if levels[3] is None else "says rank 3") in text
+        assert [lines for _, lines, _ in results[1:]] == [[]] * 3
