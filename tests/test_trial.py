@@ -1,0 +1,256 @@
+"""The trial that check and verify share: what its batches show, and how its ranks end."""
+
+import threading
+
+import pytest
+import torch
+from helpers import mutant, simulated
+from torch import distributed
+
+from planc.runtime import gradients
+from planc.trial import program, thread_ranks
+from planc.trial.random_numbers import RankRandom
+
+HALVED = """
+from torch import distributed
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class Halved(ParallelStyle):
+    def _apply(self, module, device_mesh):
+        group = device_mesh.get_group()
+
+        def sum_of_two(_module, _inputs, output):
+            total = output.detach().clone()
+            distributed.all_reduce(total, group=group)
+            return output + (total / 2 - output).detach()
+
+        module.register_forward_hook(sum_of_two)
+        return module
+"""
+TP = ("tp=2", "sequence_parallel=false")
+
+
+def codes(findings):
+    return [d.code for d in findings]
+
+
+# The batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "old", "new"),
+    [
+        (
+            "falcon-h1-0.5b",
+            "falcon_h1",
+            "optional mamba : input(hidden_states = shard(1) -> replicate, local = true)",
+            "optional mamba : input(hidden_states = shard(1) -> replicate)",
+        ),
+        (
+            "mamba-codestral-7b",
+            "mamba2",
+            "mixer : input(shard(1) -> replicate, local = true)",
+            "mixer : input(shard(1) -> replicate)",
+        ),
+    ],
+)
+def test_padding_reaches_what_multiplies_by_the_mask(tmp_path, model, plan, old, new):
+    assert simulated(model, plan)[0].verdict == "proved"
+    verdict, findings = simulated(model, mutant(tmp_path, plan, old, new))
+    assert verdict.verdict == "refuted"
+    crash = next(d for d in findings if d.code == "PL503")
+    assert any("in a batch with padding" in fact for fact in crash.facts)
+
+
+def test_ignored_labels_that_are_uneven_need_the_count_of_all_ranks(tmp_path, monkeypatch):
+    """The mean of each rank's mean, which a loop without the helper trains."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+
+    def of_this_rank(labels, mesh):
+        return torch.stack([(some[..., 1:] != -100).sum() for some in labels]).sum().float()
+
+    monkeypatch.setattr(gradients, "num_items_in_batch", of_this_rank)
+    verdict, findings = simulated("llama-3.2-1b", "llama", [], world=2)
+    assert verdict.verdict == "refuted"
+    assert {"PL501", "PL502"} & set(codes(findings))
+
+
+def test_an_auxiliary_loss_is_not_the_mean_over_the_data_ranks(tmp_path):
+    import json
+
+    from planc.resources import PLANS
+
+    values = json.loads((PLANS / "models" / "mixtral-8x7b.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**values, "output_router_logits": True}))
+    verdict, findings = simulated(str(path), "mixtral", TP, world=4)
+    assert verdict.verdict == "proved"
+    assert codes(findings) == ["PL510"]
+    assert simulated("mixtral-8x7b", "mixtral", TP, world=4)[1] == []
+
+
+def test_every_copy_of_the_configuration_is_configured(tmp_path, monkeypatch):
+    """T5's stacks read their own copies: a cache breaks checkpointing in the first backward."""
+    import json
+
+    from planc.runtime import calls
+    from planc.runtime.standalone import configuration
+
+    values = {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        **{"d_model": 512, "d_ff": 1024, "d_kv": 64, "num_heads": 8, "num_layers": 6},
+        **{"vocab_size": 32128, "decoder_start_token_id": 0, "pad_token_id": 0},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    plan = tmp_path / "t5.plan"
+    plan.write_text(
+        "plan t5 for t5\nmesh { dp_shard = auto }\n"
+        "checkpoint { {encoder,decoder}.block.* : full }\n"
+        "fsdp on dp_shard { root : unit }\n"
+    )
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    model = str(tmp_path / "config.json")
+    assert simulated(model, plan, [], world=2)[0].verdict == "proved"
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setattr(
+        configuration, "set_config", lambda model, path, value: setattr(model.config, path, value)
+    )
+    calls.function_of.cache_clear()
+    verdict, findings = simulated(model, plan, [], world=2)
+    calls.function_of.cache_clear()
+    assert (verdict.verdict, codes(findings)[0]) == ("refuted", "PL503")
+
+
+# Degrees and data axes ---------------------------------------------------------------------------
+
+
+def test_two_ranks_cannot_tell_a_half_from_one_over_n(tmp_path, monkeypatch):
+    (tmp_path / "halved_style.py").write_text(HALVED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    plan = tmp_path / "own.plan"
+    plan.write_text(
+        'plan own for llama\nstyle halved = python "halved_style:Halved"\n'
+        "mesh { dp_shard = auto\n tp = 1 }\n"
+        "tensor on tp { model.layers.*.mlp : halved }\n"
+    )
+    for degree, verdict in ((2, "proved"), (4, "refuted"), (8, "refuted")):
+        found, findings = simulated(
+            "llama-3.2-1b", plan, [f"tp={degree}"], world=degree, allow_code=True
+        )
+        assert found.verdict == verdict, (degree, findings)
+    assert "PL501" in codes(findings)
+
+
+def seeded(monkeypatch, tmp_path, owner, name, fault):
+    """The verdict and codes on a plan, with one function of the runtime replaced."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(owner, name, fault)
+    verdict, findings = simulated("llama-3.2-1b", "llama", ["tp=2"], world=4)
+    return verdict.verdict, set(codes(findings))
+
+
+def test_a_norm_that_counts_replicated_gradients_twice(monkeypatch, tmp_path):
+    real = gradients.clip_grad_norm
+
+    def doubled(model, max_norm, **options):
+        return real(model, max_norm, **options) * 2**0.5
+
+    found = seeded(monkeypatch, tmp_path, gradients, "clip_grad_norm", doubled)
+    assert found == ("refuted", {"PL509"})
+
+
+def test_accumulation_that_never_sends(monkeypatch, tmp_path):
+    from contextlib import contextmanager
+
+    @contextmanager
+    def never(model):
+        for unit in gradients.fsdp_units(model):
+            unit.set_requires_gradient_sync(False, recurse=False)
+        yield
+
+    verdict, found = seeded(monkeypatch, tmp_path, gradients, "no_sync", never)
+    assert verdict == "refuted" and found & {"PL502", "PL503", "PL509"}
+
+
+def test_a_gradient_off_by_a_factor_says_so(monkeypatch, tmp_path):
+    real = gradients.num_items_in_batch
+    monkeypatch.setattr(program, "MAX_NORM", float("inf"))
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(gradients, "num_items_in_batch", lambda *a: real(*a) * 2)
+    verdict, findings = simulated("llama-3.2-1b", "llama", [], world=2)
+    assert verdict.verdict == "refuted"
+    assert verdict.outcome.gradient == pytest.approx(0.5, abs=0.01)
+    facts = [fact for d in findings for fact in d.facts]
+    details = [d.detail for d in verdict.outcome.discrepancies]
+    assert any("0.5 times the right one" in text for text in (*facts, *details))
+
+
+# The ranks ---------------------------------------------------------------------------------------
+
+
+def test_ranks_that_wait_for_each_other_are_found_at_once():
+    def program_of(rank):
+        if rank != 1:
+            distributed.all_reduce(torch.ones(1))
+
+    failure = thread_ranks.run_ranks(3, program_of, seconds=600)
+    assert failure.error is None and "wait for each other" in failure.message
+
+
+def test_ranks_that_call_different_collectives():
+    def program_of(rank):
+        if rank:
+            distributed.all_reduce(torch.ones(1))
+        else:
+            distributed.broadcast(torch.ones(1), src=0)
+
+    failure = thread_ranks.run_ranks(2, program_of, seconds=600)
+    assert "different collectives" in str(failure.error)
+
+
+def test_a_rank_that_raises_ends_those_that_wait_for_it():
+    def program_of(rank):
+        if rank == 2:
+            raise ValueError("rank two is not well")
+        distributed.all_reduce(torch.ones(1))
+
+    failure = thread_ranks.run_ranks(4, program_of, seconds=600)
+    assert failure.rank == 2 and "not well" in str(failure.error)
+    assert not distributed.is_initialized() and not thread_ranks.busy()
+
+
+def test_ranks_that_take_too_long_are_given_up():
+    event = threading.Event()
+    failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
+    event.set()
+    assert "time limit" in failure.message
+
+
+def test_every_rank_draws_from_a_generator_of_its_own():
+    drawn = {}
+    before = torch.get_rng_state()
+
+    def program_of(rank):
+        torch.manual_seed(rank // 2)
+        distributed.barrier()
+        with RankRandom():
+            drawn[rank] = [torch.rand(3).tolist() for _ in range(4)]
+
+    assert thread_ranks.run_ranks(4, program_of, seconds=60) is None
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    torch.manual_seed(0)
+    assert drawn[0] == [torch.rand(3).tolist() for _ in range(4)]
+    torch.set_rng_state(before)
+
+
+def test_first_ranks_of_the_data_axes():
+    from planc.compiler import compile_plan
+    from planc.diagnostic import Sink
+
+    lowered = compile_plan(
+        "llama-3.2-1b", "llama", Sink(), world_size=8, settings=["tp=2", "dp_replicate=2"]
+    ).lowered
+    assert program.first_ranks(lowered) == [0, 2, 4, 6]
