@@ -94,7 +94,6 @@ def test_every_copy_of_the_configuration_is_configured(tmp_path, monkeypatch):
     """T5's stacks read their own copies: a cache breaks checkpointing in the first backward."""
     import json
 
-    from planc.runtime import calls
     from planc.runtime.standalone import configuration
 
     values = {
@@ -117,9 +116,7 @@ def test_every_copy_of_the_configuration_is_configured(tmp_path, monkeypatch):
     monkeypatch.setattr(
         configuration, "set_config", lambda model, path, value: setattr(model.config, path, value)
     )
-    calls.function_of.cache_clear()
     verdict, findings = simulated(model, plan, [], world=2)
-    calls.function_of.cache_clear()
     assert (verdict.verdict, codes(findings)[0]) == ("refuted", "PL503")
 
 

@@ -8,16 +8,19 @@ clipping; then the second; then the parameters are compared.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
+from planc.model.small.user_model import ModelBuilder
 from planc.ops.lowered import Lowered
+from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.run import Run
 from planc.runtime.standalone.shards import in_own_order, rank_orders
-from planc.trial.batches import COUNT, Batches
+from planc.trial.batches import COUNT, Batches, batches
 from planc.trial.numerics import (
     errors_by_name,
     full_copy,
@@ -211,6 +214,42 @@ def train_rank(
         optimizer.zero_grad()
     result.parameters = _parameters(model)
     result.phase = "done"
+
+
+def prove(
+    builder: ModelBuilder,
+    lowered: Lowered,
+    digest: str,
+    seed: int,
+    report: Callable[[str], None],
+    *,
+    device: str = "cpu",
+) -> Errors:
+    """The errors of this process, which is one rank of a process group, for one seed.
+
+    Args:
+        builder: builds the small model.
+        lowered: the plan for it, for the ranks of this process group.
+        digest: the digest of `lowered`.
+        seed: the seed of weights and data.
+        report: called with each phase: `single`, `apply`, `parallel`, `compare`.
+        device: `cpu` or `cuda` (the current device).
+
+    Raises:
+        SingleError: the model does not train in a single process.
+    """
+    report("single")
+    data = batches(builder, lowered, seed).to(device)
+    reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
+    report("apply")
+    model = builder.build(seed).to(device)
+    seed_rank(distributed.get_rank())
+    run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
+    report("parallel")
+    result = RankResult()
+    train_rank(model, run, data, result, traced=False)
+    report("compare")
+    return compare(result, reference)
 
 
 def compare(result: RankResult, reference: Reference) -> Errors:

@@ -9,7 +9,6 @@ import math
 import signal
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,7 @@ from planc.trial.batches import batches
 from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
 from planc.trial.job_message import Job
 from planc.trial.numerics import device_for
-from planc.trial.program import (
-    Errors,
-    RankResult,
-    SingleError,
-    compare,
-    seed_rank,
-    train_rank,
-    train_single,
-)
+from planc.trial.program import Errors, SingleError, prove
 
 _MAKERS: dict[str, ModelBuilder] = {}
 
@@ -96,7 +87,7 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
         raise ValueError("; ".join(d.message for d in sink))
     found["seeds"] = []
     for seed in job.seeds:
-        errors = _errors(builder, lowered, job, seed, report, device=found["device"])
+        errors = prove(builder, lowered, job.digest, seed, report, device=found["device"])
         found["seeds"].append({"seed": seed, **_worst(errors)})
         everyone: list[Any] = [None] * job.ranks
         distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], job.limits))
@@ -105,42 +96,6 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
             wrong = {n: e for n, e in errors.gradients.items() if e > job.limits["gradients"]}
             found["first"] = _locate(builder, lowered, job, seed, wrong, device=found["device"])
             return
-
-
-def _errors(
-    builder: ModelBuilder,
-    lowered: Lowered,
-    job: Job,
-    seed: int,
-    report: Callable[[str], None],
-    *,
-    device: str,
-) -> Errors:
-    """The errors of this rank for one seed.
-
-    Args:
-        builder: builds the small model.
-        lowered: the plan for it, for the ranks of this process group.
-        job: has its digest.
-        seed: of weights and data.
-        report: called with each phase: `single`, `apply`, `parallel`, `compare`.
-        device: `cpu` or `cuda` (the current device).
-
-    Raises:
-        SingleError: the model does not train in a single process.
-    """
-    report("single")
-    data = batches(builder, lowered, seed).to(device)
-    reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
-    report("apply")
-    model = builder.build(seed).to(device)
-    seed_rank(distributed.get_rank())
-    run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
-    report("parallel")
-    result = RankResult()
-    train_rank(model, run, data, result, traced=False)
-    report("compare")
-    return compare(result, reference)
 
 
 def _worst(errors: Errors) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from torch import distributed
 from planc.diagnostic import Sink
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.document import digest, loads
-from planc.trial.numerics import prove as compared
+from planc.trial import program
 
 
 def prove(values, document, seed=0):
@@ -19,13 +19,15 @@ def prove(values, document, seed=0):
     """
     torch.manual_seed(0)
     lowered = loads(document, "coverage", Sink())
-    found = compared(TransformersBuilder(values), lowered, digest(lowered), seed, lambda _: None)
+    found = program.prove(
+        TransformersBuilder(values), lowered, digest(lowered), seed, lambda _: None
+    )
     distributed.barrier()
-    worst = max(found["gradients"], key=found["gradients"].get)
+    worst = max(found.gradients, key=found.gradients.get)
     return {
-        "logits": found["logits"],
-        "loss": found["loss"],
-        "gradient": found["gradients"][worst],
+        "logits": found.logits,
+        "loss": found.loss,
+        "gradient": found.gradients[worst],
         "worst": worst,
-        "parameters": max(found["parameters"].values()),
+        "parameters": max(found.parameters.values()),
     }

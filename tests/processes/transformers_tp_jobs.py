@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.sources.huggingface import quiet
-from planc.trial.numerics import _errors_by_name, full_copy, relative
+from planc.trial.numerics import errors_by_name, full_copy, relative
 
 
 def measure(values, seed=0):
@@ -88,8 +88,8 @@ def loaded(built, path, **sizes):
 def compared(single, parallel, inputs):
     """The errors of one step from the same weights on the same inputs, and what is off."""
     right, mine = (once(model, inputs) for model in (single, parallel))
-    gradients = _errors_by_name(mine["gradients"], right["gradients"])
-    weights = _errors_by_name(mine["weights"], right["weights"])
+    gradients = errors_by_name(mine["gradients"], right["gradients"])
+    weights = errors_by_name(mine["weights"], right["weights"])
     worst = max(gradients, key=gradients.get)
     return {
         "logits": relative(mine["logits"], right["logits"]),

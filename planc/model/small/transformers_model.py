@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,9 @@ class TransformersBuilder:
 
         torch.manual_seed(seed)
         with quiet(), isolated():
-            made = self._cls._from_config(self._part, attn_implementation="eager")
+            # a copy: a plan changes the configuration of its model
+            config = copy.deepcopy(self._part)
+            made = self._cls._from_config(config, attn_implementation="eager")
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in made.parameters():
