@@ -36,7 +36,7 @@ PROOF = {
 def proved(folder, **fields):
     """Keeps a certificate of the llama plan for the model of a folder, as `planc verify` does."""
     compiled = compile_plan(str(folder), "llama", Sink(), world_size=4, settings=["tp=2"])
-    key = certificate.key_of(compiled.digest, compiled.facts.config)
+    key = certificate.key_of(compiled.digest, certificate.identity(compiled.facts))
     made = {**PROOF, "lowered": compiled.digest, **fields}
     certificate.keep(made, key)
     return made, cache.folder() / f"verify-{key}.json"
@@ -104,7 +104,7 @@ def test_garbage_in_a_certificate_is_no_verdict_and_no_traceback(home):
         else:
             text = changed_text(draw, text)
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        found = certificate.known(compiled.digest, compiled.facts.config)
+        found = certificate.known(compiled.digest, certificate.identity(compiled.facts))
         dropped += found is None
         assert found is None or certificate.summary(found).startswith(("Verified", "Refuted"))
         if number % 20 == 0:

@@ -154,7 +154,7 @@ def test_is_checked(model, plan, settings):
     words = (model, plan, "--world-size", "8", *settled(settings))
     code, out, _ = call("check", *words)
     assert code == 0, out
-    said = "layout flow (proved" if settings else "layout flow (no tensor parallelism)"
+    said = "layout flow (proved"
     assert said in out, out
     assert "PL504" not in out, out
 

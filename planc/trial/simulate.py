@@ -8,16 +8,11 @@ exception of the real code.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from planc.diagnostic import PlanError
-from planc.model.facts import below
 from planc.model.small.user_model import ModelBuilder
 from planc.ops import styles as ir
 from planc.ops.document import digest
@@ -26,81 +21,24 @@ from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.executor import adapted, alone, apply_lowered
 from planc.runtime.lora import missing_peft
-from planc.trial.batches import Batches, batches
-from planc.trial.implicit_redistribution import Implicit, redistributions
-from planc.trial.numerics import FLOOR, relative
-from planc.trial.observed_layouts import agrees, observed_layouts, resized_inputs, stated_inputs
-from planc.trial.outcome import LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
+from planc.trial.batches import batches
+from planc.trial.discrepancies import Runs, compare_runs, failed_run
+from planc.trial.implicit_redistribution import redistributions
+from planc.trial.outcome import Outcome
 from planc.trial.program import (
-    Errors,
     RankResult,
-    Reference,
     SingleError,
-    compare,
     seed_rank,
     train_rank,
     train_single,
 )
 from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import RankFailure, busy, run_ranks
-from planc.trial.trace import ModuleCall, Seen, Trace, code_line
+from planc.trial.trace import Trace
 from planc.trial.trial_part import trial_part
 
 SECONDS = 300.0
 """The time limit of a simulation."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Runs:
-    """The single process and the ranks, pass by pass of the first step."""
-
-    lowered: Lowered
-    batches: Batches
-    reference: Reference
-    results: list[RankResult]
-    implicit: list[Implicit] = field(default_factory=list)
-
-    def views(self) -> Iterator[_View]:
-        """Yields what the ranks that read the same rows computed in a pass, beside the right
-        one.
-        """
-        names = [one.name for one in self.batches.steps[0]]
-        for number, name in enumerate(names):
-            for right in self.reference.passes:
-                ranks = [r for r in self.results if r.data_rank == right.data_rank]
-                traces = [r.traces[number] for r in ranks if len(r.traces) > number]
-                if traces:
-                    yield _View(name, right.traces[number], traces)
-
-
-@dataclass(slots=True)
-class _View:
-    """One pass over the rows of one data rank.
-
-    Args:
-        name: the pass.
-        right: of the single process.
-        mine: of the ranks.
-    """
-
-    name: str
-    right: Trace
-    mine: list[Trace]
-
-    @property
-    def finished(self) -> list[str]:
-        """The modules that have ended on every rank, in order."""
-        every = [set(trace.finished) for trace in self.mine]
-        return [n for n in self.mine[0].finished if all(n in some for some in every)]
-
-    def outputs(self, name: str) -> tuple[list[Seen], torch.Tensor] | None:
-        """The ranks' outputs of a module and the right one; None if one of them is missing."""
-        right = self.right.calls.get(name)
-        mine = [t.calls[name].output for t in self.mine if name in t.calls]
-        seen = [output for output in mine if output is not None]
-        if right is None or right.output is None or len(seen) < len(self.mine):
-            return None
-        return seen, right.output.tensor
 
 
 def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) -> Outcome:
@@ -126,17 +64,17 @@ def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) ->
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
-    runs = _Runs(
+    runs = Runs(
         lowered=lowered,
         batches=data,
         reference=reference,
         results=[RankResult() for _ in models],
     )
     failure = _run(models, runs)
-    return _failed(failure, runs) if failure else _compare(runs)
+    return failed_run(failure, runs) if failure else compare_runs(runs)
 
 
-def _run(models: list[nn.Module], runs: _Runs) -> RankFailure | None:
+def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
     """Trains the models, each as one rank."""
     name, styled = digest(runs.lowered), set(_styled(runs.lowered))
 
@@ -161,264 +99,6 @@ def _styled(lowered: Lowered) -> Iterator[str]:
     for op in lowered.ops:
         if isinstance(op, Parallelize) and not isinstance(op.style, ir.Input | ir.Output):
             yield from op.modules.names()
-
-
-# What differs ------------------------------------------------------------------------------------
-
-
-def _compare(runs: _Runs) -> Outcome:
-    errors = [compare(result, runs.reference) for result in runs.results]
-    logits, loss = max(e.logits for e in errors), max(e.loss for e in errors)
-    gradients = list(_gradients(runs, errors))
-    found = [*_sizes(runs)]
-    if max(logits, loss) > LIMIT:
-        found.append(
-            _first_wrong_output(runs) or Discrepancy(kind="output", subject="", error=logits)
-        )
-    found += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
-    norm = max(e.norm for e in errors)
-    if not found:
-        found += _later(errors, norm)
-    return Outcome(
-        verdict="refuted" if found else "proved",
-        discrepancies=(*found, *_means(runs), *_unstated(runs)),
-        logits=logits,
-        loss=loss,
-        gradient=max((p.error for p in gradients), default=0.0),
-        norm=norm,
-        parameters=max((v for e in errors for v in e.parameters.values()), default=0.0),
-        modules=_modules(runs, gradients),
-        recomputed=runs.reference.recomputed,
-        passes=tuple(p.name for p in runs.batches.steps[0] if p.name),
-    )
-
-
-def _gradients(runs: _Runs, errors: list[Errors]) -> Iterator[Discrepancy]:
-    """The error of each gradient, the largest over the ranks."""
-    reference = runs.reference.gradients
-    floor = FLOOR * max((float(g.abs().max()) for g in reference.values()), default=0.0)
-    calls = runs.results[0].traces[0].calls
-    group = [r for r in runs.results if r.data_rank == 0]
-    for name, wanted in reference.items():
-        call = calls.get(name.rpartition(".")[0])
-        line = call.line if call else ""
-        mine = [r.gradients[name] for r in group if name in r.gradients]
-        if len(mine) < len(group):
-            yield Discrepancy(kind="missing", subject=name, error=1.0, line=line)
-            continue
-        error = max(e.gradients[name] for e in errors)
-        kind, detail = "gradient", ""
-        if error > LIMIT and all(g.shape == wanted.shape for g in mine):
-            total = torch.stack(mine).sum(0)
-            summed = len(mine) > 1 and relative(total, wanted, floor) < LIMIT
-            kind = "partial" if summed else kind
-            detail = "" if summed else _ratio(mine[0], wanted, floor)
-        yield Discrepancy(kind=kind, subject=name, error=min(error, 1e9), line=line, detail=detail)
-    for name in dict.fromkeys(n for r in runs.results for n in r.gradients if n not in reference):
-        yield Discrepancy(
-            kind="gradient",
-            subject=name,
-            error=1.0,
-            detail="the single process does not train it",
-        )
-
-
-def _ratio(mine: torch.Tensor, wanted: torch.Tensor, floor: float) -> str:
-    """By which factor a gradient is off, if it is off by a factor alone."""
-    ratio = float((mine * wanted).sum() / (wanted * wanted).sum().clamp_min(1e-30))
-    if abs(ratio - 1) < LIMIT or relative(mine, wanted * ratio, floor) > LIMIT:
-        return ""
-    return f"it is {ratio:.4g} times the right one"
-
-
-def _later(errors: list[Errors], norm: float) -> Iterator[Discrepancy]:
-    """What differs after the gradients: their norm, or parameters after two steps."""
-    if norm > LIMIT:
-        yield Discrepancy(kind="norm", subject="", error=norm)
-        return
-    worst = {n: max(e.parameters[n] for e in errors) for n in errors[0].parameters}
-    name = max(worst, key=worst.__getitem__, default="")
-    if name and worst[name] > PARAMETER_LIMIT:
-        yield Discrepancy(kind="parameter", subject=name, error=min(worst[name], 1e9))
-
-
-def _means(runs: _Runs) -> Iterator[Discrepancy]:
-    """A loss that is no mean over tokens: over the rows of each data rank it is another one."""
-    right, whole = runs.reference.gradients, runs.reference.whole
-    top = max((float(g.abs().max()) for g in right.values()), default=0.0)
-    errors = {n: relative(whole[n], right[n], top * FLOOR) for n in right if n in whole}
-    name = max(errors, key=errors.__getitem__, default="")
-    if name and errors[name] > LIMIT:
-        yield Discrepancy(kind="mean", subject=name, error=errors[name])
-
-
-def _first_wrong_output(runs: _Runs) -> Discrepancy | None:
-    """The first module, in the order in which they end, whose output is wrong."""
-    return next((found for view in runs.views() if (found := _wrong_in(view))), None)
-
-
-def _wrong_in(view: _View) -> Discrepancy | None:
-    last = None
-    for name in view.finished:
-        both = view.outputs(name)
-        if both is None:
-            continue
-        mine, right = both
-        layouts = observed_layouts(mine, right, LIMIT)
-        error = _error(mine, right)
-        if error is not None and error > LIMIT and (mine[0].placements or not layouts):
-            detail = (
-                f"`{last}` before it gives a part of a sum that nothing adds up" if last else ""
-            )
-            return Discrepancy(
-                kind="output",
-                subject=name,
-                error=error,
-                line=view.mine[0].calls[name].line,
-                detail="; ".join(filter(None, [_batch(view.name), detail])),
-                before=last or "",
-            )
-        if layouts != (ir.Partial(),) or mine[0].placements:
-            last = None
-        elif last is None or not below(last, name):  # an enclosing module returns the same tensor
-            last = name
-    return None
-
-
-def _batch(name: str) -> str:
-    return f"in a batch with {name}" if name else ""
-
-
-def _error(mine: list[Seen], right: torch.Tensor) -> float | None:
-    """The relative error of a module's output; None if it cannot be compared."""
-    if any(seen.tensor.shape != right.shape for seen in mine):
-        return None
-    return max(relative(seen.tensor, right) for seen in mine)
-
-
-def _modules(runs: _Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float | None], ...]:
-    """The error of each module that the plain model ran: its output and its own gradients."""
-    found: dict[str, float | None] = dict.fromkeys(runs.reference.passes[0].traces[0].calls)
-    lost: set[str] = set()
-    for view in runs.views():
-        for name, right in view.right.calls.items():
-            both = view.outputs(name)
-            if both is None and (right.output is not None or name not in view.mine[0].calls):
-                lost.add(name)
-                continue
-            error = (_error(*both) or 0.0) if both else 0.0
-            if error > LIMIT and both and not both[0][0].placements:
-                # a shard or summand can have the same shape
-                error = 0.0 if observed_layouts(*both, LIMIT) else error
-            found[name] = max(found.get(name) or 0.0, error)
-    found |= dict.fromkeys(lost)
-    for part in gradients:
-        holder = part.subject.rpartition(".")[0]
-        found[holder] = max(found.get(holder) or 0.0, part.error)
-    return tuple(found.items())
-
-
-def _sizes(runs: _Runs) -> Iterator[Discrepancy]:
-    """Positions and ids that the model's code made as long as a local shard of the sequence."""
-    for view in runs.views():
-        for name, call in view.mine[0].calls.items():
-            right = view.right.calls.get(name)
-            for which, value, wanted in resized_inputs(call, right) if right else ():
-                detail = f"{which} of {list(value.shape)} where one process has "
-                detail += f"{list(wanted.shape)}"
-                yield Discrepancy(kind="size", subject=name, detail=detail, line=call.line)
-                return
-
-
-def _unstated(runs: _Runs) -> Iterator[Discrepancy]:
-    """Yields layouts and redistributions that the plan does not state, whether right or wrong."""
-    view = next(runs.views(), None)
-    for name, which, layout, _ in stated_inputs(runs.lowered) if view else ():
-        assert view is not None
-        right = view.right.calls.get(name)
-        wanted = right.inputs.get(which) if right else None
-        calls = [trace.calls.get(name) for trace in view.mine]
-        mine = [call.inputs[which] for call in calls if call and which in call.inputs]
-        if wanted is None or len(mine) < len(view.mine):
-            continue
-        found = observed_layouts(mine, wanted.tensor, LIMIT)
-        if found and not agrees(layout, found, wanted.tensor.dim()):
-            both = (str(layout), str(found[0]))
-            line = _line(calls)
-            yield Discrepancy(kind="boundary", subject=name, layouts=both, line=line)
-    for seen in runs.implicit:
-        yield Discrepancy(
-            kind="unstated",
-            subject=seen.module,
-            layouts=(seen.source, seen.target),
-            op=seen.op,
-            line=seen.line,
-            before=seen.before,
-        )
-
-
-def _line(calls: list[ModuleCall | None]) -> str:
-    return next((call.line for call in calls if call), "")
-
-
-# What stops it -----------------------------------------------------------------------------------
-
-
-def _failed(failure: RankFailure, runs: _Runs) -> Outcome:
-    """The outcome of ranks that did not end: unknown if the simulation itself failed, else
-    refuted.
-    """
-    error = failure.error
-    if error is None:
-        ranks = [r.phase for r in runs.results if r.phase != "done"]
-        crash = Discrepancy(
-            kind="crash", subject=_next_module(runs), detail=failure.message, before=_leaf(runs)
-        )
-        if not ranks:
-            return Outcome(verdict="unknown", reason=failure.message)
-        return Outcome(verdict="refuted", discrepancies=(crash, *_sizes(runs)))
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, NotImplementedError | AssertionError) and frames[-1].filename.endswith(
-        "multi_threaded_pg.py"
-    ):
-        return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
-    own_frames = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
-    line = (
-        code_line(own_frames[-1].filename, own_frames[-1].lineno or 0, own_frames[-1].line)
-        if own_frames
-        else ""
-    )
-    part = _first_wrong_output(runs)
-    subject = part.subject if part else _next_module(runs)
-    at = runs.results[failure.rank].traces
-    name = runs.batches.steps[0][len(at) - 1].name if at else ""
-    cause = error.__cause__ if isinstance(error, PlanError) and error.__cause__ else error
-    assert isinstance(cause, Exception)
-    crash = Discrepancy(
-        kind="crash",
-        subject=subject,
-        detail="; ".join(filter(None, [_first(cause), _batch(name)])),
-        line=line,
-        before=_leaf(runs),
-    )
-    found = (crash, *([part] if part else []), *_sizes(runs), *_unstated(runs))
-    return Outcome(verdict="refuted", discrepancies=found, modules=_modules(runs, []))
-
-
-def _leaf(runs: _Runs) -> str:
-    """The leaf module that ended last."""
-    traces = runs.results[0].traces
-    return traces[-1].leaf if traces else ""
-
-
-def _next_module(runs: _Runs) -> str:
-    """The module that was to end next in the pass that a rank did not end."""
-    views = list(runs.views())
-    if not views:
-        return ""
-    finished = views[-1].finished
-    after = (name for name in views[-1].right.finished if name not in finished)
-    return next(after, finished[-1] if finished else "")
 
 
 def _first(error: Exception) -> str:
