@@ -34,9 +34,29 @@ def build_mesh(device_type="cuda"):
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
+def set_config(model, path, value):
+    """Sets a field of a configuration, and of every copy of it that modules hold.
+
+    An encoder and a decoder read copies of their own, as in T5.
+
+    Args:
+        model: its `config` has the field.
+        path: the field, `use_cache` or `text_config.use_cache`.
+        value: what it is set to.
+    """
+    *owners, name = path.split(".")
+    config = model.config
+    for owner in owners:
+        config = getattr(config, owner)
+    held = (getattr(module, "config", None) for module in model.modules())
+    for one in (config, *held):
+        if isinstance(one, type(config)):
+            setattr(one, name, value)
+
+
 def configure(model):
     """Sets configuration fields that training needs."""
-    model.config.use_cache = False  # training keeps no key/value cache
+    set_config(model, "use_cache", False)  # training keeps no key/value cache
 
 
 def tensor_parallel(model, mesh):
