@@ -55,11 +55,13 @@ class Batches:
         steps: the passes of each step.
         counted: whether the model divides its loss by a given number of valid tokens.
         ranks: the number of data ranks that share the rows.
+        gradients_alone: whether no optimizer steps.
     """
 
     steps: tuple[tuple[Pass, ...], ...]
     counted: bool
     ranks: int
+    gradients_alone: bool = False
 
     def to(self, device: str) -> Batches:
         """The same batches on a device."""
@@ -112,7 +114,7 @@ def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool =
     counted = _counts(model, plain(0))
     padded = _padded(model, plain(0), ranks, uneven=counted)
     if quick:
-        return Batches(steps=((padded,),), counted=counted, ranks=ranks)
+        return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     steps = ((padded, _packed(model, plain(1))), (Pass(inputs=plain(2)),))
     return Batches(steps=steps, counted=counted, ranks=ranks)
 
