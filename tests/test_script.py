@@ -336,7 +336,7 @@ def test_odd_names_do_what_apply_does(tmp_path):
     ast.parse(source)
     distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        planc.apply(one, lowered, device_type="cpu")
+        planc.apply(one, lowered, device_type="cpu", compare=0)
         space = {}
         exec(compile(source, "odd.py", "exec"), space)
         space["parallelize"](two, space["build_mesh"]("cpu"))
