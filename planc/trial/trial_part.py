@@ -38,7 +38,7 @@ def trial_part(lowered: Lowered, *, tensor: bool = False) -> Lowered:
         for op in with_random_adapters(lowered).ops
         if not isinstance(op, left_out)
     )
-    return lowered.with_ops(ops)
+    return replace(lowered, stages=(replace(lowered.stage, ops=ops, gathered=0),))
 
 
 def _full_precision(op: FullyShard, lowered: Lowered) -> FullyShard:
