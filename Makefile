@@ -39,7 +39,7 @@ mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real pr
 FUZZ_CASES ?= 100000
 FUZZ_SEED  ?=
 fuzz: $(VENV)/.ready  ## broken plans, configurations and lowered plans (two hours; FUZZ_CASES=1000 FUZZ_SEED=7)
-	$(BIN)/python -W ignore tests/fuzz/run.py --cases $(FUZZ_CASES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
+	$(BIN)/python -W ignore tests/fuzz/fuzzing.py --cases $(FUZZ_CASES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
 coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes, transformers' own beside it (half an hour, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/run.py

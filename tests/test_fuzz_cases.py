@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
-import run
+import fuzzing
 from cases import Case, case
 
 SEED = 11
@@ -17,9 +17,9 @@ PARTS = 10
 def test_broken_input_ends_with_a_known_exit_code(part):
     """In parts, so that a failure is told before all have run."""
     numbers = range(part * 100, part * 100 + 100)
-    ended = list(run.run(SEED, numbers))
+    ended = list(fuzzing.run(SEED, numbers))
     wrong = {number: told for number, _, told, _ in ended if told}
-    assert wrong == {}, f"python tests/fuzz/run.py --seed {SEED} --only {next(iter(wrong))}"
+    assert wrong == {}, f"python tests/fuzz/fuzzing.py --seed {SEED} --only {next(iter(wrong))}"
     assert len(ended) == 100 and {one.kind for _, one, _, _ in ended} == set(KINDS)
 
 
@@ -33,9 +33,9 @@ def test_a_case_is_the_same_whatever_ran_before():
 
 def judged(tmp_path, monkeypatch, answer, **fields):
     """What the judge says of a case whose command answers so."""
-    monkeypatch.setattr(run, "call", lambda *_: answer() if callable(answer) else answer)
+    monkeypatch.setattr(fuzzing, "call", lambda *_: answer() if callable(answer) else answer)
     one = {"kind": "plan", "files": {"p.plan": b""}, "words": (), "json": False, "seconds": 5}
-    return run.failure(Case(**{**one, **fields}), tmp_path)[0]
+    return fuzzing.failure(Case(**{**one, **fields}), tmp_path)[0]
 
 
 def test_the_judge_sees_what_is_wrong(tmp_path, monkeypatch):

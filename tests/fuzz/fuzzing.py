@@ -3,8 +3,8 @@
 Each case must end with an exit code that planc documents, in time, without a traceback and without
 PL900; JSON that it prints must be JSON. Cases that don't are kept as files, to be run again:
 
-    python tests/fuzz/run.py --seed 7 --cases 100000
-    python tests/fuzz/run.py --seed 7 --only 4711
+    python tests/fuzz/fuzzing.py --seed 7 --cases 100000
+    python tests/fuzz/fuzzing.py --seed 7 --only 4711
 """
 
 import argparse
