@@ -148,6 +148,11 @@ class Sink:
         return iter(self.diagnostics)
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, or its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class PlanError(Exception):
     """Raised by the Python API when a plan has errors; carries every diagnostic of the run."""
 

@@ -202,7 +202,7 @@ def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> lis
 def _crash(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
     labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
-    message = f"the model raises in `{subject}` under this plan"
+    message = f"the model raises{f' in `{subject}`' if subject else ''} under this plan"
     facts = [mismatch.detail, *_source(mismatch), _SEEN]
     sink.error("PL503", message, *labels, facts=facts)
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from planc.diagnostic import PlanError
+from planc.diagnostic import PlanError, first_line
 from planc.ops.base import Op
 from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.configure import Configure
@@ -123,7 +123,7 @@ def _code(lowered: Lowered, allowed: bool) -> None:
             if not (isinstance(style := resolve(path), type) and issubclass(style, ParallelStyle)):
                 raise TypeError("it is not a torch.distributed.tensor.parallel.ParallelStyle")
         except Exception as error:
-            text = f"{type(error).__name__}: {_first(error)}"
+            text = f"{type(error).__name__}: {first_line(error)}"
             raise stop("PL172", f"the style {path} cannot be imported: {text}") from error
 
 
@@ -158,16 +158,11 @@ def _prepare(
             distributed.destroy_process_group()
         if isinstance(error, PlanError):
             raise
-        raise stop("PL495", f"no process group or mesh on {device}: {_first(error)}") from error
+        raise stop("PL495", f"no process group or mesh on {device}: {first_line(error)}") from error
 
 
 def _refused(op: AnyOp, at: str, error: Exception) -> PlanError:
-    return stop("PL492", f"torch refused {op_name(op)} of {at or 'the model'}: {_first(error)}")
-
-
-def _first(error: Exception) -> str:
-    """The first line of an error's message; the chained exception has the rest."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return stop("PL492", f"torch refused {op_name(op)} of {at or 'the model'}: {first_line(error)}")
 
 
 class Worker:

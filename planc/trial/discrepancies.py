@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from planc.diagnostic import PlanError
+from planc.diagnostic import PlanError, first_line
 from planc.model.facts import below
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
@@ -295,7 +295,7 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
     if isinstance(error, NotImplementedError | AssertionError) and frames[-1].filename.endswith(
         "multi_threaded_pg.py"
     ):
-        return Outcome(verdict="unknown", reason=f"the simulation failed: {_first(error)}")
+        return Outcome(verdict="unknown", reason=f"the simulation failed: {first_line(error)}")
     own_frames = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
     line = (
         code_line(own_frames[-1].filename, own_frames[-1].lineno or 0, own_frames[-1].line)
@@ -311,7 +311,7 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
     crash = Discrepancy(
         kind="crash",
         subject=subject,
-        detail="; ".join(filter(None, [_first(cause), _batch(name)])),
+        detail="; ".join(filter(None, [first_line(cause), _batch(name)])),
         line=line,
         before=_leaf(runs),
     )
@@ -333,7 +333,3 @@ def _next_module(runs: Runs) -> str:
     finished = views[-1].finished
     after = (name for name in views[-1].right.finished if name not in finished)
     return next(after, finished[-1] if finished else "")
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

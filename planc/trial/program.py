@@ -141,7 +141,8 @@ def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Refere
         reference.norms.append(nn.utils.clip_grad_norm_(trained, MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    reference.parameters = _parameters(model)
+    if not batches.gradients_alone:
+        reference.parameters = _parameters(model)
     _require_finite(reference)
     return reference
 
@@ -217,7 +218,8 @@ def train_rank(
         result.norms.append(full_copy(run.clip_grad_norm_(MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    result.parameters = _parameters(model)
+    if not batches.gradients_alone:
+        result.parameters = _parameters(model)
     result.phase = "done"
 
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from torch import nn
 
+from planc.diagnostic import first_line
 from planc.model.small.user_model import ModelBuilder
 from planc.ops import styles as ir
 from planc.ops.document import digest
@@ -63,7 +64,9 @@ def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) ->
     except SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
-        return Outcome(verdict="unknown", reason=f"the small model does not run: {_first(error)}")
+        return Outcome(
+            verdict="unknown", reason=f"the small model does not run: {first_line(error)}"
+        )
     runs = Runs(
         lowered=lowered,
         batches=data,
@@ -99,7 +102,3 @@ def _styled(lowered: Lowered) -> Iterator[str]:
     for op in lowered.ops:
         if isinstance(op, Parallelize) and not isinstance(op.style, ir.Input | ir.Output):
             yield from op.modules.names()
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
