@@ -19,7 +19,7 @@ demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four
 	PATH="$(BIN):$$PATH" bash docs/demo/demo.sh
 
 test: $(VENV)/.ready  ## the test suite, with a sample of the numerics on four gloo processes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes (ten minutes)
 	$(BIN)/python -m pytest tests/processes

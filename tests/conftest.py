@@ -31,9 +31,14 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """A cache of facts for the session, so that no test depends on what lay around."""
+    """A cache of facts for the session, so that no test depends on what lay around.
+
+    The workers of `pytest -n` share it: what one has read from a model, the others find.
+    """
     before = os.environ.get("PLANC_CACHE_DIR")
-    os.environ["PLANC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    os.environ["PLANC_CACHE_DIR"] = str(shared / "cache")
     os.environ.pop("FORCE_COLOR", None)
     yield
     if before is None:
