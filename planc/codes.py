@@ -196,6 +196,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL521", "error", "proof", "a rank failed"),
     ("PL522", "error", "proof", "no answer in time"),
     ("PL523", "error", "proof", "the plan cannot be proved"),
+    ("PL530", "error", "plan", "the loss cannot be computed in this module"),
+    ("PL531", "error", "plan", "a head whose style is not that of its loss"),
     ("PL600", "error", "input", "unknown model"),
     ("PL601", "error", "input", "the configuration cannot be read"),
     ("PL602", "error", "input", "the configuration is not a JSON object"),

@@ -21,6 +21,7 @@ from planc.checks.divisibility import divisibility
 from planc.checks.freezing import freezing
 from planc.checks.fsdp_root import fsdp_root
 from planc.checks.ignored_parameters import ignored_parameters
+from planc.checks.loss_head import loss_head
 from planc.checks.megatron_fsdp import megatron_fsdp
 from planc.checks.mixed_dtypes import mixed_dtypes
 from planc.checks.module_parameters import module_parameters
@@ -69,6 +70,7 @@ RULES: tuple[Check, ...] = (
     norm_gradients,
     sequence_layout,
     tied_parameters,
+    loss_head,
     nested_units,
     fsdp_root,
     blocks_without_unit,

@@ -1,7 +1,7 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
 mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (nested
-units first, the root last), and the settings of units.
+units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
@@ -9,7 +9,8 @@ checkpoint wrapper goes inside compile and FSDP so that recomputation happens wh
 parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. Freezing
 comes after tensor parallelism, which may create new parameters, and before FSDP, which reads
 `requires_grad`; so does 4-bit quantization, because no style can shard a 4-bit weight. (The order
-of torchtitan's `parallelize_llama`.)
+of torchtitan's `parallelize_llama`.) The loss takes what the head returns after the hooks of styles
+and FSDP, so its own hook is the last.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
+from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
@@ -69,6 +71,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *_joined(plan.compile),
         *units,
         *settings(plan, facts),
+        *_losses(plan),
         *sync_rng(plan, facts),
     ]
     stage = Stage(
@@ -86,6 +89,13 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         data=_data(plan),
         stages=(stage,),
     )
+
+
+def _losses(plan: Plan) -> Iterator[ChunkLoss]:
+    """The loss is computed per vocabulary shard over an axis of several ranks."""
+    for rule in plan.loss:
+        wide = (rule.axis,) if rule.axis and plan.mesh.size(rule.axis) > 1 else ()
+        yield replace(rule.op, modules=rule.modules, axes=wide, origin=rule.origin)
 
 
 def _sharding(

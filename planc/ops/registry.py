@@ -12,6 +12,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
+from planc.ops.loss import ChunkLoss
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
 from planc.ops.rng import SyncRng
@@ -31,6 +32,7 @@ AnyOp = Annotated[
     | MegatronShard
     | Divide
     | Prefetch
+    | ChunkLoss
     | SyncRng,
     Form(tag="op"),
 ]

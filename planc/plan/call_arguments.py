@@ -71,6 +71,25 @@ class Arguments:
         self._type(expression, name, "an integer", value)
         return default
 
+    def number(
+        self, name: str, default: float | None, wanted: str, valid: Callable[[float], bool]
+    ) -> int | float | None:
+        """A number.
+
+        Args:
+            wanted: what it is, for a message: `a positive number`.
+            valid: whether a value is one.
+        """
+        expression = self.take(name)
+        if expression is None:
+            return default
+        value = evaluate(expression, self.scope)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and valid(value):  # type: ignore[arg-type]
+            return value  # type: ignore[return-value]
+        self._type(expression, name, wanted, value)
+        return default
+
     def word(
         self,
         name: str,

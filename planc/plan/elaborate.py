@@ -21,6 +21,7 @@ from planc.plan.sections.checkpoint import checkpoint, compile_rules
 from planc.plan.sections.context import context
 from planc.plan.sections.fsdp import fsdp
 from planc.plan.sections.load import load
+from planc.plan.sections.loss import loss
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
 from planc.plan.shard_dim_auto import settled
@@ -39,6 +40,7 @@ SECTIONS = (
     "fsdp",
     "replicate",
     "context",
+    "loss",
 )
 
 
@@ -102,6 +104,7 @@ def elaborate(
         fsdp=part("fsdp", lambda: fsdp(program)),
         context=part("context", lambda: tuple(context(program))),
         adapters=part("adapters", lambda: adapters(program)),
+        loss=part("loss", lambda: loss(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )

@@ -19,6 +19,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
+from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
@@ -219,6 +220,21 @@ class Adapters(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossRule(Meaning):
+    """A head whose loss is computed in chunks.
+
+    Args:
+        modules: the head.
+        op: the operation, without its modules and axes.
+        axis: of the section, which shards the vocabulary; None for none.
+    """
+
+    modules: Modules
+    op: ChunkLoss
+    axis: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
     """A plan, resolved.
 
@@ -245,6 +261,7 @@ class Plan(Meaning):
     fsdp: Fsdp | None = None
     context: tuple[str, ...] = ()
     adapters: Adapters | None = None
+    loss: tuple[LossRule, ...] = ()
     adapted: bool = False
     broken: frozenset[str] = frozenset()
 

@@ -226,7 +226,9 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
     """
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
-    for sizes in simulated_sizes(compiled.plan.mesh.axes, split):
+    axes = compiled.plan.mesh.axes
+    alone = [dict.fromkeys(compiled.plan.mesh.names, 1)] if compiled.plan.loss else []
+    for sizes in [*simulated_sizes(axes, split)] or alone:
         small = small_case(compiled, sizes)
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small
@@ -361,6 +363,9 @@ def _sections(
         if run == "refuted":
             verdict, reason = "unknown", "the plan is wrong, so this cannot be compared"
         yield SectionVerdict(name="checkpoint", verdict=verdict, by=by, reason=reason)
+    for rule in ir.loss:
+        name = f"loss on {rule.axis}" if rule.axis else "loss"
+        yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
     if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         axes = ir.fsdp.shard or ir.fsdp.replicate

@@ -14,7 +14,7 @@ RuleSpans = list[tuple[Modules, Span]]
 
 
 def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
-    """The tensor rules for a module, else those inside it, else those for a module around it.
+    """The tensor and loss rules for a module, else those inside it, else those for one around it.
 
     For a module around it, the rules for its direct children count too: a module without a rule
     takes the outputs of its siblings.
@@ -23,7 +23,8 @@ def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
         name: the torch name of a module of the plan's model; empty for the model.
         plan: the plan.
     """
-    known = [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
+    known = [(r.modules, r.origin) for r in plan.loss]
+    known += [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
     direct = _direct(name, known)
     inside = _right_inside(name, known) or [
         (m, o) for m, o in known if any(below(n, name) for n in m.names())

@@ -18,10 +18,20 @@ from planc.model.small.depth import edges
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
-from planc.plan.ir import AdapterRule, Fsdp, Ignored, Plan, SpreadRule, TensorRule, Unit
+from planc.plan.ir import AdapterRule, Fsdp, Ignored, LossRule, Plan, SpreadRule, TensorRule, Unit
 from planc.source import Span
 
-Ruled = TypeVar("Ruled", TensorRule, Checkpoint, Compile, Freeze, AdapterRule, Ignored, SpreadRule)
+Ruled = TypeVar(
+    "Ruled",
+    TensorRule,
+    Checkpoint,
+    Compile,
+    Freeze,
+    LossRule,
+    AdapterRule,
+    Ignored,
+    SpreadRule,
+)
 Rules = frozenset[tuple[Span, tuple[Any, ...]]]
 """The lines of a plan that act on a layer, with the path inside the layer."""
 
@@ -81,6 +91,7 @@ def stand_in(
         checkpoint=tuple(state.each(plan.checkpoint)),
         compile=tuple(state.each(plan.compile)),
         train=tuple(state.each(plan.train)),
+        loss=tuple(state.each(plan.loss)),
         fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
         adapters=plan.adapters
         and replace(plan.adapters, rules=tuple(state.each(plan.adapters.rules))),
@@ -96,7 +107,8 @@ def _acting(plan: Plan) -> Iterator[tuple[Span, Modules]]:
     """Each line of a plan that acts on modules, with the modules."""
     fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
     rules = plan.adapters.rules if plan.adapters else ()
-    for nodes in (plan.tensor, plan.checkpoint, plan.compile, plan.train, rules, *fsdp):
+    whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss)
+    for nodes in (*whole, rules, *fsdp):
         for node in nodes:
             yield node.origin, node.modules
     for unit in plan.fsdp.units if plan.fsdp else ():

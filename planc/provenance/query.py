@@ -22,6 +22,7 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.fsdp_text import along, offloading, where
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
+from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
@@ -110,6 +111,7 @@ class _Question:
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
+            loss=tuple(self._losses()),
             adapter=tuple(self._adapted()),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
@@ -259,6 +261,11 @@ class _Question:
         for op in self._freezing()[-1:]:
             what = "trains" if op.trainable else "frozen"
             yield self._reason(what, self._part(len(op.modules.path)), op)
+
+    def _losses(self) -> Iterator[Reason]:
+        for op in self.lowered.ops:
+            if isinstance(op, ChunkLoss) and op.modules.has(self.name):
+                yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}

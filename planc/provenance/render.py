@@ -27,6 +27,7 @@ SECTIONS = (
     "training",
     "checkpoint",
     "compile",
+    "loss",
     "unit",
 )
 
@@ -50,6 +51,7 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
         yield from _reason("train", f"{reason.target}: {reason.what}", reason)
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
+    yield from _reasons("loss", answer.loss, answer)
     yield from _reasons("unit", answer.unit, answer)
     for i, parameter in enumerate(answer.parameters):
         yield _head("" if i else "per rank", _memory(parameter, named=answer.parameter is None))

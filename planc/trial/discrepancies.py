@@ -11,6 +11,7 @@ import torch
 from planc.diagnostic import PlanError, first_line
 from planc.model.facts import below
 from planc.ops import styles as ir
+from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.trial.batches import Batches
 from planc.trial.implicit_redistribution import Implicit
@@ -86,9 +87,8 @@ def compare_runs(runs: Runs) -> Outcome:
     gradients = list(_gradients(runs, errors))
     found = [*_sizes(runs)]
     if max(logits, loss) > LIMIT:
-        found.append(
-            _first_wrong_output(runs) or Discrepancy(kind="output", subject="", error=logits)
-        )
+        whole = Discrepancy(kind="output", subject=_head(runs), error=max(logits, loss))
+        found.append(_first_wrong_output(runs) or whole)
     found += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
     norm = max(e.norm for e in errors)
     if not found:
@@ -105,6 +105,12 @@ def compare_runs(runs: Runs) -> Outcome:
         recomputed=runs.reference.recomputed,
         passes=tuple(p.name for p in runs.batches.steps[0] if p.name),
     )
+
+
+def _head(runs: Runs) -> str:
+    """The module whose loss is computed in chunks, which hides its logits; empty for none."""
+    heads = (op.modules for op in runs.lowered.ops if isinstance(op, ChunkLoss))
+    return next((name for modules in heads for name in modules.names()), "")
 
 
 def _gradients(runs: Runs, errors: list[Errors]) -> Iterator[Discrepancy]:

@@ -17,6 +17,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.model.small.user_model import ModelBuilder
+from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.run import Run
@@ -31,6 +32,7 @@ from planc.trial.numerics import (
 )
 from planc.trial.random_numbers import Draws
 from planc.trial.trace import Trace, named_modules
+from planc.trial.whole_loss import with_terms
 
 RATE = 1e-3
 EPSILON = 1e-6
@@ -55,7 +57,7 @@ class RankResult:
         data_rank: the rows that it read.
         phase: `apply`, `parallel`, then `done`.
         traces: the calls of modules, for each pass of the first step.
-        logits, losses: of each pass of the first step.
+        logits, losses: of each pass of the first step; no logits where the head computes the loss.
         gradients: full tensors by name, before clipping, of the first step.
         norms: of the gradients of each step.
         parameters: full tensors by name, after the last step.
@@ -117,6 +119,9 @@ def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Refere
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
     optimizer, scale = _optimizer(model), gradient_scale(lowered)
     share = scale / batches.ranks
+    heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
+    for op in heads:
+        with_terms(model, op)
     states = [_random_state(rank) for rank in first_ranks(lowered)]
     for number, step in enumerate(batches.steps):
         for one in step:
@@ -144,6 +149,8 @@ def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Refere
     if not batches.gradients_alone:
         reference.parameters = _parameters(model)
     _require_finite(reference)
+    for result in reference.passes if heads else ():
+        result.logits.clear()  # the ranks compute none
     return reference
 
 
@@ -262,8 +269,10 @@ def prove(
 def compare(result: RankResult, reference: Reference) -> Errors:
     """The errors of one rank that has ended."""
     right = reference.passes[result.data_rank]
+    if len(result.logits) != len(right.logits):
+        raise SingleError("the model gives logits on one side only")
     return Errors(
-        logits=max(map(relative, result.logits, right.logits)),
+        logits=max(map(relative, result.logits, right.logits), default=0.0),
         loss=max(map(relative, result.losses, right.losses)),
         gradients=errors_by_name(result.gradients, reference.gradients),
         norm=max(map(relative, result.norms, reference.norms), default=0.0),
@@ -296,7 +305,8 @@ def _forward(
     if loss is None:
         raise SingleError("its forward gives no loss")
     if result is not None:
-        result.logits.append(full_copy(output.logits))
+        if getattr(output, "logits", None) is not None:
+            result.logits.append(full_copy(output.logits))
         result.losses.append(full_copy(loss))
     kept: torch.Tensor = loss
     return kept

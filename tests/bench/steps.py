@@ -1,11 +1,12 @@
 """The time and the memory of a training step, of an applied plan beside the same torch by hand.
 
     python tests/bench/steps.py time REPEAT
-    python tests/bench/steps.py memory hand|planc
+    python tests/bench/steps.py memory hand|planc|whole|chunked
 
 Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32,
 checkpointed. For the time both models live in the same processes, half as wide, and take turns; for
-the memory each has a process of its own, and what it allocates is counted.
+the memory each has a process of its own, and what it allocates is counted: also with a large
+vocabulary, with whole logits and with a loss in chunks.
 """
 
 import gc
@@ -14,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -39,18 +41,21 @@ def hand(model):
     by_hand(model, sizes=(1, 2, 2), param=torch.float32)
 
 
-def applied(model):
-    planc.apply(model, "llama", overrides=["tp=2", "param_dtype=fp32"], device_type="cpu")
+def applied(model, more="loss_chunks=0"):
+    overrides = ["tp=2", "param_dtype=fp32", more]
+    planc.apply(model, "llama", overrides=overrides, device_type="cpu")
 
 
 WAYS = {"hand": hand, "planc": applied}
+LARGE = {"whole": applied, "chunked": partial(applied, more="loss_chunks=8")}
+"""What is measured with a vocabulary of 64,000 and a batch of 2,048 tokens."""
 
 
-def build(way, width=512):
+def build(way, width=512, **more):
     torch.manual_seed(0)
-    shape = {**SHAPE, "hidden_size": width, "intermediate_size": width * 11 // 4}
+    shape = {**SHAPE, **more, "hidden_size": width, "intermediate_size": width * 11 // 4}
     model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="eager")).train()
-    WAYS[way](model)
+    {**WAYS, **LARGE}[way](model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
 
@@ -93,11 +98,11 @@ def memory(way):
     """
     init = FakeStore()
     distributed.init_process_group("fake", rank=0, world_size=RANKS, store=init)
-    tokens = torch.randint(
-        SHAPE["vocab_size"], (2, 128), generator=torch.Generator().manual_seed(1)
-    )
+    more = {"vocab_size": 64_000} if way in LARGE else {}
+    shape = (8, 256) if way in LARGE else (2, 128)
+    tokens = torch.randint(8_000, shape, generator=torch.Generator().manual_seed(1))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model, optimizer = build(way)
+        model, optimizer = build(way, 256 if way in LARGE else 512, **more)
         gc.collect()
         with record_function("steps"):
             for _ in range(3):

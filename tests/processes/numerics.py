@@ -161,12 +161,17 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
     least = 1e-3 * max(grad.abs().max().item() for grad in reference.values())
     errors = {name: error(grad, reference[name], least) for name, grad in gradients.items()}
     worst = max(errors, key=errors.get)
+    logits = output.get("logits")
+    if logits is None:  # a loss section computes none where there are labels
+        unlabeled = {name: value for name, value in inputs.items() if name != "labels"}
+        with torch.no_grad():
+            logits = parallel(**rank_slice(unlabeled, rank, size)).logits
     return {
-        "logits": error(output.logits, right.logits[mine].detach()),
+        "logits": error(logits, right.logits[mine].detach()),
         "loss": error(loss, right.loss.detach()),
         "gradient": errors[worst],
         "worst": worst,
-        "bits": bits(output.logits, loss, *gradients.values()),
+        "bits": bits(logits, loss, *gradients.values()),
     }
 
 

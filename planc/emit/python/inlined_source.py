@@ -30,6 +30,7 @@ _FILES = (
     "quantization.py",
     "megatron_fsdp.py",
     "rng.py",
+    "loss.py",
     "configuration.py",
 )
 

@@ -16,6 +16,13 @@ from planc.plan.sections.transformers_styles import equivalent
 from planc.plan.selectors import select
 from planc.syntax import ast
 
+_EXAMPLES = {
+    "tensor": "model.layers.* : colwise",
+    "checkpoint": "model.layers.* : full",
+    "compile": "model.layers.* : block",
+    "train": "model.layers.* : frozen",
+    "loss": "lm_head : cross_entropy(chunks = 8)",
+}
 _ASPECTS = {name: name for name in ("input", "output", "attributes")}
 
 
@@ -79,14 +86,11 @@ def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
     item = placed.item
     if isinstance(item, ast.Rule) and isinstance(item.target, ast.Selector):
         return item
-    example = {"tensor": "colwise", "checkpoint": "full", "compile": "block", "train": "frozen"}[
-        section
-    ]
     program.sink.error(
         "PL011",
         f"this has no place in a `{section}` section",
         item.origin,
-        help=f"it holds rules: `model.layers.* : {example}`",
+        help=f"it holds rules: `{_EXAMPLES[section]}`",
     )
     return None
 

@@ -1,0 +1,96 @@
+"""PL530, PL531: a loss in a module that computes no logits, or that is sharded otherwise."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, unit_of, weighted
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts
+from planc.ops import phrases
+from planc.ops.styles import Colwise, Replicate, Rowwise, style_name
+from planc.plan.ir import LossRule, Plan, TensorRule
+
+
+def loss_head(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A loss in chunks multiplies by the head's weight itself, so that weight must be plain, and
+    the head must return a tensor that is equal on all ranks.
+    """
+    for rule in plan.loss if "loss" not in plan.broken else ():
+        reason = _not_a_head(rule, plan)
+        if reason is not None:
+            message, *labels = reason
+            sink.error(
+                "PL530",
+                message,
+                Label(span=rule.origin, text="its loss is computed here"),
+                *labels,
+                help="name the linear layer that computes the logits, such as `lm_head`, without adapter or checkpoint",
+            )
+        elif "tensor" not in plan.broken:
+            _split(rule, plan, sink)
+
+
+def _not_a_head(rule: LossRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
+    """Why the loss cannot be computed in these modules, and what is to blame."""
+    name = f"`{rule.modules}`"
+    if rule.modules.module.kind != "linear" or len(list(rule.modules.names())) > 1:
+        return (f"{name} is not one linear layer",)
+    if len(plan.loss) > 1:
+        others = (Label(span=r.origin, text="another head") for r in plan.loss if r is not rule)
+        return "a model has one loss, so one head", *others
+    for adapter in plan.adapters.rules if plan.adapters else ():
+        if adapter.modules.overlap(rule.modules):
+            label = Label(span=adapter.origin, text="adapted")
+            return f"{name} is adapted, so its weight is not all that it computes", label
+    for checkpoint in plan.checkpoint:
+        if rule.modules.within(checkpoint.modules):
+            label = Label(span=checkpoint.origin, text="checkpointed")
+            return f"{name} is recomputed without labels in the backward pass", label
+    return _rounded(rule, plan)
+
+
+def _rounded(rule: LossRule, plan: Plan) -> tuple[str, Label] | None:
+    """The unit that rounds what the head returns, which is a loss."""
+    unit = unit_of(plan, rule.modules) if plan.fsdp else None
+    if unit is None or plan.fsdp is None:
+        return None
+    precision = unit.precision or plan.fsdp.precision
+    if precision is None or precision.output in (None, "float32"):
+        return None
+    label = Label(span=precision.origin, text=f"output = {phrases.dtype(precision.output)}")
+    return f"the unit of `{rule.modules}` rounds its loss", label
+
+
+def _split(rule: LossRule, plan: Plan, sink: Sink) -> None:
+    size = plan.mesh.size(rule.axis) if rule.axis else 1
+    wanted = rule.axis if size > 1 else None
+    styles = [r for r in weighted(active(plan)) if r.modules.overlap(rule.modules)]
+    if not styles and wanted is None:
+        return
+    right = [r for r in styles if r.axis == wanted and _returns_whole(r)]
+    if right and len(styles) == 1:
+        return
+    axis = wanted or styles[0].axis
+    if not styles:
+        message = f"`{rule.modules}` is not sharded over {wanted}, as its loss section says"
+    elif styles[0].axis == wanted:
+        message = f"`{rule.modules}` returns no tensor that is equal on all ranks of {wanted}"
+    else:
+        message = f"`{rule.modules}` is sharded over {styles[0].axis}, which its loss is not"
+    sink.error(
+        "PL531",
+        message,
+        Label(span=rule.origin, text=f"its loss, over {wanted or 'no axis'}"),
+        *(Label(span=r.origin, text=f"`{_text(r)}` over {r.axis}") for r in styles),
+        help=f"write `loss on {axis}`, and in `tensor on {axis}`: "
+        f"`{rule.modules} : colwise(-> replicate)`",
+    )
+
+
+def _text(rule: TensorRule) -> str:
+    output = f"(-> {rule.style.output})" if isinstance(rule.style, Colwise | Rowwise) else ""
+    return f"{style_name(rule.style)}{output}"
+
+
+def _returns_whole(rule: TensorRule) -> bool:
+    style = rule.style
+    return isinstance(style, Colwise) and isinstance(style.output, Replicate) and style.parts == 1

@@ -1,0 +1,36 @@
+"""What a causal language model does with its logits, as stated by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SOFTCAP = "final_logit_softcapping"
+"""gemma's: `softcap * tanh(logits / softcap)`."""
+FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Fields that multiply the logits (cohere, falcon_h1), or divide them (granite): the exponent."""
+
+
+def scale_of(config: Mapping[str, Any]) -> float:
+    """What the model multiplies its logits by."""
+    scale = 1.0
+    for name, exponent in FACTORS.items():
+        value = _field(config, name)
+        if value is not None:
+            scale *= value**exponent
+    return scale
+
+
+def softcap_of(config: Mapping[str, Any]) -> float | None:
+    """Where the model caps its logits; None for no cap."""
+    return _field(config, SOFTCAP)
+
+
+def _field(config: Mapping[str, Any], name: str) -> float | None:
+    """A positive number of the configuration, or of its part for text."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        value = part.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return value
+    return None

@@ -1,0 +1,68 @@
+"""The loss of a causal language model, in chunks of tokens and with a sharded vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Self
+
+from planc.model.facts import Modules
+from planc.ops import phrases
+from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Positive, Size
+from planc.ops.call import MODEL, Context, Each, FunctionCall, ScriptFunction, Step, given
+
+Fraction = Annotated[int | float, Form({"type": "number", "minimum": 0, "maximum": 1})]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLoss(Op):
+    """Computes the loss of labeled tokens in the head, so that whole logits never exist.
+
+    Args:
+        modules: the head, a linear layer.
+        axes: the axis that its vocabulary is sharded over; empty for none.
+        chunks: into how many parts the tokens of a rank are cut.
+        scale: what the model multiplies its logits by.
+        softcap: where the model caps its logits; None for none.
+        label_smoothing, z_loss: what the loss adds.
+    """
+
+    modules: Modules
+    axes: Axes = field(default=(), metadata=OMIT)
+    chunks: Size = 1
+    scale: Positive = field(default=1.0, metadata=OMIT)
+    softcap: Positive | None = field(default=None, metadata=OMIT)
+    label_smoothing: Fraction = field(default=0.0, metadata=OMIT)
+    z_loss: Fraction = field(default=0.0, metadata=OMIT)
+
+    KIND: ClassVar[str] = "chunk_loss"
+    SCRIPT: ClassVar = ScriptFunction("chunk_losses", "Computes the loss in chunks of tokens.")
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        terms = given(
+            chunks=self.chunks,
+            scale=self.scale if self.scale != 1.0 else None,
+            softcap=self.softcap,
+            label_smoothing=self.label_smoothing or None,
+            z_loss=self.z_loss or None,
+        )
+        call = FunctionCall("standalone.loss:chunk_loss", (MODEL,), terms)
+        yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    WORD: ClassVar = "loss"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        split = f"vocabulary sharded over {phrases.axes(self.axes, mesh)}, " if self.axes else ""
+        terms = {
+            "scale": self.scale if self.scale != 1.0 else None,
+            "softcap": self.softcap,
+            "label_smoothing": self.label_smoothing or None,
+            "z_loss": self.z_loss or None,
+        }
+        more = "".join(f", {n} = {v:g}" for n, v in terms.items() if v is not None)
+        return f"cross entropy, {split}chunks = {self.chunks}{more}"
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+        return phrases.listing((cls.WORD, str(op.modules), op.headline(mesh)) for op in ops)

@@ -1,0 +1,80 @@
+"""The loss section -> the head whose loss is computed in chunks of tokens."""
+
+from __future__ import annotations
+
+from planc.model.logits import scale_of, softcap_of
+from planc.ops.loss import ChunkLoss
+from planc.plan.call_arguments import Arguments, unknown
+from planc.plan.ir import LossRule
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import Claims, flatten
+from planc.plan.sections.tensor import modules_of, rule_of
+from planc.syntax import ast
+
+_ACTION = "cross_entropy"
+_POSITIVE = ("a positive number", lambda value: value > 0)
+_FRACTION = ("a number from 0 to 1", lambda value: 0 <= value <= 1)
+_TERMS = ("chunks", "scale", "softcap", "label_smoothing", "z_loss")
+
+
+def loss(program: Program) -> tuple[LossRule, ...]:
+    """The rules of the loss sections, in the plan's order."""
+    claims: Claims[tuple[ChunkLoss, str | None]] = Claims(program.sink)
+    for section in program.named("loss"):
+        axis = _axis(section, program)
+        for placed in flatten(section, program.scope):
+            rule = rule_of(placed, "loss", program)
+            if rule is None:
+                continue
+            if rule.action.name != _ACTION:
+                unknown(rule.action, (_ACTION,), "loss", program.scope)
+                continue
+            op = _op(rule.action, program)
+            if op is not None:
+                found = modules_of(rule, placed, program.scope)
+                claims.add(found, "loss", (op, axis), rule.origin, override=rule.override)
+    return tuple(
+        LossRule(modules=c.modules, op=c.value[0], axis=c.value[1], origin=c.origin)
+        for c in claims.claims
+    )
+
+
+def _axis(section: ast.Section, program: Program) -> str | None:
+    """The axis that shards the vocabulary; a section without one needs none."""
+    axes = (*section.axes, *section.replicate)
+    if len(axes) > 1:
+        program.sink.error(
+            "PL305",
+            "a loss section works over one axis of the mesh",
+            section.name_origin,
+            help="write `loss on tp {`, or `loss {` where the vocabulary is not sharded",
+        )
+    return axes[0].path if axes else None
+
+
+def _op(call: ast.Call, program: Program) -> ChunkLoss | None:
+    """`cross_entropy(...)` on the whole model, or None after a finding.
+
+    What the model does with its logits is read from its configuration, where the plan says nothing.
+    """
+    arguments = Arguments(call, program.scope, _TERMS)
+    config = program.facts.config
+    chunks = arguments.integer("chunks", 1)
+    scale = arguments.number("scale", scale_of(config), *_POSITIVE)
+    softcap = arguments.number("softcap", softcap_of(config), *_POSITIVE)
+    smoothing = arguments.number("label_smoothing", 0.0, *_FRACTION)
+    z_loss = arguments.number("z_loss", 0.0, *_FRACTION)
+    if not arguments.done():
+        return None
+    if chunks < 1:
+        hint = "8 keeps an eighth of the logits at a time"
+        arguments.wrong(call, f"`chunks` is 1 or more, not {chunks}", hint)
+        return None
+    return ChunkLoss(
+        modules=program.facts.model,
+        chunks=chunks,
+        scale=1.0 if scale is None else scale,
+        softcap=softcap,
+        label_smoothing=smoothing or 0.0,
+        z_loss=z_loss or 0.0,
+    )

@@ -1,0 +1,287 @@
+"""The cross entropy of a causal language model, computed in chunks inside its head.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import linear, pad
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+class LossTerms:
+    """How logits become the loss of a token.
+
+    Args:
+        chunks: into how many parts the tokens are cut; only one has logits at a time.
+        scale: multiplies the logits.
+        softcap: caps them, `softcap * tanh(logits / softcap)`; None for none.
+        label_smoothing: as of `torch.nn.functional.cross_entropy`.
+        z_loss: the weight of the squared logarithm of the softmax's denominator
+            (PaLM, section 5).
+    """
+
+    def __init__(
+        self,
+        *,
+        chunks: int = 1,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        self.chunks, self.scale, self.softcap = chunks, scale, softcap
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+
+    def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The logits of some tokens in float32, `[tokens, entries]`."""
+        logits = linear(rows, weight, bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * (logits / self.softcap).tanh()
+        return logits
+
+
+class HeadPart:
+    """The entries of the vocabulary that a rank holds.
+
+    Args:
+        weight: of the head, whole or sharded on dim 0 over one mesh axis.
+
+    Raises:
+        ValueError: the weight is sharded otherwise.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.vocabulary, self.first, self.mesh = len(weight), 0, None
+        if isinstance(weight, DTensor):
+            if tuple(weight.placements) != (Shard(0),):
+                text = f"the head's weight is {weight.placements}, not sharded on dim 0"
+                raise ValueError(text)
+            self.mesh = weight.device_mesh
+            width = -(-self.vocabulary // self.mesh.size())  # of all ranks but the last
+            self.first = min(self.mesh.get_local_rank() * width, self.vocabulary)
+
+    def local(self, labels: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+        """The column of each label, and whether it is one of this rank's entries."""
+        column = labels - self.first
+        mine = (column >= 0) & (column < entries)
+        return torch.where(mine, column, 0)[:, None], mine
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """A tensor of every rank, `[ranks, ...]`."""
+        if self.mesh is None:
+            return own[None]
+        every = own.new_empty((self.mesh.size(), *own.shape))
+        group = self.mesh.get_group()
+        distributed.all_gather_into_tensor(every, own, group=group)
+        return every
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
+    """The loss of each token, from hidden states and a rank's part of the vocabulary.
+
+    The forward pass has one all-gather, of three numbers for each token; the backward
+    pass has none, and computes the logits of each chunk again. The gradient of the
+    hidden states is this rank's part of a sum over the ranks.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917, as autograd calls it
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        terms: LossTerms,
+        part: HeadPart,
+    ) -> Tensor:
+        """Args:
+        hidden: `[tokens, features]`.
+        weight, bias: the rank's part, `[entries, features]` and `[entries]`.
+        labels: `[tokens]`, numbered over the whole vocabulary; `IGNORED` gives zero.
+        terms: how logits become the loss.
+        part: which entries the rank has.
+        """
+        sums = []
+        chunks = zip(
+            hidden.chunk(terms.chunks), labels.chunk(terms.chunks), strict=True
+        )
+        for rows, wanted in chunks:
+            logits = terms.logits(rows, weight, bias)
+            column, mine = part.local(wanted, len(weight))
+            found = mine.float()
+            if len(weight):
+                found = found * logits.gather(1, column).squeeze(1)
+            sums.append(torch.stack([logits.logsumexp(1), found, logits.sum(1)]))
+        every = part.gathered(torch.cat(sums, 1))
+        denominator = every[:, 0].logsumexp(0)
+        found, total = every[:, 1].sum(0), every[:, 2].sum(0)
+        smooth = terms.label_smoothing
+        loss = denominator - (1 - smooth) * found - smooth * total / part.vocabulary
+        loss = loss + terms.z_loss * denominator.square()
+        ctx.save_for_backward(hidden, weight, bias, labels, denominator)
+        ctx.terms, ctx.part = terms, part
+        return torch.where(labels == IGNORED, 0.0, loss)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, labels, denominator = ctx.saved_tensors
+        grad = torch.where(labels == IGNORED, 0.0, grad)
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight, dtype=torch.float32)
+        to_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        start = 0
+        for rows in hidden.chunk(ctx.terms.chunks):
+            at = slice(start, start + len(rows))
+            start += len(rows)
+            logits = ctx.terms.logits(rows, weight, bias)
+            change = _logit_gradients(ctx, logits, labels[at], denominator[at, None])
+            change = (change * grad[at, None]).to(hidden.dtype)
+            to_hidden[at] = change @ weight
+            if ctx.needs_input_grad[1]:
+                to_weight += change.T @ rows
+            if to_bias is not None:
+                to_bias += change.sum(0)
+        of_weight = to_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        return to_hidden, of_weight, of_bias, None, None, None
+
+
+def _logit_gradients(
+    ctx: Any, logits: Tensor, labels: Tensor, denominator: Tensor
+) -> Tensor:
+    """The gradient of each token's loss by what the head computes, before the terms."""
+    terms, part = ctx.terms, ctx.part
+    smooth = terms.label_smoothing
+    change = (logits - denominator).exp() * (1 + 2 * terms.z_loss * denominator)
+    change = change - smooth / part.vocabulary
+    if logits.shape[1]:
+        column, mine = part.local(labels, logits.shape[1])
+        change.scatter_add_(1, column, (smooth - 1) * mine[:, None].float())
+    if terms.softcap is not None:
+        change = change * (1 - (logits / terms.softcap).square())
+    return change * terms.scale
+
+
+def token_losses(
+    head: nn.Module, hidden: Tensor, labels: Tensor, terms: LossTerms
+) -> Tensor:
+    """The loss of each token, `[..., 1]`, equal on the ranks that split the head.
+
+    Args:
+        head: a linear layer, whole or with its vocabulary sharded over one mesh axis.
+        hidden: its input, `[..., features]`, replicated over that axis.
+        labels: of the token after each one, `[...]`.
+        terms: how logits become the loss.
+    """
+    weight, bias, part = head.weight, head.bias, HeadPart(head.weight)
+    if part.mesh is not None:
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, part.mesh, [Replicate()])
+        # every rank computes the gradient by way of its own entries
+        hidden = hidden.redistribute(placements=[Replicate()])
+        hidden = hidden.to_local(grad_placements=[Partial()])
+        weight = weight.to_local()
+        bias = None if bias is None else bias.to_local()
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1)
+    losses = ChunkedCrossEntropy.apply(*flat, terms, part).view(*labels.shape, 1)
+    if part.mesh is None:
+        return losses
+    return DTensor.from_local(losses, part.mesh, [Replicate()], run_check=False)
+
+
+class ChunkedLoss:
+    """Computes the loss of a model in its head, where the model is called with labels.
+
+    The head then returns the loss of each token in place of logits, and the model's
+    loss function adds them up. What the model does with logits in between has no
+    effect, and its output has no `logits`. Without labels nothing changes.
+
+    The head's own forward computes the loss, so FSDP's hooks on it hold: its weight is
+    gathered here, and again in the backward pass.
+
+    Args:
+        head: the linear layer that computes the logits.
+        model: has `loss_function`, as causal language models of transformers do.
+        terms: how logits become the loss.
+    """
+
+    def __init__(self, head: nn.Module, model: nn.Module, terms: LossTerms) -> None:
+        self.head, self.terms = head, terms
+        self.labels: Tensor | None = None
+        self.losses: Tensor | None = None
+        self.plain, self.function = head.forward, model.loss_function
+        self.signature = inspect.signature(model.forward)
+        head.forward = self.forward
+        head.register_forward_hook(self._computed)
+        model.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._returned, always_call=True)
+        model.loss_function = self.loss
+
+    def _called(self, _model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        given = {**self.signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+        labels = given.get("shift_labels")
+        if labels is None and given.get("labels") is not None:
+            labels = pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
+        self.labels, self.losses = labels, None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.labels is None:
+            logits: Tensor = self.plain(hidden)
+            return logits
+        if hidden.shape[:-1] != self.labels.shape:
+            seen, labels = list(hidden.shape[:-1]), list(self.labels.shape)
+            raise ValueError(f"the head gets tokens {seen} and labels {labels}")
+        labels = self.labels.to(hidden.device)
+        return token_losses(self.head, hidden, labels, self.terms)
+
+    def _computed(self, _head: nn.Module, _args: Any, output: Tensor) -> None:
+        """Keeps what the head returns after the hooks of styles and of FSDP."""
+        if self.labels is not None:
+            self.losses = output
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The model's loss: the sum over `num_items_in_batch`, or the mean."""
+        if self.losses is None or self.labels is None:
+            value: Tensor = self.function(*args, **kwargs)
+            return value
+        if kwargs.get("ignore_index", IGNORED) != IGNORED:
+            raise ValueError(f"the label of ignored tokens is {IGNORED}")
+        items = kwargs.get("num_items_in_batch")
+        if items is None:
+            items = (self.labels != IGNORED).sum()
+        if isinstance(items, Tensor):
+            items = items.to(self.losses.device)
+        return self.losses.sum() / items
+
+    def _returned(self, _model: nn.Module, _args: Any, output: Any) -> Any:
+        seen, self.labels, self.losses = self.losses, None, None
+        if seen is None or output is None:
+            return None
+        if isinstance(output, tuple):
+            text = "a chunked loss has no logits: call without `return_dict=False`"
+            raise ValueError(text)
+        return type(output)(**{k: v for k, v in output.items() if k != "logits"})
+
+
+def chunk_loss(head: nn.Module, model: nn.Module, **terms: Any) -> None:
+    """`ChunkedLoss` with the arguments of `LossTerms`."""
+    ChunkedLoss(head, model, LossTerms(**terms))

@@ -1,0 +1,195 @@
+"""The chunked, vocabulary-parallel cross entropy beside torch's on whole logits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planc.runtime.standalone.loss import LossTerms, chunk_loss, token_losses
+from planc.trial.thread_ranks import run_ranks
+
+TERMS = {
+    "plain": {},
+    "scaled": dict(scale=0.25),
+    "capped": dict(softcap=2.0),
+    "smoothed": dict(label_smoothing=0.1),
+    "z": dict(z_loss=0.01),
+    "all": dict(scale=3.0, softcap=4.0, label_smoothing=0.2, z_loss=0.02),
+}
+TOKENS, FEATURES = 7, 6
+
+
+def whole(hidden, head, labels, scale=1.0, softcap=None, label_smoothing=0.0, z_loss=0.0):
+    logits = head(hidden) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    counted = labels != -100
+    return loss + z_loss * logits.logsumexp(-1).square() * counted
+
+
+def case(vocabulary, bias=True):
+    torch.manual_seed(vocabulary)
+    head = nn.Linear(FEATURES, vocabulary, bias=bias)
+    hidden = torch.randn(TOKENS, FEATURES) * 2
+    labels = torch.randint(vocabulary, (TOKENS,))
+    labels[2] = -100
+    weights = torch.randn(TOKENS)
+    return head, hidden, labels, weights
+
+
+def gradients(head, hidden, loss, weights):
+    (loss * weights).sum().backward()
+    return [hidden.grad, *(p.grad for p in head.parameters())]
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 50])
+@pytest.mark.parametrize("terms", TERMS)
+def test_one_rank(terms, chunks):
+    head, hidden, labels, weights = case(11)
+    other, mine = copy.deepcopy(head), hidden.clone().requires_grad_()
+    hidden.requires_grad_()
+    right = whole(hidden, head, labels, **TERMS[terms])
+    loss = token_losses(other, mine, labels, LossTerms(chunks=chunks, **TERMS[terms]))
+    torch.testing.assert_close(loss.squeeze(-1), right)
+    both = zip(
+        gradients(other, mine, loss.squeeze(-1), weights),
+        gradients(head, hidden, right, weights),
+        strict=True,
+    )
+    for one, two in both:
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 11), (3, 11), (4, 5), (4, 8)])
+def test_a_sharded_vocabulary(ranks, vocabulary, terms, bias):
+    """Also one that leaves the last rank fewer entries, or none (5 over 4 ranks)."""
+    head, hidden, labels, weights = case(vocabulary, bias)
+    hidden.requires_grad_()
+    right = whole(hidden, head, labels, **TERMS[terms])
+    wanted = gradients(head, hidden, right, weights)
+    seen = {}
+
+    def rank(number):
+        mesh = init_device_mesh("cpu", (ranks,))
+        part = nn.Linear(FEATURES, vocabulary, bias=bias)
+        for name, value in head.named_parameters():
+            local = distribute_tensor(value.detach().clone(), mesh, [Shard(0)])
+            setattr(part, name, nn.Parameter(local))
+        mine = DTensor.from_local(hidden.detach().clone(), mesh).requires_grad_()
+        loss = token_losses(part, mine, labels, LossTerms(chunks=2, **TERMS[terms]))
+        loss = loss.full_tensor().squeeze(-1)
+        found = gradients(part, mine, loss, weights)
+        seen[number] = [loss.detach(), *(g.full_tensor() for g in found)]
+
+    assert run_ranks(ranks, rank, seconds=60) is None
+    for found in seen.values():
+        for one, two in zip(found, [right.detach(), *wanted], strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    head, hidden, labels, weights = case(11)
+    head.requires_grad_(False)
+    hidden.requires_grad_()
+    loss = token_losses(head, hidden, labels, LossTerms(chunks=2)).squeeze(-1)
+    found, *none = gradients(head, hidden, loss, weights)
+    assert found.abs().sum() > 0 and none == [None, None]
+
+
+def test_logits_in_bf16_have_a_loss_and_sums_in_fp32():
+    head, hidden, labels, weights = case(11)
+    head, mine = head.bfloat16(), hidden.bfloat16().requires_grad_()
+    loss = token_losses(head, mine, labels, LossTerms(chunks=7)).squeeze(-1)
+    assert loss.dtype == torch.float32
+    other = copy.deepcopy(head)
+    right = cross_entropy(other(mine.detach()).float(), labels, reduction="none")
+    torch.testing.assert_close(loss, right)
+    found = gradients(head, mine, loss, weights)
+    assert all(g.dtype == torch.bfloat16 for g in found)
+
+
+def test_autocast_rounds_as_the_head_alone_does():
+    head, hidden, labels, _ = case(11)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = token_losses(head, hidden, labels, LossTerms(chunks=3)).squeeze(-1)
+        right = cross_entropy(head(hidden).float(), labels, reduction="none")
+    torch.testing.assert_close(loss, right)
+
+
+def model(**changes):
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=37,
+        **changes,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def batch():
+    tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, :6] = -100
+    return tokens, labels
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("items", [None, 5, torch.tensor(5)])
+def test_a_model(items, tie):
+    plain, chunked = model(tie_word_embeddings=tie), model(tie_word_embeddings=tie)
+    chunk_loss(chunked.lm_head, chunked, chunks=4)
+    tokens, labels = batch()
+    extra = {} if items is None else {"num_items_in_batch": items}
+    right = plain(input_ids=tokens, labels=labels, **extra)
+    output = chunked(input_ids=tokens, labels=labels, **extra)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, right.loss)
+    right.loss.backward()
+    output.loss.backward()
+    for one, two in zip(chunked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+    unlabeled = chunked(input_ids=tokens)
+    assert unlabeled.loss is None
+    torch.testing.assert_close(unlabeled.logits, plain(input_ids=tokens).logits)
+
+
+def test_labels_that_are_shifted_already():
+    chunked = model()
+    chunk_loss(chunked.lm_head, chunked, chunks=4)
+    tokens, labels = batch()
+    shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], 1)
+    one = chunked(input_ids=tokens, labels=labels).loss
+    two = chunked(input_ids=tokens, labels=labels, shift_labels=shifted).loss
+    torch.testing.assert_close(one, two)
+
+
+def test_a_failed_call_leaves_nothing_behind():
+    chunked = model()
+    chunk_loss(chunked.lm_head, chunked, chunks=4)
+    tokens, labels = batch()
+    with pytest.raises(ValueError, match=r"tokens \[2, 9\] and labels \[2, 5\]"):
+        chunked(input_ids=tokens, labels=labels[:, :5])
+    assert chunked(input_ids=tokens).logits.shape == (2, 9, 37)
+
+
+def test_what_it_cannot_give_is_an_error():
+    chunked = model()
+    chunk_loss(chunked.lm_head, chunked, chunks=4)
+    tokens, labels = batch()
+    with pytest.raises(ValueError, match="return_dict"):
+        chunked(input_ids=tokens, labels=labels, return_dict=False)
+    with pytest.raises(ValueError, match="-100"):
+        chunked(input_ids=tokens, labels=labels, ignore_index=0)
