@@ -23,7 +23,8 @@ def loss_head(plan: Plan, facts: Facts, sink: Sink) -> None:
                 message,
                 Label(span=rule.origin, text="its loss is computed here"),
                 *labels,
-                help="name the linear layer that computes the logits, such as `lm_head`, without adapter or checkpoint",
+                help="name the linear layer that computes the logits, such as `lm_head`, without "
+                "an adapter or a checkpoint",
             )
         elif "tensor" not in plan.broken:
             _split(rule, plan, sink)

@@ -87,14 +87,10 @@ def elaborate(
 
     require(program)
     _axes(program, mesh)
-    options = {}
-    for name, definition in program.scope.definitions.items():
-        if definition.kind == "option":
-            options[name] = evaluate(definition.given or definition.value, program.scope)
     plan = Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
-        options={n: v for n, v in options.items() if not isinstance(v, Failed)},
+        options=_options(program),
         mesh=mesh,
         load=part("load", lambda: load(program)),
         tensor=part("tensor", lambda: tuple(tensor(program))),
@@ -109,6 +105,16 @@ def elaborate(
         origin=program.header.origin,
     )
     return settled(plan, facts, sink)
+
+
+def _options(program: Program) -> dict[str, object]:
+    """The value of every option that has one."""
+    options = {
+        name: evaluate(definition.given or definition.value, program.scope)
+        for name, definition in program.scope.definitions.items()
+        if definition.kind == "option"
+    }
+    return {name: value for name, value in options.items() if not isinstance(value, Failed)}
 
 
 def _program(facts: Facts, sink: Sink, world_size: int | None) -> Program:
