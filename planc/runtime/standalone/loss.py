@@ -83,10 +83,12 @@ class HeadPart:
         """A tensor of every rank, `[ranks, ...]`."""
         if self.mesh is None:
             return own[None]
-        every = own.new_empty((self.mesh.size(), *own.shape))
-        group = self.mesh.get_group()
-        distributed.all_gather_into_tensor(every, own, group=group)
-        return every
+        ranks = self.mesh.size()
+        every = own.new_empty(
+            (ranks * len(own), *own.shape[1:])
+        )  # gloo takes no more dims
+        distributed.all_gather_into_tensor(every, own, group=self.mesh.get_group())
+        return every.unflatten(0, (ranks, len(own)))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
