@@ -1,4 +1,4 @@
-"""PL670, PL671: random numbers in training, and ranks that must draw the same ones."""
+"""PL670 to PL672: random numbers in training, and who must draw the same ones."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
             help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
             "tensor axis",
         )
+    for checkpoint in plan.checkpoint if fields else ():
+        if not checkpoint.preserve_rng:
+            sink.warning(
+                "PL672",
+                f"the recomputation of `{checkpoint.modules}` draws other random numbers than its "
+                f"forward pass: {', '.join(fields)}",
+                checkpoint.origin,
+                help="leave out `preserve_rng = false`, unless these modules draw none",
+            )
     if skipped := layer_drop_fields(facts):
         shards = plan.fsdp is not None and plan.mesh.size(*plan.fsdp.shard) > 1
         if shards or rules:

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -67,6 +68,7 @@ def apply_lowered(
             is changed; PL492 (torch refused an operation).
     """
     began = time.perf_counter()
+    before = tuple(weakref.ref(p) for p in model.parameters())
     device = device_of(model, device_type)
     _require(lowered, device, allow_code)
     with _without_collection():
@@ -96,6 +98,7 @@ def apply_lowered(
         meshes=meshes,
         text=describe or (lambda: f"{lowered.plan} for {lowered.model}, {digest[:12]}"),
         first=first,
+        before=before,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +13,41 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import fsdp_units, reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
 
 IGNORED = -100
 """torch's `ignore_index` of a cross entropy."""
+
+
+def require_current(
+    model: nn.Module, optimizer: Optimizer, before: Iterable[weakref.ref[nn.Parameter]]
+) -> None:
+    """Refuses an optimizer of parameters that the plan has replaced: no gradient reaches them, so
+    its steps would change nothing.
+
+    Args:
+        model: after the plan was applied.
+        optimizer: of its parameters.
+        before: the parameters that the model had before.
+
+    Raises:
+        PlanError: PL485.
+    """
+    kept = {id(parameter) for parameter in model.parameters()}
+    replaced = {id(known) for each in before if (known := each()) is not None} - kept
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if count := sum(id(parameter) in replaced for parameter in stepped):
+        raise stop(
+            "PL485",
+            f"{count} of the {len(stepped)} parameters of the optimizer are no longer in the model:"
+            " the plan has replaced them",
+            help="create the optimizer after `planc.apply`",
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from planc.diagnostic import PlanError
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Colwise, Layout, Output, Rowwise, Sequence, Shard, Style
 from planc.ops.tensor_parallel import Parallelize
+from planc.plan.apply_adapters import BASE_LAYER
 from planc.runtime.preconditions import stop
 
 
@@ -22,7 +23,7 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
 
     Args:
         model: as it was before the plan.
-        modules: its modules by name.
+        modules: its modules by name; adapters, which the plan adds, are not among them.
         lowered: the plan.
     """
     get = getattr(model, "get_input_embeddings", None)
@@ -33,7 +34,7 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
     for op in lowered.stage.ops:
         if isinstance(op, Parallelize) and any(map(_of_sequence, _outputs(op.style))):
             for name in op.modules.names():
-                if modules[name] is embedding:
+                if modules.get(name.removesuffix(f".{BASE_LAYER}")) is embedding:
                     refuse = partial(_refuse, partial(_error, name, op))
                     model.register_forward_pre_hook(refuse, with_kwargs=True)
                     return

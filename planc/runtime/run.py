@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Run:
     meshes: Meshes = field(repr=False)
     text: Callable[[], str] = field(repr=False)
     first: FirstPasses = field(default_factory=FirstPasses, repr=False)
+    before: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -95,12 +97,16 @@ class Run:
     # training: planc/runtime/gradients.py
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Prepares an optimizer of the model's parameters for the plan, and returns it.
+        """Checks an optimizer of the model's parameters, prepares it for the plan, and returns it.
 
         torch's FSDP needs no preparation: the optimizer is returned unchanged. Megatron-FSDP keeps
         separate parameters for the optimizer and copies them to the model after each step, so an
         optimizer that was not prepared raises at its first step.
+
+        Raises:
+            PlanError: PL485, the optimizer was created before the plan was applied.
         """
+        gradients.require_current(self.model, optimizer, self.before)
         return (
             megatron_fsdp.optimizer(optimizer)
             if megatron_fsdp.uses_megatron(self.lowered)

@@ -127,6 +127,18 @@ def from_rank0(folder, text, meta=False):
     return lines, said(lambda: step(model, batch(run.data_rank))), right
 
 
+# Optimizers --------------------------------------------------------------------------------------
+
+
+def optimizers(overrides):
+    """What `run.optimizer` raises for one created before `apply`, and for one created after."""
+    model = seeded(0)
+    early = torch.optim.AdamW(model.parameters())
+    run = planc.apply(model, "llama", overrides=overrides, device_type="cpu")
+    late = torch.optim.AdamW(model.parameters())
+    return said(lambda: run.optimizer(early)), said(lambda: run.optimizer(late))
+
+
 # Inputs ------------------------------------------------------------------------------------------
 
 
