@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test processes lint bench mutants fuzz coverage pages clean
+.PHONY: help demo test processes lint bench mutants silent fuzz coverage pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -35,6 +35,9 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour)
 	mkdir -p build
 	$(BIN)/python -W ignore tests/mutants/run.py --table build/mutants.md
+
+silent: $(VENV)/.ready  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
+	$(BIN)/python -W ignore tests/silent/replay.py
 
 FUZZ_CASES ?= 100000
 FUZZ_SEED  ?=

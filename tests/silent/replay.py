@@ -1,0 +1,287 @@
+"""`make silent`: silent errors that others have reported, replayed as plans and as seeded faults.
+
+Each case is a right plan and the same with one mistake, which is in the plan, in the runtime, or in
+the training script. Four gloo processes tell the truth about both: how far they are from a single
+process. `planc check` judges both; what it accepts is tried with the trial of `planc verify`, and
+with `planc.apply` and the loop of docs/training.md.
+
+docs/silent-errors.md has the table. The run fails, and leaves the page as it is, where a case is
+accepted that the page says is found, where a right twin is refuted, and where the truth is not what
+the case says.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numerics
+import silent_faults
+import silent_page
+from pool import Pool, RankError
+from silent_cases import IGNORED, Case
+from silent_fault_cases import FAULT_CASES, WAITING
+from silent_plan_cases import PLAN_CASES
+
+from planc import compiler
+from planc.diagnostic import Sink
+from planc.model.load import load_values
+from planc.ops.document import dumps
+from planc.proof import layout_flow
+from planc.proof.small_case import small_case
+from planc.proof.small_mesh import small_sizes
+from planc.proof.stand_in import Unrepresented
+from planc.proof.verify_findings import report_difference
+from planc.trial.launcher import LIMITS, _comparison
+from planc.trial.trial_part import trial_part
+
+CASES = (*PLAN_CASES, *FAULT_CASES)
+WORLD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What finds a mistake first.
+
+    Args:
+        by: `check`, `verify`, `apply`; empty if nothing does.
+        code: that of the first error, or of the first warning that the twin does not have.
+        warning: whether it is a warning.
+        line: the text of the line of the plan; empty for a finding that has none.
+        text: its message.
+    """
+
+    by: str = ""
+    code: str = ""
+    warning: bool = False
+    line: str = ""
+    text: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Replay:
+    """A case with its results.
+
+    Args:
+        found: what finds it.
+        twin: the codes of the errors that planc reports of the right twin.
+        truth, right: the relative errors of the case and of its twin, by kind, the largest over
+            the ranks; `crash` with a message if a rank raised.
+    """
+
+    case: Case
+    found: Finding = Finding()
+    twin: tuple[str, ...] = ()
+    truth: dict = field(default_factory=dict)
+    right: dict = field(default_factory=dict)
+
+
+def compiled(case, files, folder, changes):
+    """(the compiled plan, its findings) of one version of a case."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    facts = load_values({**numerics.MODELS[case.model], **changes}, case.model, Sink())
+    sink, checks = Sink(), Sink()
+    read = compiler.read(str(folder / case.plan), sink)
+    done = compiler.compile(
+        read, facts, sink, world_size=WORLD, settings=case.settings, checks=checks
+    )
+    for found in checks:
+        sink.add(found)
+    return done, sink
+
+
+def checked(case, files, folder, changes, fault=""):
+    """The compiled plan, and the findings of `planc check`.
+
+    No verdict is taken from the cache: a fault is not part of its key.
+    """
+    done, sink = compiled(case, files, folder, changes)
+    if not sink.failed:
+        with (
+            silent_faults.installed(fault),
+            mock.patch.object(layout_flow.cache, "recall", lambda *_: None),
+            mock.patch.object(layout_flow.cache, "keep", lambda *_: None),
+        ):
+            layout_flow.flow(done, sink)
+    return done, sink
+
+
+def line_of(span):
+    """The line of a plan that a finding points to, as it is written there."""
+    return " ".join(span.source.line(span.line).split())
+
+
+def first_finding(by, sink, known=frozenset()):
+    """The first error that has a line, else the first; else a warning whose code is not `known`."""
+    errors = [d for d in sink if d.severity == "error"]
+    warnings = [d for d in sink if d.severity == "warning" and d.code not in known]
+    for found in (*sorted(errors, key=lambda d: not d.labels), *warnings):
+        line = next((line_of(label.span) for label in found.labels), "")
+        warning = found.severity == "warning"
+        return Finding(by=by, code=found.code, warning=warning, line=line, text=found.message)
+    return Finding()
+
+
+class Ranks:
+    """Four processes, and what they said of lowered plans."""
+
+    def __init__(self):
+        self._pool, self._known = Pool(), {}
+
+    def run(self, function, **arguments):
+        if not self._pool.alive:
+            self._pool = Pool()
+        return self._pool.run(f"silent_jobs.{function}", timeout=120, **arguments)
+
+    def truth(self, function, **arguments):
+        key = function + json.dumps(arguments, sort_keys=True)
+        if key not in self._known:
+            try:
+                every = self.run(function, **arguments)
+                self._known[key] = {kind: max(r[kind] for r in every) for kind in LIMITS}
+            except RankError as error:
+                self._known[key] = {"crash": str(error).strip().splitlines()[-1]}
+        return self._known[key]
+
+    def close(self):
+        self._pool.close()
+
+
+def verified(case, done, ranks):
+    """What the trial of `planc verify` says, with the fault of a case on its processes."""
+    small = small_case(done, small_sizes(done.plan.mesh.axes, WORLD), checks=Sink())
+    if isinstance(small, Unrepresented):
+        return Finding()
+    part = trial_part(small.compiled.lowered)
+    arguments = {"config": small.model.values, "document": dumps(part), "limits": LIMITS}
+    try:
+        every = ranks.run("verified", **arguments, fault=case.fault)
+    except RankError as error:
+        return Finding(by="verify", code="PL521", text=str(error).strip().splitlines()[-1])
+    found, sink = _comparison(every, 0.0), Sink()
+    if not found.same:
+        report_difference(found, small.compiled.plan, part, sink)
+    return first_finding("verify", sink)
+
+
+def applied(case, folder, ranks):
+    """What `planc.apply` and the loop raise."""
+    every = ranks.run(
+        "said",
+        model=case.model,
+        plan=str(folder / case.plan),
+        settings=case.settings,
+        fault=case.fault,
+        script=case.script or "Script",
+        changes=case.changes,
+    )
+    said = [found[0] for found in every if found]
+    return Finding(by="apply", code=said[0][0], text=said[0][1]) if said else Finding()
+
+
+TWINS = {}
+"""(compiled, findings) of right twins; cases share some."""
+
+
+def twin_of(case, folder):
+    changes = case.changes if case.right_changes is None else case.right_changes
+    key = json.dumps([case.model, changes, case.plan, case.right, case.settings])
+    if key not in TWINS:
+        TWINS[key] = checked(case, case.right, folder, changes)
+    return TWINS[key]
+
+
+def judged(case, folder):
+    """(the case with what check says of both, the lowered plans of the twin and of the case)."""
+    right, sink = twin_of(case, folder)
+    known = {d.code for d in sink if d.severity == "warning"}
+    twin = tuple(sorted({d.code for d in sink if d.severity == "error"}))
+    wrong, sink = checked(case, case.wrong, folder, case.changes, case.fault)
+    found = first_finding("check", sink, known)
+    return Replay(case=case, found=found, twin=twin), right, wrong
+
+
+def replay(case, folder, ranks):
+    """The truth about a case and its twin, and what planc says of both."""
+    made, right, wrong = judged(case, folder)
+    if not made.found.by and case.fault:
+        made.found = verified(case, wrong, ranks)
+    if not made.found.by:
+        made.found = applied(case, folder, ranks)
+    real = compiled(case, case.ignored, folder, case.changes)[0] if case.ignored else wrong
+    reference = dumps(right.lowered)
+    both = {"model": case.model, "right": reference}
+    twins = case.changes if case.right_changes is None else case.right_changes
+    made.right = ranks.truth("truth", document=reference, changes=twins, **both)
+    if case.beside:
+        made.right = ranks.truth("truth_beside", document=reference, changes=twins, **both)
+    made.truth = ranks.truth(
+        "truth_beside" if case.beside else "truth",
+        document=dumps(real.lowered),
+        changes=case.changes,
+        **both,
+        **({} if case.beside else {"fault": case.fault, "script": case.script or "Script"}),
+    )
+    return made
+
+
+def problems(made, committed):
+    """What makes the run fail, one line each.
+
+    Args:
+        made: a replay.
+        committed: what the page says finds it, None for a case that is not on it.
+    """
+    name, found = made.case.name, made.found
+    if made.twin:
+        yield f"{name}: the right twin is refuted: {', '.join(made.twin)}"
+    if made.right and beyond(made.right):
+        yield f"{name}: the right twin trains another model: {made.right}"
+    if made.truth and (made.case.kind == IGNORED) == bool(beyond(made.truth)):
+        yield f"{name}: the truth is not what the case says: {made.truth}"
+    if committed and not found.by:
+        yield f"{name}: accepted, and {silent_page.PAGE.name} says that {committed} finds it"
+
+
+def beyond(errors):
+    """The kinds of errors that are more than rounding."""
+    if "crash" in errors:
+        return ["crash"]
+    return [kind for kind, limit in LIMITS.items() if not errors[kind] <= limit]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="parts of the names of cases; all by default")
+    options = parser.parse_args()
+    picked = [c for c in CASES if not options.names or any(n in c.name for n in options.names)]
+    committed, failed, every = silent_page.committed(), [], []
+    ranks, began = Ranks(), time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for case in picked:
+                since = time.monotonic()
+                made = replay(case, Path(folder), ranks)
+                every.append(made)
+                failed += problems(made, committed.get(case.name))
+                seconds = time.monotonic() - since
+                print(f"{silent_page.row(made)} {seconds:.1f} s", flush=True)
+    finally:
+        ranks.close()
+    print("\n".join([*failed, silent_page.summary(every)]))
+    print(f"{time.monotonic() - began:.0f} s")
+    if not failed and not options.names:
+        silent_page.write(every, WAITING)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

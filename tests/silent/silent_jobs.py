@@ -1,0 +1,216 @@
+"""What `make silent` runs on every rank: the truth, and what planc says at run time."""
+
+import json
+from functools import cache
+
+import silent_faults
+import silent_scripts
+import torch
+from numerics import data, error
+from torch import distributed, nn
+
+import planc
+from planc.diagnostic import Sink
+from planc.model.small.user_model import builder_of
+from planc.ops.document import digest, loads
+from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
+from planc.trial import worker
+from planc.trial.job_message import Job
+from planc.trial.trial_part import with_random_adapters
+
+PADS = 2
+IGNORED = -100
+
+
+def batches(vocabulary):
+    """Two steps: of two passes (padding and uneven labels; packed documents), and of one."""
+    made = []
+    for seed in range(3):
+        tokens, labels = data(vocabulary, seed)
+        made.append({"input_ids": tokens, "labels": labels})
+    rows, length = made[0]["input_ids"].shape
+    made[0]["labels"][: rows // 2, :-1] = IGNORED
+    made[0]["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+    made[0]["attention_mask"][0, :PADS] = 0
+    first = length // 2 - 1
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+    made[1]["position_ids"] = positions.expand(rows, -1).contiguous()
+    return [made[:2], made[2:]]
+
+
+def adamw(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, eps=1e-6, foreach=False)
+
+
+def trained_alone(model):
+    """Logits, loss, gradients, norms and parameters of a single process."""
+    found = {"logits": [], "loss": 0.0, "gradients": {}, "norms": []}
+    optimizer = adamw(model)
+    for step, passes in enumerate(batches(model.config.get_text_config().vocab_size)):
+        count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in passes).float()
+        for batch in passes:
+            output = model(**batch, num_items_in_batch=count)
+            output.loss.backward()
+            if step == 0:
+                found["logits"].append(output.logits.detach())
+                found["loss"] += output.loss.detach()
+        if step == 0:
+            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            found["gradients"] = {plain_name(n): g.clone() for n, g in grads.items()}
+        with_gradient = [p for p in model.parameters() if p.grad is not None]
+        found["norms"].append(nn.utils.clip_grad_norm_(with_gradient, silent_scripts.MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["parameters"] = {plain_name(n): p.detach() for n, p in model.named_parameters()}
+    return found
+
+
+@cache
+def reference(model, right, changes):
+    """What a single process trains under a right plan; `changes` as JSON."""
+    made = silent_scripts.Script().build(model, json.loads(changes))
+    return trained_alone(alone(made, read(right)))
+
+
+def trained(run, script, optimizer):
+    """The same of a parallel model, on this rank; logits of its own rows."""
+    found = {"logits": [], "loss": torch.zeros(()), "gradients": {}, "norms": []}
+    model = run.model
+    for step, passes in enumerate(batches(model.config.get_text_config().vocab_size)):
+        mine = [script.rows(run, batch) for batch in passes]
+        count = script.count(run, mine)
+        extra = {} if count is None else {"num_items_in_batch": count}
+        for at, batch in enumerate(mine):
+            torch.manual_seed(10 * step + at)  # what a pass before drew changes nothing
+            with script.sync(run, at == len(mine) - 1):
+                output = model(**batch, **extra)
+                loss = output.loss * script.weight(run, len(mine))
+                loss.backward()
+            if step == 0:
+                found["logits"].append(whole(output.logits))
+                found["loss"] += whole(loss)
+        if step == 0:
+            found["gradients"] = full_gradients(model)
+        found["norms"].append(whole(script.clip(run)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["parameters"] = script.saved(run)
+    return found
+
+
+def whole(tensor):
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().clone()
+
+
+def full_gradients(model):
+    """The gradient of each parameter, by its name before wrapping."""
+    orders, found = rank_orders(model), {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            own = plain_name(name)
+            found[own] = in_own_order(whole(parameter.grad), orders.get(own))
+    return found
+
+
+def differences(mine, right, rows):
+    """Relative errors of this rank."""
+    logits = zip(mine["logits"], right["logits"], strict=True)
+    saved = {n: t for n, t in mine["parameters"].items() if n in right["parameters"]}
+    return {
+        "logits": max(off(m, r[rows]) for m, r in logits),
+        "loss": off(mean(mine["loss"]), right["loss"]),
+        "gradients": worst(mine["gradients"], right["gradients"]),
+        "norm": max(map(off, mine["norms"], right["norms"])),
+        "parameters": worst(saved, right["parameters"]),
+    }
+
+
+def mean(loss):
+    """The loss of all ranks: those with the same rows have the same."""
+    total = loss.clone()
+    distributed.all_reduce(total)
+    return total / distributed.get_world_size()
+
+
+def off(mine, right, least=1e-12):
+    same = mine.shape == right.shape
+    return error(mine.float(), right.float(), least) if same else float("inf")
+
+
+def worst(mine, right):
+    least = 1e-3 * max(t.abs().max().item() for t in right.values())
+    missing = mine.keys() ^ right.keys()
+    return float("inf") if missing else max(off(mine[n], right[n], least) for n in right)
+
+
+def read(document):
+    """A lowered plan, with adapters in which every error shows."""
+    return with_random_adapters(loads(document, "case", Sink()))
+
+
+def run_of(model, lowered, loop, changes, *, seed=7):
+    """(the handle of a run of a lowered plan, what it trained), whatever planc says of the plan."""
+    made = loop.build(model, changes)
+    early = loop.optimizer(made)
+    torch.manual_seed(seed + distributed.get_rank())
+    run = apply_lowered(made, lowered, digest=digest(lowered), device_type="cpu")
+    return run, trained(run, loop, early or adamw(made))
+
+
+def truth(model, document, right, fault="", script="Script", changes=None):
+    """How far a lowered plan is from a single process that trains what the right plan trains."""
+    wanted = reference(model, right, json.dumps(changes or {}))
+    loop = getattr(silent_scripts, script)()
+    with silent_faults.installed(fault):
+        run, mine = run_of(model, read(document), loop, changes or {})
+    rank, count = run.data_rank, run.data_size
+    size = len(mine["logits"][0])
+    if size != len(wanted["logits"][0]) // count:  # a sampler of its own: rows by process
+        rank = distributed.get_rank()
+    return differences(mine, wanted, slice(rank * size, (rank + 1) * size))
+
+
+def truth_beside(model, document, right, changes=None):
+    """How far a lowered plan is from the right one on the same ranks, with the same seeds."""
+    loop = silent_scripts.Script()
+    _, wanted = run_of(model, read(right), loop, changes or {})
+    _, mine = run_of(model, read(document), loop, changes or {})
+    wanted["loss"] = mean(wanted["loss"])
+    return differences(mine, wanted, slice(None))
+
+
+def said(model, plan, settings, fault="", script="Script", changes=None):
+    """(code, message) of what `planc.apply` or the loop raises; nothing if neither does."""
+    loop = getattr(silent_scripts, script)()
+    made = loop.build(model, changes or {})
+    early = loop.optimizer(made)
+    try:
+        with silent_faults.installed(fault):
+            run = planc.apply(made, plan, overrides=settings, device_type="cpu")
+            trained(run, loop, run.optimizer(early or adamw(made)))
+    except planc.PlanError as found:
+        return [(d.code, d.message) for d in found.diagnostics]
+    return []
+
+
+def verified(config, document, limits, fault=""):
+    """What `planc verify` measures on this rank, for one seed."""
+    lowered = loads(document, "case", Sink())
+    job = Job(
+        config=config,
+        lowered=document,
+        digest=digest(lowered),
+        ranks=lowered.world_size,
+        seeds=(0,),
+        limits=limits,
+        folder="",
+        seconds=60.0,
+    )
+    worker._MAKERS[job.digest] = builder_of(config, "")
+    found = {"device": "cpu"}
+    with silent_faults.installed(fault):
+        worker._compare(job, found)
+    return found

@@ -1,0 +1,85 @@
+"""Silent errors that others have reported: a sample of `make silent`, and its page."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "processes"))
+sys.path.insert(0, str(Path(__file__).parent / "silent"))
+
+import replay
+import silent_faults
+import silent_page
+import silent_scripts
+
+PAGE = silent_page.committed()
+CASES = {case.name: case for case in replay.CASES}
+SAMPLE = (
+    "final norm",
+    "positions of a shard",
+    "frozen head",
+    "keys without a prefix",
+    "norm of own shards",
+    "tokens of one rank",
+)
+RIGHT = dict.fromkeys(replay.LIMITS, 1e-6)
+WRONG = {**RIGHT, "gradients": 0.5}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_silent_error_is_found_at_the_line_that_the_page_has(name, tmp_path):
+    made, _, _ = replay.judged(CASES[name], tmp_path)
+    assert made.twin == ()
+    assert silent_page.row(made).split(" | ")[5] == PAGE[name]
+
+
+def test_the_page_has_every_case_once():
+    assert list(PAGE) == [c.name for k in kinds() for c in replay.CASES if c.kind == k]
+    rows = [line for line in silent_page.PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == len(PAGE) + len(replay.WAITING) + 2 * (len(kinds()) + 1)  # and the heads
+
+
+def kinds():
+    return list(dict.fromkeys(case.kind for case in replay.CASES))
+
+
+def test_at_least_forty_cases_and_95_percent_are_found():
+    assert len(replay.CASES) == len(CASES) >= 40
+    assert sum(map(bool, PAGE.values())) / len(PAGE) >= 0.95
+
+
+def test_every_case_names_a_report_and_breaks_something():
+    for case in replay.CASES:
+        assert case.public and all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", p) for p in case.public)
+        assert not case.how.endswith(".")
+        assert (case.right != case.wrong) + bool(case.fault) + bool(case.script) <= 1
+        assert case.where != "options" or case.right_changes is not None
+        assert not case.fault or callable(getattr(silent_faults, case.fault))
+        assert not case.script or issubclass(
+            getattr(silent_scripts, case.script), silent_scripts.Script
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "committed", "says"),
+    [
+        ({"truth": WRONG, "right": RIGHT}, "check PL502", "accepted, and silent-errors.md says"),
+        ({"truth": WRONG, "right": RIGHT}, "", ""),
+        ({"truth": WRONG, "right": RIGHT, "twin": ("PL501",)}, "", "the right twin is refuted"),
+        ({"truth": WRONG, "right": WRONG}, "", "the right twin trains another model"),
+        ({"truth": RIGHT, "right": RIGHT}, "", "the truth is not what the case says"),
+    ],
+)
+def test_what_makes_the_target_fail(given, committed, says):
+    made = replay.Replay(case=CASES["final norm"], **given)
+    found = list(replay.problems(made, committed))
+    assert len(found) == bool(says) and all(says in line for line in found)
+
+
+def test_a_setting_without_effect_trains_the_same_model():
+    made = replay.Replay(case=CASES["keys without a prefix"], truth=WRONG, right=RIGHT)
+    assert len(list(replay.problems(made, ""))) == 1
+    made.truth = RIGHT
+    assert list(replay.problems(made, "")) == []
