@@ -36,14 +36,14 @@ def require_current(
         before: the parameters that the model had before.
 
     Raises:
-        PlanError: PL485.
+        PlanError: PL486.
     """
     kept = {id(parameter) for parameter in model.parameters()}
     replaced = {id(known) for each in before if (known := each()) is not None} - kept
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     if count := sum(id(parameter) in replaced for parameter in stepped):
         raise stop(
-            "PL485",
+            "PL486",
             f"{count} of the {len(stepped)} parameters of the optimizer are no longer in the model:"
             " the plan has replaced them",
             help="create the optimizer after `planc.apply`",

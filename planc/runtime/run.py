@@ -104,7 +104,7 @@ class Run:
         optimizer that was not prepared raises at its first step.
 
         Raises:
-            PlanError: PL485, the optimizer was created before the plan was applied.
+            PlanError: PL486, the optimizer was created before the plan was applied.
         """
         gradients.require_current(self.model, optimizer, self.before)
         return (

@@ -123,7 +123,7 @@ def test_accumulation_and_checkpoints_compute_the_same(four):
 @pytest.mark.parametrize("overrides", [FP32, TP2])
 def test_an_optimizer_of_replaced_parameters_is_refused(four, overrides):
     for early, late in four.run("safeguard_jobs.optimizers", overrides=overrides):
-        assert "PL485" in early and "21 of the 21 parameters" in early
+        assert "PL486" in early and "21 of the 21 parameters" in early
         assert late == ""
 
 
