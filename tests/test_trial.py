@@ -1,5 +1,6 @@
 """The trial that check and verify share: what its batches show, and how its ranks end."""
 
+import sys
 import threading
 
 import pytest
@@ -224,6 +225,12 @@ def test_ranks_that_take_too_long_are_given_up():
     failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
     event.set()
     assert "time limit" in failure.message
+
+
+def test_later_tracebacks_of_the_process_name_no_rank():
+    before = sys.excepthook
+    assert thread_ranks.run_ranks(2, lambda _: None, seconds=60) is None
+    assert sys.excepthook is before
 
 
 def test_every_rank_draws_from_a_generator_of_its_own():

@@ -10,6 +10,7 @@ while others wait for it, and ranks that all wait become errors.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -114,6 +115,8 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
             # collectives are done when they return; torch warns at exit of those not waited for
             mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _waited),
             mock.patch.object(torch.random, "default_generator", RankGenerators()),
+            # init_process_group puts a rank before each line of every later traceback
+            mock.patch.object(sys, "excepthook", sys.excepthook),
         ):
             warnings.simplefilter("ignore")
             yield groups, waits
