@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "coverage"))
 
+import run
 import theirs
 
 ROOT = Path(__file__).parent.parent
@@ -41,8 +42,20 @@ def row(name, **more):
 def test_a_page_counts_and_tells_why(tmp_path):
     rows = [
         row("llama", source="shipped", plan="llama", errorssp={"logits": 1e-6, "gradient": 3e-6}),
-        row("mixtral", experts={"share": 1.0, "styles": ["experts"]}),
-        row("dbrx", share=0.1, kept=[["mlp (DbrxExpertGLU)", 0.9]], experts={"share": 0.0}),
+        row(
+            "mixtral",
+            experts={"share": 1.0, "styles": ["experts"]},
+            inputs={"padding": True, "uneven": False},
+            training="no dropout",
+        ),
+        row(
+            "dbrx",
+            share=0.1,
+            kept=[["mlp (DbrxExpertGLU)", 0.9]],
+            experts={"share": 0.0},
+            inputs={"padding": True, "uneven": True},
+            training="yes",
+        ),
         row("gemma4_assistant", verdict="", reason="StrictDataclassError"),
         row("nothere", verdict="", reason="can't be built: no | such class"),
     ]
@@ -67,4 +80,33 @@ def test_a_page_counts_and_tells_why(tmp_path):
     assert "| mixtral | wrong gradient, off by 50% |" in text and "| **wrong** |" in text
     assert "| dbrx | 10% | `mlp (DbrxExpertGLU)` 90% | the weights of all experts" in text
     assert "| gemma4_assistant | a drafter: its forward takes" in text
+    # a family that has not been run since there is a column is never counted as run
+    assert "| 3e-06 | not run | not run | not run | right, 100% |" in text
+    assert "|  | yes | means | no dropout | **wrong** |" in text
+    assert "|  | yes | yes | yes | right, splits no block |" in text
+    assert "of the 2 families that were run since" in page and "2 ran with padding" in page
+    assert "1 with labels that are ignored unevenly" in page and "and 1 in training mode" in page
     assert "| nothere | can't be built: no / such class |" in text
+
+
+def test_a_row_without_a_column_is_made_again(tmp_path):
+    def kept(**more):
+        path = tmp_path / "row.json"
+        path.write_text(json.dumps(row("llama", **more)))
+        return path
+
+    assert run.settled(kept(training="no dropout"), failed=False)
+    assert not run.settled(kept(), failed=False)
+    assert run.settled(kept(verdict=""), failed=False)
+    assert not run.settled(kept(verdict=""), failed=True)
+
+
+def test_the_family_s_own_dropout_comes_back_and_no_layer_is_skipped():
+    own = {"attn_pdrop": 0.1, "layerdrop": 0.1, "n_embd": 768, "text": {"dropout": 0.2, "drop": 0}}
+    small = {"attn_pdrop": 0.0, "layerdrop": 0.0, "n_embd": 64, "text": {"dropout": 0, "drop": 0}}
+    assert run.drawing(own, small) == {
+        "attn_pdrop": 0.1,
+        "layerdrop": 0.0,
+        "n_embd": 64,
+        "text": {"dropout": 0.2, "drop": 0},
+    }

@@ -55,6 +55,7 @@ def numbers(rows):
     proved = [r for r in built if r["verdict"] == "proved"]
     wrong = [r for r in rows if r["reason"].startswith("wrong")]
     experts = [r for r in proved if "experts" in r]
+    inputs = [r.get("inputs", {}) for r in proved]
     found = {
         "rows": rows,
         "built": built,
@@ -64,6 +65,10 @@ def numbers(rows):
         "sequence": [r for r in proved if "errorssp" in r],
         "experts": experts,
         "parted": [r for r in experts if r["experts"]["share"] > 0.99],
+        "padded": [i for i in inputs if i.get("padding")],
+        "uneven": [i for i in inputs if i.get("uneven")],
+        "trained": [r for r in proved if r.get("training") == "yes"],
+        "seen": [r for r in proved if "training" in r],
         "wrong": wrong,
         "silent": [r for r in wrong if "proved" in (r.get("flow"), r.get("flowsp"))],
     }
@@ -102,7 +107,16 @@ Of {rows} types, {built} can be built; **{proved} are proved** ({shipped} with a
 that ships), {half} of them with more than half of their blocks' parameters sharded
 over the tensor axis, {sequence} with sequence parallelism too. {experts} are mixtures
 of experts; {parted} of those run with every expert split. Wrong: {wrong}, of which
-layout flow reported {silent} as proved."""
+layout flow reported {silent} as proved.
+
+The three columns after that of sequence parallelism say what these runs had, of the
+{seen} families that were run since there are such columns; the others say `not run`.
+{padded} ran with padding on the left (`attention_mask` with zeros; `none`: the model
+takes none), {uneven} with labels that are ignored unevenly over the data ranks
+(`means`: its loss takes no number of tokens, so every rank has equally many), and
+{trained} in training mode with the dropout of the family's default configuration
+(`no dropout`: that has none; `not compared`: it trains, and ranks draw for their shards
+what one process cannot draw, [PL670](diagnostics/PL670.md))."""
 
 OWN = """The last column is transformers' own tensor parallelism, measured in the same way: the
 same small model is saved and loaded by two processes with
@@ -119,8 +133,8 @@ which is sharded inside (by the style `experts`, or as linears). Errors are the
 largest of all ranks.
 
 | family | plan | split | experts | layout flow | logits | gradients | with sequence parallelism \
-| transformers' own |
-|---|---|---:|---:|---|---:|---:|---:|---|"""
+| padding | uneven labels | dropout | transformers' own |
+|---|---|---:|---:|---|---:|---:|---:|---|---|---|---|"""
 
 FAILED = """
 ## Where transformers' own plan fails
@@ -148,9 +162,22 @@ def line(r, own):
         f"{one['logits']:.0e}",
         f"{one['gradient']:.0e}",
         f"{max(two['logits'], two['gradient']):.0e}" if two else "",
+        *inputs_cells(r),
         theirs_cell(own),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def inputs_cells(r):
+    """What the runs had: padding, uneven labels, dropout."""
+    inputs = r.get("inputs")
+    if inputs is None:
+        return ["not run", "not run", r.get("training", "not run")]
+    return [
+        "yes" if inputs["padding"] else "none",
+        "yes" if inputs["uneven"] else "means",
+        r.get("training", "not run"),
+    ]
 
 
 def theirs_cell(own):

@@ -3,8 +3,10 @@
 For each model type: a plan (the one that planc ships, else what `planc init` writes), what layout
 flow says of it, and the errors of logits, loss, gradients and parameters after two steps on four
 gloo processes (tp 2, dp_shard 2, checkpointing), with sequence parallelism too where the plan
-offers it.
-Rows are kept in build/coverage as they come, so a run that was stopped goes on where it was.
+offers it; whether these had padding and labels that are ignored unevenly over the data ranks; and
+the same with the family's own dropout.
+Rows are kept in build/coverage as they come, so a run that was stopped goes on where it was; a row
+that lacks a column is made again.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
@@ -30,6 +32,7 @@ from planc.draft.init import draft
 from planc.model.facts import Facts, Modules
 from planc.model.layer_kinds import block_lists
 from planc.model.load import load_values
+from planc.model.small.config_fields import DROPOUT
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
@@ -158,6 +161,8 @@ def row(name, pool, folder, plans):
         reason = judged(found, case, [*tp, "sequence_parallel=true"], pool, "sp")
         if "PL110" in reason:  # the plan itself says that there is none
             reason = ""
+    if not reason:
+        reason = trained(found, case, [*tp, *plain], pool)
     return {**found, "reason": reason, **({"verdict": ""} if reason else {})}
 
 
@@ -195,10 +200,61 @@ def judged(found, case, settings, pool, mark=""):
     worst = {k: max(r[k] for r in results) for k in ("logits", "loss", "gradient", "parameters")}
     found[f"errors{mark}"] = worst
     found[f"worst{mark}"] = results[0]["worst"]
+    found["inputs"] = {k: results[0][k] for k in ("padding", "uneven")}
     if not max(worst["logits"], worst["loss"], worst["gradient"]) < LIMIT:
         return f"wrong{' with sequence parallelism' if mark else ''}: {worst}"
     found["verdict"] = "proved"
     return ""
+
+
+def trained(found, case, settings, pool):
+    """Fills in `training`, what is seen with the family's own dropout; gives what is wrong.
+
+    `yes`: all numbers are those of one process that draws as the ranks do; `not compared`: it
+    trains, and some ranks draw what one process can't, which is no error; `no dropout`.
+    """
+    found["training"] = "no dropout"
+    values = drawing(case.facts.config, case.values)
+    if values == case.values:
+        return ""
+    sink = Sink()
+    small = load_values(values, found["type"], sink)
+    done = small and compile_plan(
+        small, case.plan, sink, world_size=WORLD, settings=[*settings, "param_dtype=fp32"]
+    )
+    if not done or done.lowered is None:
+        return f"the small model with dropout: {first(sink)}"
+    try:
+        results = pool.run(
+            "coverage_jobs.prove", values=values, document=dumps(done.lowered), timeout=120
+        )
+    except RankError as error:
+        return f"with dropout: {str(error).strip().splitlines()[-1][:200]}"
+    worst = max(max(r["logits"], r["loss"], r["gradient"]) for r in results)
+    found["training"] = "yes" if worst < LIMIT else "not compared"
+    return "" if isfinite(worst) else f"with dropout: {results[0]['worst']} is not finite"
+
+
+def drawing(config, small):
+    """The small configuration with the dropout of the family's own; layers are not skipped.
+
+    Args:
+        config: the family's default configuration.
+        small: the small one, in which nothing is drawn.
+    """
+    made = dict(small)
+    for name, value in small.items():
+        own = config.get(name)
+        if isinstance(value, dict) and isinstance(own, dict):
+            made[name] = drawing(own, value)
+        elif (
+            DROPOUT.search(name) and name not in NEVER and isinstance(own, int | float) and own > 0
+        ):
+            made[name] = own
+    return made
+
+
+NEVER = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "summary_first_dropout")
 
 
 def splits(compiled):
@@ -280,6 +336,17 @@ def guarded(name, pool, folder, plans):
         signal.alarm(0)
 
 
+def settled(kept, failed):
+    """Whether a row needs no other run: a proved one that has all columns, or one that is not.
+
+    Args:
+        kept: the file of the row.
+        failed: whether what is not proved is run again.
+    """
+    row = json.loads(kept.read_text())
+    return "training" in row if row["verdict"] == "proved" else not failed
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("types", nargs="*")
@@ -297,8 +364,7 @@ def main():
     wanted = (options.types or types())[int(own) :: int(many)]
     for name in track(wanted, "families"):
         kept = options.folder / f"{name}.json"
-        known = json.loads(kept.read_text())["verdict"] if kept.exists() else ""
-        if kept.exists() and not options.again and (not options.failed or known == "proved"):
+        if kept.exists() and not options.again and settled(kept, options.failed):
             continue
         if not pool.alive:
             pool = Pool()

@@ -7,11 +7,12 @@ from planc.diagnostic import Sink
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.document import digest, loads
 from planc.trial import program
+from planc.trial.batches import batches
 
 
 def prove(values, document, seed=0):
     """The errors of a lowered plan beside one process: logits, loss, the worst gradient, and the
-    worst parameter after two steps of AdamW.
+    worst parameter after two steps of AdamW; and what the inputs had.
 
     Args:
         values: the small model's configuration.
@@ -19,9 +20,8 @@ def prove(values, document, seed=0):
     """
     torch.manual_seed(0)
     lowered = loads(document, "coverage", Sink())
-    found = program.prove(
-        TransformersBuilder(values), lowered, digest(lowered), seed, lambda _: None
-    )
+    builder = TransformersBuilder(values)
+    found = program.prove(builder, lowered, digest(lowered), seed, lambda _: None)
     distributed.barrier()
     worst = max(found.gradients, key=found.gradients.get)
     return {
@@ -30,4 +30,11 @@ def prove(values, document, seed=0):
         "gradient": found.gradients[worst],
         "worst": worst,
         "parameters": max(found.parameters.values()),
+        **inputs(batches(builder, lowered, seed)),
     }
+
+
+def inputs(data):
+    """Whether a run had padding, and labels that are ignored unevenly over the data ranks."""
+    first = data.steps[0][0]
+    return {"padding": first.name == "padding", "uneven": data.counted}
