@@ -32,9 +32,10 @@ lint: $(VENV)/.ready  ## ruff and mypy
 bench: $(VENV)/.ready  ## one table of medians and ratios
 	$(BIN)/python tests/bench/run.py
 
-mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour)
-	mkdir -p build
-	$(BIN)/python -W ignore tests/mutants/run.py --table build/mutants.md
+MUTANTS  ?= 56
+FAMILIES ?=
+mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour; MUTANTS=0 for all, FAMILIES=wan,jamba)
+	$(BIN)/python -W ignore tests/mutants/run.py --most $(MUTANTS) $(if $(FAMILIES),--families $(FAMILIES))
 
 silent: $(VENV)/.ready  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
 	$(BIN)/python -W ignore tests/silent/replay.py
@@ -44,7 +45,7 @@ FUZZ_SEED  ?=
 fuzz: $(VENV)/.ready  ## broken plans, configurations and lowered plans (two hours; FUZZ_CASES=1000 FUZZ_SEED=7)
 	$(BIN)/python -W ignore tests/fuzz/fuzzing.py --cases $(FUZZ_CASES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
-coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes, transformers' own beside it (half an hour, goes on where it was)
+coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes with padding, uneven labels and dropout, transformers' own beside it (an hour, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/run.py
 	$(BIN)/python -W ignore tests/coverage/theirs.py
 	$(BIN)/python -W ignore tests/coverage/page.py > docs/coverage.md

@@ -1,79 +1,132 @@
 """`make mutants`: what `planc check` says of broken plans, beside what really happens.
 
-Mutants are made from each shipped plan with tensor parallelism, with and without sequence
-parallelism. The truth is a run on four gloo processes (tp 2, dp_shard 2) against the single
-process: logits, loss and every gradient. Nothing is left out because it is awkward: what can't be
-elaborated can't be run, and is counted by itself.
+Mutants are made of the shipped plans of SUBJECTS, in the ways in which each is used. The truth is a
+training run of two steps on four gloo processes against one process: logits, loss, norms, every
+gradient and every parameter. Of each family `--most` mutants are drawn, of each kind in turn
+(0: all of them). Nothing is left out because it is awkward: what can't be elaborated can't be run,
+and is counted by itself.
 """
 
 import argparse
+import json
+import random
 import sys
 import tempfile
+import time
+import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import numerics
-from make import mutants
-from pool import Pool, RankError
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from make import in_place, in_turn, of_modules, on_degrees, on_layers
+from subjects import SUBJECTS, chain, ways
+from tables import category, show
+from truth import Job, Truth
 
 from planc import compiler
 from planc.diagnostic import Sink
-from planc.model.facts import Facts
 from planc.model.load import load_values
 from planc.ops.document import digest, dumps
 from planc.proof.layout_flow import flow
-from planc.resources import PLANS
 
-FAMILIES = {
-    "llama": "llama",
-    "llama-tied": "llama",
-    "qwen2": "llama",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3",
-    "phi3": "phi3",
-    "mixtral": "mixtral",
-}
-SETTINGS = ["tp=2", "param_dtype=fp32"]
-LIMIT = 1e-4
-
-
-def texts(plan):
-    """(what was done, the files of the mutant by name)."""
-    files = {f"{plan}.plan": (PLANS / f"{plan}.plan").read_text()}
-    if 'extend "llama.plan"' in files[f"{plan}.plan"]:
-        files["llama.plan"] = (PLANS / "llama.plan").read_text()
-    for name, text in files.items():
-        for what, mutant in mutants(text):
-            yield f"{name} {what}", {**files, name: mutant}
+ROOT = Path(__file__).parent.parent.parent
+WORLD = 4
+CONTRADICTIONS = frozenset({"PL411", "PL441", "PL451"})
+"""Errors that ask for one of two lines, whatever they train: a unit of ignored parameters, a style
+for ignored ones, a train rule without effect."""
+AHEAD = 6
+"""Plans that the truth is asked about while checks go on."""
 
 
 @dataclass
-class Case:
-    """A plan file for a model, and what to set."""
+class Run:
+    """What one family gave.
 
-    model: str
-    facts: Facts
-    path: Path
-    settings: list[str]
+    Args:
+        name: the family.
+        made: how many texts there are.
+        counts: how many by (kind, truth, what check said).
+        surprises: where the two differ, in words.
+    """
+
+    name: str
+    made: int = 0
+    counts: Counter = field(default_factory=Counter)
+    surprises: list = field(default_factory=list)
 
 
-def compiled(case, world=4):
-    """(the plan, lowered in spite of what the checks find, or not elaborated; all findings)."""
-    sink, checks = Sink(), Sink()
-    files = compiler.read(str(case.path), sink)
-    done = compiler.compile(
-        files, case.facts, sink, world_size=world, settings=case.settings, checks=checks
-    )
-    for found in checks:
-        sink.add(found)
-    return done, sink
+class Family:
+    """The mutants of one family, asked of check and of four processes."""
+
+    def __init__(self, name, folder, truth):
+        self.run, self._folder, self._truth = Run(name), Path(folder), truth
+        self._open, self._number = {}, 0
+
+    def judge(self, most, seed):
+        for way in ways(self.run.name):
+            self._way(way, round(most * way.share) if most else sys.maxsize, seed)
+        self._absorb(0)
+
+    def _way(self, way, most, seed):
+        plan = SUBJECTS[self.run.name]
+        files, name = chain(plan), f"{plan}.plan"
+        facts = load_values(dict(way.values), self.run.name, Sink())
+        base, sink = self._compiled(files, name, facts, way)
+        assert base.lowered is not None, f"{name} for {self.run.name}: {[d.message for d in sink]}"
+        self._ask(base, sink, way, "unchanged", "")
+        seen = {base.digest}
+        if way.conditions:
+            every = [*on_layers(files, name, base.plan)] if way.name == "deep" else []
+            every += on_degrees(files, name, base.plan, way.conditions)
+        else:
+            every = [*in_place(files), *of_modules(files, name, base.plan)]
+        self.run.made += len(every)
+        left = most
+        for mutant in in_turn(every, random.Random(f"{seed} {self.run.name} {way.name}")):
+            if not left:
+                return
+            done, sink = self._compiled(mutant.files, name, facts, way)
+            if done.lowered is None:
+                self.run.counts[mutant.kind, "not elaborated", "refuted"] += 1
+            elif (key := digest(done.lowered)) not in seen:
+                seen.add(key)
+                left -= 1
+                self._ask(done, sink, way, mutant.kind, mutant.what)
+
+    def _compiled(self, files, name, facts, way):
+        """(the plan, lowered in spite of what the checks find, or not elaborated; all findings)."""
+        for file, text in files.items():
+            (self._folder / file).write_text(text)
+        sink, checks = Sink(), Sink()
+        read = compiler.read(str(self._folder / name), sink)
+        done = compiler.compile(
+            read, facts, sink, world_size=WORLD, settings=way.settings, checks=checks
+        )
+        for found in checks:
+            sink.add(found)
+        return done, sink
+
+    def _ask(self, done, sink, way, kind, what):
+        """Asks the processes, and check while they work."""
+        self._number += 1
+        self._truth.ask(Job(self._number, dict(way.values), dumps(done.lowered)))
+        said = verdict(done, sink)
+        codes = sorted({d.code for d in sink if d.severity == "error"})
+        if codes and CONTRADICTIONS.issuperset(codes):
+            said = "contradictory"
+        self._open[self._number] = (kind, f"{way.name}, {what}", said, codes)
+        self._absorb(AHEAD)
+
+    def _absorb(self, most):
+        for number, real, detail in self._truth.answers(most):
+            kind, what, said, codes = self._open.pop(number)
+            self.run.counts[kind, real, said] += 1
+            if category(real, said) in ("silent", "alarm", "unsure"):
+                self.run.surprises.append(
+                    f"{self.run.name}, {what}: {real} ({detail}), {said} {' '.join(codes)}"
+                )
 
 
 def verdict(done, sink):
@@ -86,91 +139,36 @@ def verdict(done, sink):
     return "unknown" if found.verdict == "unknown" else "passed"
 
 
-class Truth:
-    """Runs lowered plans on four processes."""
-
-    def __init__(self):
-        self.pool = Pool()
-
-    def of(self, model, lowered):
-        if not self.pool.alive:
-            self.pool = Pool()
-        try:
-            results = self.pool.run(
-                "numerics.lowered", model=model, document=dumps(lowered), timeout=60
-            )
-        except RankError:
-            return "crash"
-        worst = max(max(r["logits"], r["loss"], r["gradient"]) for r in results)
-        return "right" if worst < LIMIT else "wrong"
-
-
-def family(case, plan, truth, counts, surprises):
-    """All mutants of one family's plan under one setting."""
-    base = Case(case.model, case.facts, PLANS / f"{plan}.plan", case.settings)
-    seen = {compiled(base)[0].digest}
-    for what, files in track(list(texts(plan)), f"{case.model} {case.settings[-1]}"):
-        for name, text in files.items():
-            (case.path.parent / name).write_text(text)
-        done, sink = compiled(case)
-        lowered = done.lowered
-        if lowered is None:
-            counts[case.model, "cannot be elaborated", "refuted"] += 1
-            continue
-        if digest(lowered) in seen:
-            continue
-        seen.add(digest(lowered))
-        real = truth.of(case.model, lowered)
-        said = verdict(done, sink)
-        counts[case.model, real, said] += 1
-        if (real == "right") == (said == "refuted"):
-            codes = sorted({d.code for d in sink if d.severity == "error"})
-            surprises.append(f"{case.model} {case.settings[-1]} {what}: {real}, {said} {codes}")
-
-
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--table", type=Path, help="write the table there as Markdown")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", type=names, default=list(SUBJECTS), help="such as llama,wan")
+    parser.add_argument("--most", type=int, default=56, help="mutants of each family; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="other numbers draw other mutants")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     options = parser.parse_args()
-    counts, surprises = Counter(), []
-    truth = Truth()
-    with tempfile.TemporaryDirectory() as folder:
-        for model in options.families:
-            plan = FAMILIES[model]
-            facts = load_values({**numerics.MODELS[model]}, model, Sink())
-            for way in ("true", "false"):
-                settings = [*SETTINGS, f"sequence_parallel={way}"]
-                case = Case(model, facts, Path(folder) / f"{plan}.plan", settings)
-                family(case, plan, truth, counts, surprises)
-            silent = show(counts, surprises, options)  # the table so far
-    truth.pool.close()
-    return silent
+    options.folder.mkdir(parents=True, exist_ok=True)
+    warnings.simplefilter("ignore")
+    with Truth() as truth, tempfile.TemporaryDirectory() as folder:
+        for name in options.families:
+            began = time.monotonic()
+            family = Family(name, folder, truth)
+            family.judge(options.most, options.seed)
+            run, seconds = family.run, round(time.monotonic() - began)
+            counts = [[*key, count] for key, count in sorted(run.counts.items())]
+            found = {"family": name, "seconds": seconds, "made": run.made, "counts": counts}
+            found |= {"most": options.most, "seed": options.seed, "surprises": run.surprises}
+            (options.folder / f"{name}.json").write_text(json.dumps(found, indent=1))
+            print(f"{name}: {run.counts.total()} of {run.made} texts, {seconds} s", flush=True)
+            print(*run.surprises, sep="\n", flush=True)
+    return show([json.loads((options.folder / f"{n}.json").read_text()) for n in options.families])
 
 
-def show(counts, surprises, options):
-    rows = []
-    for model in options.families:
-        for real in ("cannot be elaborated", "crash", "wrong", "right"):
-            said = [counts[model, real, v] for v in ("refuted", "unknown", "passed")]
-            rows.append((model, real, *map(str, said)))
-    bad = sum(n for (_, real, _), n in counts.items() if real in ("crash", "wrong"))
-    caught = sum(n for (_, r, v), n in counts.items() if r in ("crash", "wrong") and v == "refuted")
-    silent = sum(n for (_, r, v), n in counts.items() if r in ("crash", "wrong") and v == "passed")
-    false = sum(n for (_, r, v), n in counts.items() if r == "right" and v == "refuted")
-    head = ("family", "truth on four processes", "refuted", "unknown", "passed")
-    table = Table(*head, title="mutants")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=100).print(table)
-    summary = f"{caught} of {bad} bad mutants refuted, {silent} passed in silence, "
-    summary += f"{false} equivalent ones refuted"
-    print("\n".join([*surprises, summary]))
-    if options.table:
-        lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(r) for r in rows)]
-        options.table.write_text("\n".join(f"| {line} |" for line in lines) + f"\n\n{summary}\n")
-    return silent
+def names(text):
+    found = [name for name in text.split(",") if name]
+    if unknown := [name for name in found if name not in SUBJECTS]:
+        raise argparse.ArgumentTypeError(f"no such family: {', '.join(unknown)}")
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main()))
+    sys.exit(main())

@@ -57,7 +57,11 @@ MODELS = {
 
 def build(model, **changes):
     """A small model with weights that are nowhere 0 or 1, the same on every rank."""
-    values = {**MODELS[model], **changes}
+    return build_values({**MODELS[model], **changes})
+
+
+def build_values(values):
+    """The same for the fields of a configuration."""
     config = transformers.AutoConfig.for_model(**values)
     torch.manual_seed(0)
     made = class_of(config)._from_config(config, attn_implementation="eager")

@@ -1,0 +1,285 @@
+"""What the processes of the truth do: a training run as docs/training.md has it, and its reference.
+
+Two steps of AdamW; the first accumulates two passes. Of these, the one has padding on the left and
+labels that are ignored unevenly over the data ranks, the other two packed documents in each row,
+where the model takes such inputs. Nothing of planc's own trial is used, so that the two judge
+each other.
+"""
+
+import contextlib
+import datetime
+import inspect
+import json
+import math
+import sys
+
+import numerics
+import torch
+from numerics import error, gradients_of, plain, whole
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from truth import LIMITS, SECONDS, WORLD, imported
+
+import planc
+from planc.diagnostic import Sink
+from planc.model.small.input_search import BatchShape, rank_slice
+from planc.ops.document import loads
+from planc.ops.freeze import Freeze
+from planc.ops.fsdp import Divide, FullyShard
+from planc.runtime.standalone.shards import in_own_order, rank_orders
+
+COUNT = "num_items_in_batch"
+IGNORED = -100
+ROWS, LENGTH = 4, 16
+
+
+def prepare():
+    """What is done once, before anything forks."""
+    torch.set_num_threads(1)
+
+
+def lowered(job):
+    found = loads(job.document, "mutant", Sink())
+    assert found is not None
+    return found
+
+
+def wanted(job):
+    """What the single process depends on."""
+    plan = lowered(job)
+    return json.dumps([job.values, frozen(plan), divided(plan)], sort_keys=True)
+
+
+def frozen(plan):
+    """What the plan freezes and unfreezes, in order."""
+    ops = [op for op in plan.ops if isinstance(op, Freeze)]
+    return [[op.trainable, sorted(op.modules.names())] for op in ops]
+
+
+def divided(plan):
+    """The plan's gradients over the mean ones: docs/language.md says what `divide = N` means."""
+    factors = [op.factor for op in plan.ops if isinstance(op, Divide)]
+    return plan.axis_size(*plan.averaged) / factors[-1] if factors else 1.0
+
+
+def rough(plan):
+    """Whether gradients are reduced in 16 bits."""
+    return any(isinstance(op, FullyShard) and op.reduce not in (None, "float32") for op in plan.ops)
+
+
+# The model and its inputs ------------------------------------------------------------------------
+
+
+def build(values):
+    """The model in float32, with weights that are nowhere 0 or 1."""
+    if "_class_name" in values:
+        from planc.model.small.diffusers_model import DiffusersBuilder
+
+        return DiffusersBuilder(values).build(0)
+    return numerics.build_values(values)
+
+
+def batch(values, config, seed):
+    """One batch of all rows."""
+    if "_class_name" in values:
+        from planc.model.small.diffusers_model import DiffusersBuilder
+
+        return DiffusersBuilder(values).sample(BatchShape(rows=ROWS, seed=seed))
+    if hasattr(config, "vision_config"):
+        from planc.model.small.transformers_model import TransformersBuilder
+
+        return TransformersBuilder(values).sample(BatchShape(rows=ROWS, seed=seed))
+    tokens, labels = numerics.data(config.get_text_config().vocab_size, seed)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def batches(values, model):
+    """Two accumulated passes, then one; and whether the loss takes a number of tokens."""
+    one, two, three = (batch(values, getattr(model, "config", None), seed) for seed in (3, 4, 5))
+    counted = counts(model, one)
+    if set(one) == {"input_ids", "labels"}:
+        mask = torch.ones_like(one["input_ids"])
+        mask[0, :2], mask[2, :3] = 0, 0
+        one = taken(model, one, {"attention_mask": mask})
+        first = torch.arange(LENGTH // 2 - 1)
+        positions = torch.cat([first, torch.arange(LENGTH - len(first))]).expand(ROWS, -1)
+        two = taken(model, two, {"position_ids": positions.contiguous()})
+    if counted:
+        one["labels"] = one["labels"].clone()
+        one["labels"][: ROWS // 2, :-1] = IGNORED
+    return [[one, two], [three]], counted
+
+
+def taken(model, given, more):
+    """The inputs with more of them, if the model runs with these."""
+    if not set(more) <= set(inspect.signature(model.forward).parameters):
+        return given
+    try:
+        with torch.no_grad():
+            good = torch.isfinite(model(**given, **more).loss)
+    except Exception:
+        return given
+    return {**given, **more} if good else given
+
+
+def counts(model, given):
+    """Whether the model divides the sum of its loss by a number of tokens."""
+    try:
+        with torch.no_grad():
+            one, two = (model(**given, **{COUNT: n}).loss.item() for n in (1.0, 2.0))
+            mean = model(**given).loss.item()
+    except Exception:
+        return False
+    return abs(one / two - 2) < 0.01 and one > 2 * mean
+
+
+def valid(labels):
+    return int((labels[..., 1:] != IGNORED).sum())
+
+
+# One process -------------------------------------------------------------------------------------
+
+
+def single(job, path):
+    """Trains without the plan, and writes all that the ranks compare with."""
+    plan = lowered(job)
+    model = build(job.values)
+    steps, counted = batches(job.values, model)
+    for trainable, names in frozen(plan):
+        for name in names:
+            model.get_submodule(name).requires_grad_(trainable)
+    optimizer = adamw(model)
+    found = {"steps": steps, "counted": counted, "logits": [], "losses": [], "norms": []}
+    for number, step in enumerate(steps):
+        extra = {COUNT: sum(valid(one["labels"]) for one in step)} if counted else {}
+        extra |= {} if "_class_name" in job.values else {"use_cache": False}
+        for one in step:
+            output = model(**one, **extra)
+            loss = output.loss if counted else output.loss / len(step)
+            (loss * divided(plan)).backward()
+            found["logits"].append(output.logits.detach())
+            found["losses"].append(loss.detach())
+        if number == 0:
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            found["gradients"] = grads
+        found["norms"].append(clipped(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["parameters"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert grads and all(torch.isfinite(g).all() for g in grads.values())
+    found["modules"] = list(sys.modules)
+    torch.save(found, path)
+
+
+def keep(path):
+    """What `single` wrote."""
+    found = torch.load(path, weights_only=False)
+    imported(found.pop("modules"))
+    return found
+
+
+def adamw(model):
+    """AdamW, with a group for each mesh: `foreach` is fast, and takes no parameters of two."""
+    groups = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    some = [{"params": group} for group in groups.values()]
+    return torch.optim.AdamW(some, lr=1e-3, eps=1e-6, foreach=True)
+
+
+def clipped(model):
+    trained = [p for p in model.parameters() if p.grad is not None]
+    return nn.utils.clip_grad_norm_(trained, 1.0)
+
+
+# Four processes ----------------------------------------------------------------------------------
+
+
+def train(job, reference, rank, path):
+    """Trains as one of the ranks, and writes how far it is from the single process."""
+    store = distributed.FileStore(str(path.with_name("store")), WORLD)
+    late = datetime.timedelta(seconds=SECONDS)
+    distributed.distributed_c10d.default_pg_timeout = late
+    distributed.init_process_group("gloo", rank=rank, world_size=WORLD, store=store, timeout=late)
+    plan = lowered(job)
+    model = build(job.values)
+    run = planc.apply(model, plan, device_type="cpu")
+    mine = Mine(reference, run)
+    optimizer = run.optimizer(adamw(model))
+    for number, step in enumerate(reference["steps"]):
+        given = [rank_slice(one, run.data_rank, run.data_size) for one in step]
+        extra = {}
+        if reference["counted"]:
+            extra[COUNT] = run.num_items_in_batch(*(one["labels"] for one in given))
+        for at, one in enumerate(given):
+            with contextlib.nullcontext() if at == len(given) - 1 else run.no_sync():
+                output = model(**one, **extra)
+                loss = output.loss if reference["counted"] else output.loss / len(given)
+                loss.backward()
+            mine.passed(output.logits, loss)
+        if number == 0:
+            mine.gradients(model)
+        mine.normed(whole(run.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    mine.parameters(model)
+    found = {"errors": mine.errors, "worst": mine.worst, "rough": rough(plan)}
+    path.write_text(json.dumps({**found, "modules": list(sys.modules)}))
+    distributed.barrier()
+
+
+class Mine:
+    """What one rank has of each kind, beside the single process."""
+
+    def __init__(self, reference, run):
+        self._right, self._run, self._at, self._norm = reference, run, 0, 0
+        self.errors = dict.fromkeys(LIMITS, 0.0)
+        self.worst = ""
+
+    def _told(self, kind, value):
+        self.errors[kind] = max(self.errors[kind], value if math.isfinite(value) else math.inf)
+
+    def passed(self, logits, loss):
+        """The outputs of one pass; the loss is compared as the mean over all ranks.
+
+        A plan with a loss section has no logits.
+        """
+        rows = self._right["logits"][self._at].chunk(self._run.data_size)[self._run.data_rank]
+        later = self._at >= len(self._right["steps"][0])
+        if logits is not None:
+            self._told("later" if later else "logits", error(logits, rows))
+        mean = whole(loss).clone()
+        distributed.all_reduce(mean)
+        right = self._right["losses"][self._at]
+        self._told("later" if later else "loss", error(mean / WORLD, right))
+        self._at += 1
+
+    def normed(self, norm):
+        self._told("norm", error(norm, self._right["norms"][self._norm]))
+        self._norm += 1
+
+    def gradients(self, model):
+        right = self._right["gradients"]
+        has = {plain(n) for n, p in model.named_parameters() if p.grad is not None}
+        mine = gradients_of(model, has) if has == right.keys() else {}
+        self._tensors("gradient", mine, right)
+
+    def parameters(self, model):
+        orders = rank_orders(model)
+        mine = {plain(n): p for n, p in model.named_parameters()}
+        mine = {n: in_own_order(whole(p), orders.get(n)) for n, p in mine.items()}
+        self._tensors("parameters", mine, self._right["parameters"])
+
+    def _tensors(self, kind, mine, right):
+        """Errors by name; some gradients are 0 but for rounding."""
+        if mine.keys() != right.keys():
+            self.worst = self.worst or f"{kind} of {sorted(mine.keys() ^ right.keys())[:3]}"
+            self._told(kind, math.inf)
+            return
+        least = 1e-3 * max(t.abs().max().item() for t in right.values())
+        off = {n: error(mine[n], right[n], least) for n in right}
+        name = max(off, key=off.get)
+        self.worst = self.worst or name
+        self._told(kind, off[name])

@@ -1,0 +1,122 @@
+"""The families whose plans are mutated, and the ways in which each plan is used."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
+
+from numerics import MODELS
+
+from planc.diagnostic import Sink
+from planc.model.load import load
+from planc.model.small.shrink import shrink
+from planc.resources import PLANS
+from planc.source import Source
+from planc.syntax import ast, parse
+
+SUBJECTS = {
+    "llama": "llama",
+    "llama-tied": "llama",
+    "qwen2": "llama",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
+    "gpt_oss": "gpt_oss",
+    "deepseek_v3": "deepseek_v3",
+    "llama4": "llama4",
+    "mamba2": "mamba2",
+    "nemotron_h": "nemotron_h",
+    "jamba": "jamba",
+    "qwen3_vl": "qwen3_vl",
+    "wan": "wan",
+}
+"""The plan of each family of tests/processes; wan is a shrunken model of diffusers."""
+
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+LISTS = ("layer_types", "layers_block_type", "no_rope_layers")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan for one configuration and with certain settings.
+
+    Args:
+        name: for what is printed.
+        values: the configuration.
+        settings: options and axes; they use all four ranks.
+        share: the part of the family's mutants that are drawn from this way.
+        conditions: that hold here; rules are then mutated on some layers or under a condition, in
+            place of the lines of the text.
+    """
+
+    name: str
+    values: dict
+    settings: tuple[str, ...]
+    share: float
+    conditions: tuple[str, ...] = ()
+
+
+def ways(name):
+    """The ways of a family's plan: with and without sequence parallelism, and deeper models."""
+    values = wan(2) if name == "wan" else dict(MODELS[name])
+    text = "\n".join(chain(SUBJECTS[name]).values())
+    options = [""]
+    if "option sequence_parallel" in text:
+        none = "require not sequence_parallel" in text
+        options = ["false"] if none else ["true", "false"]
+    for option in options:
+        way = (f"sequence_parallel={option}",) if option else ()
+        yield Way(way[0] if way else "as shipped", values, (*TWO, *way), 0.7 / len(options))
+    way = (f"sequence_parallel={options[0]}",) if options[0] else ()
+    more = deep(values)
+    depth = next((f"config.{field} > 3" for field in DEPTHS if field in more), "tp > 1")
+    yield Way("deep", more, (*TWO, *way), 0.15, ("tp == 2", "tp * dp_shard == 4", depth))
+    wide = wan(4) if name == "wan" else deep(four(values))
+    yield Way("tp=4", wide, (*FOUR, *way), 0.15, ("tp >= 4", "tp > 2 and dp_shard == 1"))
+
+
+TWO = ("tp=2", "param_dtype=fp32")
+FOUR = ("tp=4", "param_dtype=fp32")
+
+
+def chain(plan):
+    """The texts of a shipped plan and of those that it extends, by file name."""
+    path = PLANS / f"{plan}.plan"
+    found = {path.name: path.read_text()}
+    for item in parse(Source(path.name, found[path.name]), Sink()).statements:
+        if isinstance(item, ast.Extend):
+            found |= chain(item.path.removesuffix(".plan"))
+    return found
+
+
+def deep(values):
+    """Twice the layers, and the lists that have a word for each."""
+    made = dict(values)
+    for field in DEPTHS:
+        if field in made:
+            made[field] *= 2
+    for field in LISTS:
+        if field in made:
+            made[field] = [*made[field]] * 2
+    if "text_config" in made:
+        made["text_config"] = deep(made["text_config"])
+    return made
+
+
+def four(values):
+    """Key and value heads that four ranks can split."""
+    made = dict(values)
+    if made.get("num_key_value_heads") == 2:
+        made["num_key_value_heads"] = 4
+    if "text_config" in made:
+        made["text_config"] = four(made["text_config"])
+    return made
+
+
+def wan(ranks):
+    """The small configuration of a shipped model of diffusers."""
+    return shrink(load("wan2.1-t2v-1.3b", Sink()).config, ranks=ranks).values
