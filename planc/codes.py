@@ -47,8 +47,8 @@ PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205", "PL4
 TIES = frozenset({"PL401"})
 """Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
 
-DATA_AXES = frozenset({"PL417"})
-"""About the number of ranks of data axes, of which a simulation has fewer."""
+REAL_SIZES = frozenset({"PL226", "PL417"})
+"""About the bytes of real layers, or the ranks of data axes: a simulation has others."""
 
 _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL001", "error", "plan", "syntax error in a plan"),
@@ -108,6 +108,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL223", "error", "plan", "a fused weight whose activations are gathered as one"),
     ("PL224", "error", "plan", "a style inside a replicated module"),
     ("PL225", "error", "plan", "a parameter of experts without a rule"),
+    ("PL226", "error", "plan", "experts whose shards a grouped matrix product cannot read"),
     ("PL300", "error", "plan", "invalid size of a mesh axis"),
     ("PL301", "error", "plan", "the mesh size differs from the world size"),
     ("PL302", "error", "plan", "two axes are auto"),

@@ -20,6 +20,7 @@ from planc.checks.cpu_offload import cpu_offload
 from planc.checks.divisibility import divisibility
 from planc.checks.freezing import freezing
 from planc.checks.fsdp_root import fsdp_root
+from planc.checks.grouped_experts import grouped_experts
 from planc.checks.ignored_parameters import ignored_parameters
 from planc.checks.loss_head import loss_head
 from planc.checks.megatron_fsdp import megatron_fsdp
@@ -65,6 +66,7 @@ RULES: tuple[Check, ...] = (
     packed_by_width,
     attention_heads,
     divisibility,
+    grouped_experts,
     projection_groups,
     colwise_rowwise_pairs,
     norm_gradients,

@@ -31,6 +31,9 @@ INTEGER_ATTRIBUTES = (
 """Attributes that determine how a module splits the outputs of its projections. `layer_idx` is not
 one of them: layers that differ only in their index are identical."""
 
+GROUPED = "grouped_mm"
+"""The fact of fused experts that transformers runs as one grouped matrix product."""
+
 
 def facts_of(
     module: Any,
@@ -171,6 +174,10 @@ def _facts(module: Any) -> tuple[tuple[str, int], ...]:
     kind = attributes.get("layer_type") or attributes.get("attention_type")
     if isinstance(kind, str) and "is_sliding" not in attributes:
         facts.append(("is_sliding", int(kind.startswith("sliding"))))
+    # transformers' decorator of fused experts, which reads the choice in each forward, sets both
+    config = attributes.get("config") if "_is_expert_parallel" in attributes else None
+    if getattr(config, "_experts_implementation", None) == GROUPED:
+        facts.append((GROUPED, 1))
     return tuple(facts)
 
 

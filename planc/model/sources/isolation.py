@@ -12,7 +12,8 @@ from typing import Any
 
 MAX_PARTS = 250_000
 """Modules and parameters of one model; 60 layers of 384 experts each have fewer than 200,000."""
-_KERNELS = ("attn_implementation", "experts_implementation")
+_EXPERTS = "experts_implementation"
+_KERNELS = ("attn_implementation", _EXPERTS)
 
 
 class TooLargeError(ValueError):
@@ -22,16 +23,22 @@ class TooLargeError(ValueError):
 def without_kernels(values: Any) -> Any:
     """Fields without those that choose kernels, at any depth.
 
-    Kernels decide how a model computes, not what it is, and one named `org/kernel` is code.
+    Kernels decide how a model computes, not what it is, and one named `org/kernel` is code. How
+    transformers itself multiplies experts is kept: it decides which sizes can be sharded.
     """
     if isinstance(values, dict):
-        kept = {k: v for k, v in values.items() if not _chooses_kernels(k)}
+        kept = {k: v for k, v in values.items() if not _chooses_kernels(k) or _own_experts(k, v)}
         return {k: without_kernels(v) for k, v in kept.items()}
     return [without_kernels(v) for v in values] if isinstance(values, list) else values
 
 
 def _chooses_kernels(field: Any) -> bool:
     return str(field).lstrip("_").removesuffix("_internal") in _KERNELS
+
+
+def _own_experts(field: Any, value: Any) -> bool:
+    """Whether a field chooses one of transformers' own ways to run experts."""
+    return field == _EXPERTS and value in ("eager", "batched_mm")
 
 
 @contextlib.contextmanager
