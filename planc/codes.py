@@ -173,6 +173,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL482", "error", "runtime", "the run requires a plan that is verified on processes"),
     ("PL483", "error", "runtime", "the ranks of a tensor axis read different inputs"),
     ("PL484", "error", "runtime", "the ranks have built different weights"),
+    ("PL485", "error", "runtime", "compiled attention that torch cannot recompute on the CPU"),
     ("PL486", "error", "runtime", "an optimizer of parameters that the plan has replaced"),
     ("PL490", "error", "runtime", "the world size of the run differs from the plan's"),
     ("PL491", "error", "runtime", "the ranks disagree on the plan"),

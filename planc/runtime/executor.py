@@ -25,7 +25,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
-from planc.runtime import input_embeddings, megatron_fsdp
+from planc.runtime import compiled_attention, input_embeddings, megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
@@ -62,15 +62,16 @@ def apply_lowered(
         safeguards: what is asked beyond the operations.
 
     Raises:
-        PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL490
-            (world size), PL491 (digests differ), PL493 (parallel already), PL494 (another model),
-            PL495 (no process group or mesh), PL499 (Megatron-FSDP cannot run), all before the model
-            is changed; PL492 (torch refused an operation).
+        PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL485
+            (compiled attention on the CPU), PL490 (world size), PL491 (digests differ), PL493
+            (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
+            (Megatron-FSDP cannot run), all before the model is changed; PL492 (torch refused an
+            operation).
     """
     began = time.perf_counter()
     before = tuple(weakref.ref(p) for p in model.parameters())
     device = device_of(model, device_type)
-    _require(lowered, device, allow_code)
+    _require(model, lowered, device, allow_code)
     with _without_collection():
         own = safeguards.statement(model, lowered)
         modules, meshes, said = _prepare(model, lowered, digest, device, own)
@@ -102,12 +103,13 @@ def apply_lowered(
     )
 
 
-def _require(lowered: Lowered, device: str, allow_code: bool) -> None:
-    """What a plan needs besides a model; what one rank lacks stops all of them."""
+def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) -> None:
+    """What a plan needs of this machine; what one rank lacks stops all of them."""
     try:
         _code(lowered, allow_code)
         require_packages(lowered)
         megatron_fsdp.require(lowered, device)
+        compiled_attention.require(model, lowered, device)
     except Exception as error:
         announce(error, device)
         raise

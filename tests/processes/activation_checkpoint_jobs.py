@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planc
+from planc.runtime import compiled_attention
 from planc.runtime.standalone import activation_checkpoint
 
 
@@ -37,6 +38,31 @@ def applied(model, plan, overrides, attention):
     rows = len(tokens) // run.data_size
     mine = slice(run.data_rank * rows, (run.data_rank + 1) * rows)
     return made, tokens[mine], labels[mine]
+
+
+def partitioned(plan):
+    """What apply says of a compiled plan, and what the first step raises where it says nothing.
+
+    The backend partitions the graph as torch's default does, and leaves out the C++ compiler.
+    """
+
+    def step():
+        made, tokens, labels = applied("llama", plan, ["tp=2"], "sdpa")
+        made(input_ids=tokens, labels=labels).loss.backward()
+
+    with mock.patch.object(numerics, "BACKEND", "aot_eager_decomp_partition"):
+        refused = said(step)
+        with mock.patch.object(compiled_attention, "require", lambda *_: None):
+            return refused, said(step) if refused else ""
+
+
+def said(call):
+    """The exception that a call raises, as text."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def counted(plan, names, model="llama", overrides=(), attention=None):

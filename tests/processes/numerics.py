@@ -250,6 +250,9 @@ def by_script(model, lowered):
     return rank, size
 
 
+BACKEND = "aot_eager"
+
+
 @contextlib.contextmanager
 def quick_compile():
     """`module.compile()` traces forward and backward, and leaves out the C++ compiler."""
@@ -257,7 +260,7 @@ def quick_compile():
     real = torch.nn.Module.compile
 
     def traced(module, **arguments):
-        real(module, backend="aot_eager", **arguments)
+        real(module, backend=BACKEND, **arguments)
 
     with mock.patch.object(torch.nn.Module, "compile", traced):
         yield

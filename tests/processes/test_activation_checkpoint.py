@@ -72,6 +72,25 @@ def test_compiled_blocks(four, plan):
     right(four.run("numerics.compare", model="llama", plan=rules))
 
 
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        ("model.layers.* : full", "saved_with_vc_check to be Tensors"),
+        ("model.layers.* : ops(save = [matmul])", "saved_with_vc_check to be Tensors"),
+        ("model.layers.* : ops(save = [attention])", ""),
+        ("model.layers.*.mlp : full", ""),
+    ],
+)
+def test_compiled_attention_that_is_recomputed(four, plan, rules, found):
+    """What torch raises in the first forward is what PL485 refuses before it."""
+    more = "compile {\n model.layers.* : block\n}\n"
+    path = plan(rules, more=more)
+    (refused, raised), *others = four.run("activation_checkpoint_jobs.partitioned", plan=path)
+    assert found in raised and bool(raised) == bool(found)
+    assert ("PL485" in refused) == bool(found)
+    assert others == [(refused, raised)] * 3
+
+
 # What is computed again --------------------------------------------------------------------------
 
 
