@@ -71,7 +71,8 @@ def select(
     """The modules that a selector matches, relative to the bases.
 
     Args:
-        selector: as written; each alternative of its braces must match something.
+        selector: as written; each alternative of its braces, and each part of a list, must match
+            something.
         bases: the root, or the modules that the enclosing blocks selected.
         scope: for `$let`, and the sink: PL101 for no match, PL112 for an invalid index.
         optional: whether matching nothing is allowed.
@@ -82,19 +83,12 @@ def select(
     bases = tuple(bases)
     found: list[Modules] = []
     for steps in _every_alternative(selector, scope):
-        matched: list[Modules] = []
-        misses: list[_Miss] = []
-        for base in bases:
-            result = _walk(base, steps, scope)
-            if isinstance(result, _Miss):
-                misses.append(result)
-            else:
-                matched.extend(result)
-        if not matched and not optional:
-            if misses:
-                _report(selector, max(misses, key=lambda m: m.depth), scope)
-            return ()
-        found.extend(matched)
+        matched = _matched(bases, steps, scope)
+        for each in () if optional else (matched, *_by_entry(bases, steps, scope)):
+            if isinstance(each, _Miss):
+                _report(selector, each, scope)
+                return ()
+        found.extend(() if isinstance(matched, _Miss) else matched)
     return _merged(found)
 
 
@@ -174,6 +168,26 @@ def _steps(text: str) -> Iterator[SelectorStep]:
             yield Picked(f"[{piece}]")
         else:
             yield NamedChild(piece)
+
+
+def _matched(
+    bases: tuple[Modules, ...], steps: tuple[SelectorStep, ...], scope: Scope
+) -> tuple[Modules, ...] | _Miss:
+    """What steps match from any of the bases."""
+    results = [_walk(base, steps, scope) for base in bases]
+    found = [modules for r in results if not isinstance(r, _Miss) for modules in r]
+    misses = [r for r in results if isinstance(r, _Miss)]
+    return max(misses, key=lambda m: m.depth) if misses and not found else tuple(found)
+
+
+def _by_entry(
+    bases: tuple[Modules, ...], steps: tuple[SelectorStep, ...], scope: Scope
+) -> Iterator[tuple[Modules, ...] | _Miss]:
+    """What each part of a list `[0,5]` matches alone."""
+    for i, step in enumerate(steps):
+        parts = step.text[1:-1].split(",") if isinstance(step, Picked) else []
+        for part in parts if len(parts) > 1 else ():
+            yield _matched(bases, (*steps[:i], Picked(f"[{part}]"), *steps[i + 1 :]), scope)
 
 
 def _walk(

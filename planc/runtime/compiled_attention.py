@@ -31,29 +31,33 @@ def require(model: nn.Module, lowered: Lowered, device: str) -> None:
     Raises:
         PlanError: PL485.
     """
+    if device != "cpu":
+        return
     split = [n for op in lowered.ops if isinstance(op, Parallelize) for n in op.modules.names()]
     modules = dict(model.named_modules())
-    for compiled in lowered.ops if device == "cpu" and split else ():
-        for op in lowered.ops if isinstance(compiled, Compile) else ():
-            if not isinstance(op, Checkpoint) or any(_ON_CPU in s.ops for s in op.save):
-                continue
-            for name, outer in _nested(op, compiled):
-                inner = modules.get(name)
-                if inner and _attends(inner) and any(_below(n, outer) for n in split):
-                    raise stop(
-                        "PL485",
-                        f"torch cannot run the compiled {outer} ({compiled.place}) on the CPU: "
-                        f"{name} ({op.place}) recomputes its attention, beside DTensors",
-                        help="save the attention, with `ops(save = [attention])` in the checkpoint "
-                        "section; or compile on CUDA alone, where this runs",
-                    )
+    for op, compiled, name, outer in _recomputed(lowered):
+        inner = modules.get(name)
+        if inner and _attends(inner) and any(_below(n, outer) for n in split):
+            raise stop(
+                "PL485",
+                f"torch cannot run the compiled {outer} ({compiled.place}) on the CPU: {name} "
+                f"({op.place}) recomputes its attention, beside DTensors",
+                help="save the attention, with `ops(save = [attention])` in the checkpoint "
+                "section; or compile on CUDA alone, where this runs",
+            )
 
 
-def _nested(inner: Checkpoint, outer: Compile) -> Iterator[tuple[str, str]]:
-    """The checkpointed modules that are compiled, or inside a compiled one, with that one."""
-    around = list(outer.modules.names())
-    for name in inner.modules.names():
-        yield from ((name, one) for one in around if _below(name, one))
+def _recomputed(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
+    """The checkpointed modules that save no attention and that are compiled, or inside a compiled
+    one: the checkpoint, the compilation, and the names of both modules.
+    """
+    compiled = [
+        (op, n) for op in lowered.ops if isinstance(op, Compile) for n in op.modules.names()
+    ]
+    for op in lowered.ops if compiled else ():
+        if isinstance(op, Checkpoint) and not any(_ON_CPU in saved.ops for saved in op.save):
+            for name in op.modules.names():
+                yield from ((op, by, name, outer) for by, outer in compiled if _below(name, outer))
 
 
 def _below(name: str, outer: str) -> bool:
