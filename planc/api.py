@@ -133,7 +133,7 @@ def apply(
     from planc.runtime import announce, apply_lowered, device_of, require_not_parallel
     from planc.runtime.known_verdict import known_requirement
     from planc.runtime.safeguards import Safeguards
-    from planc.trial.known_verdicts import recall
+    from planc.trial.verdict_store import recall
 
     known_requirement(require)
     try:

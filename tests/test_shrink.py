@@ -91,6 +91,32 @@ def test_kv_heads_that_do_not_divide_still_do_not():
     assert shrink(config, ranks=2)["num_key_value_heads"] == 3
 
 
+@pytest.mark.parametrize(
+    ("before", "real", "ranks", "after"),
+    [
+        (8, 4, 4, 4),
+        (8, 8, 4, 4),
+        (2, 4, 4, 2),
+        (2, 4, 2, 1),
+        (4, 8, 4, 2),
+        (6, 4, 4, 6),
+        (6, 4, 2, 3),
+    ],
+)
+def test_kv_heads_are_to_the_ranks_as_in_the_real_run(before, real, ranks, after):
+    config = {"model_type": "llama", "num_attention_heads": 24, "num_key_value_heads": before}
+    small = shrink(config, ranks=ranks, real=real)
+    assert small["num_key_value_heads"] == after
+    assert small["num_attention_heads"] % after == small["num_attention_heads"] % ranks == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_vocabulary_divides_where_the_real_one_does(ranks):
+    for size, real in ((50257, 2), (32002, 4), (32000, 8), (31998, 6), (32001, 3)):
+        small = shrink({"model_type": "llama", "vocab_size": size}, ranks=ranks, real=real)
+        assert (small["vocab_size"] % ranks == 0) == (size % real == 0)
+
+
 def test_ties_biases_and_norms_stay():
     config = {**shipped("qwen2.5-0.5b"), "attention_bias": True, "use_qk_norm": True}
     small = shrink(config, ranks=2)

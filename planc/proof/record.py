@@ -6,7 +6,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.proof.layout_flow import Verdict
 from planc.runtime.known_verdict import Level
-from planc.trial import known_verdicts
+from planc.trial import verdict_store
 
 
 def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> None:
@@ -23,7 +23,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> None:
     if facts.code or facts.own is not None or lowered.code:
         return
     level, text = _judged(verdict, sink)
-    known_verdicts.remember(lowered, facts, level, text)
+    verdict_store.remember(lowered, facts, level, text)
 
 
 def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,8 @@ def small_model(
         facts: the facts of the model.
         ranks: what heads, widths and experts must be divisible by, by the role of a mesh axis; by
             default one tensor axis of `RANKS`.
-        plan: for the model; layers on which other rules act are then kept apart.
+        plan: for the model; layers on which other rules act are then kept apart, and heads that do
+            not divide by its tensor ranks stay so.
     """
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
     if facts.code and not Path(facts.code).is_absolute():
@@ -105,8 +107,13 @@ def small_model(
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that planc can make small"
     try:
-        differing = variants(plan, facts) if plan else {}
-        made = shrink(facts.config, ranks=ranks, blocks=block_kinds(facts), variants=differing)
+        made = shrink(
+            facts.config,
+            ranks=ranks,
+            real=prod(a.size for a in plan.mesh.of_role(AxisRole.TENSOR)) if plan else None,
+            blocks=block_kinds(facts),
+            variants=variants(plan, facts) if plan else {},
+        )
     except Exception as error:
         return f"the model cannot be shrunk: {error}"
     values = json.loads(json.dumps(made.values, default=str))

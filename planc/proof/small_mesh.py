@@ -29,26 +29,30 @@ MOST = 8
 def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterator[dict[str, int]]:
     """The small meshes on which layout flow simulates a plan.
 
-    First every axis of more than one rank with 2 ranks, or 3 if it has that many; then, with the
-    other axes left out, tensor axes with 4 or 3, since 2 ranks cannot tell a swap from a reversal,
-    or 1/n from 1/2. Nothing if every axis has one rank.
+    First every axis of more than one rank with 2 ranks, or 3 if it has that many. Then, without the
+    data axes, each longer tensor axis in turn with 4 ranks or 3, since 2 ranks cannot tell a swap
+    from a reversal, or 1/n from 1/2; the other tensor axes stay as they were, if `MOST` ranks
+    suffice, else they have one. Nothing if every axis has one rank.
 
     Args:
         axes: the axes of the original mesh.
         split: those of tensor parallelism.
     """
     axes = tuple(axes)
-    sizes = {a.name: min(a.size, 3 if a.size == 3 else RANKS) for a in axes}
+    first = {a.name: min(a.size, 3 if a.size == 3 else RANKS) for a in axes}
     for axis in axes:  # the outermost first: an axis that replicates
-        if prod(sizes.values()) > MOST and axis.name not in split:
-            sizes[axis.name] = 1
-    if prod(sizes.values()) == 1:
+        if prod(first.values()) > MOST and axis.name not in split:
+            first[axis.name] = 1
+    if prod(first.values()) == 1:
         return
-    yield sizes
-    more = {a.name: _other_degree(a.size) for a in axes if a.name in split and a.size > 3}
-    if more:
-        small = {name: sizes[name] for name in split if prod(more.values()) * 2 <= MOST}
-        yield {**dict.fromkeys(sizes, 1), **small, **more}
+    yield first
+    alone = dict.fromkeys(first, 1)
+    tensor = {name: size if name in split else 1 for name, size in first.items()}
+    for axis in axes:
+        if axis.name in split and axis.size > 3:
+            longer = {axis.name: _other_degree(axis.size)}
+            both = {**tensor, **longer}
+            yield both if prod(both.values()) <= MOST else {**alone, **longer}
 
 
 def _other_degree(size: int) -> int:

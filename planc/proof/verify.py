@@ -23,7 +23,7 @@ from planc.proof.stand_in import Unrepresented
 from planc.proof.verify_findings import report_difference, report_failure, report_unknown
 from planc.runtime.known_verdict import Level
 from planc.trial import certificate as store
-from planc.trial import known_verdicts
+from planc.trial import verdict_store
 from planc.trial.launcher import (
     LIMITS,
     SEEDS,
@@ -202,7 +202,7 @@ def _remember(case: _Case, certificate: store.Certificate) -> None:
     if not verified:
         text = certificate["reason"] or store.summary(certificate).lower()
     level: Level = "verified" if verified else "refuted"
-    known_verdicts.remember(case.lowered, case.facts, level, text, by="processes")
+    verdict_store.remember(case.lowered, case.facts, level, text, by="processes")
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:

@@ -13,7 +13,7 @@ from torch import distributed
 
 import planc
 from planc.model.module_table import facts_of
-from planc.trial import known_verdicts
+from planc.trial import verdict_store
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
 
@@ -220,7 +220,7 @@ def known(levels, require=None, overrides=()):
     try:
         if levels[rank()]:
             text = f"{levels[rank()]}, says rank {rank()}"
-            known_verdicts.remember(lowered, facts, levels[rank()], text)
+            verdict_store.remember(lowered, facts, levels[rank()], text)
         with logged() as lines:
             raised = said(
                 lambda: planc.apply(

@@ -57,6 +57,7 @@ def shrink(
     config: Fields,
     *,
     ranks: Mapping[str, int] | int,
+    real: int | None = None,
     layers: int = 2,
     blocks: Mapping[int, list[str]] | None = None,
     variants: Mapping[int, list[str]] | None = None,
@@ -68,6 +69,9 @@ def shrink(
             because a field that is left to the family's defaults cannot be shrunk.
         ranks: the number of ranks by the role of a mesh axis (`AxisRole`); a single number means
             `tensor`. Heads, widths and vocabulary divide by `tensor`, experts by `expert`.
+        real: the number of tensor ranks of the real run: key/value heads and vocabularies that do
+            not divide by it do not divide by `ranks` either. Without it, heads that do not divide
+            by `ranks` do not, and vocabularies do.
         layers: the least number of layers; a model with more kinds of layer keeps more.
         blocks: the structure of each block, by the length of its list (`layer_kinds.block_kinds`),
             for kinds that the configuration does not state, such as dense first layers.
@@ -80,7 +84,8 @@ def shrink(
 
         return Shrunk(values=diffusers_model.shrink(config, tp=roles.get("tensor", 1)), kept={})
     depth = Depth(layers, blocks or {}, variants or {})
-    small = _Shrinker(roles.get("tensor", 1), roles.get("expert", 1), depth).config(config)
+    tp = roles.get("tensor", 1)
+    small = _Shrinker(tp, roles.get("expert", 1), real, depth).config(config)
     shrink_multimodal(config, small)
     return Shrunk(values=small, kept=depth.kept)
 
@@ -97,11 +102,12 @@ class _Shrinker:
 
     Args:
         tp, ep: what heads and experts must be divisible by.
+        real: what the real heads and vocabularies are, or are not, divisible by.
         depth: chooses the layers that are kept.
     """
 
-    def __init__(self, tp: int, ep: int, depth: Depth) -> None:
-        self.tp, self.ep = tp, ep
+    def __init__(self, tp: int, ep: int, real: int | None, depth: Depth) -> None:
+        self.tp, self.ep, self.real = tp, ep, real
         self.depth = depth
 
     def config(self, config: Fields) -> dict[str, Any]:
@@ -155,6 +161,8 @@ class _Shrinker:
         for name in VOCABULARY & config.keys():
             if number(config[name]):
                 small[name] = min(self._even(128), self._even(config[name]))
+                if self.tp > 1 and self.real and config[name] % self.real:
+                    small[name] += 1
 
     def _heads(self, config: Fields, small: dict[str, Any], name: str) -> int:
         """Shrinks query heads and their kv heads; returns the number of query heads."""
@@ -168,8 +176,10 @@ class _Shrinker:
             small_kv, small_queries = 1, self._even(4, self.tp)
         else:
             small_kv = self._even(2 if ratio > 1 else 4, self.tp)
-            if grouped % self.tp and ratio > 1:  # indivisible heads stay indivisible
-                small_kv = next(k for k in range(2, self.tp + 2) if k % self.tp)
+            real = self.real or self.tp
+            if self.tp > 1 and grouped % real and ratio > 1:  # indivisible heads stay indivisible
+                fewer = max(1, self.tp * grouped // real)  # than the ranks
+                small_kv = fewer if grouped < real else 3 * self.tp // 2
             small_queries = small_kv * min(ratio, max(2, MOST // small_kv))
             if small_queries % self.tp:
                 small_queries = lcm(small_kv, self.tp)

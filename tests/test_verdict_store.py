@@ -15,7 +15,7 @@ import planc
 from planc.model import cache
 from planc.model.module_table import facts_of
 from planc.ops.document import digest, dumps
-from planc.trial import known_verdicts
+from planc.trial import verdict_store
 
 VALUES = dict(
     model_type="qwen3",
@@ -83,7 +83,7 @@ def built(folder="."):
 
 def known(model, plan="qwen3", **settings):
     lowered = planc.lower(model, plan, **{**SETTINGS, **settings})
-    return known_verdicts.recall(lowered, facts_of(model, config=model.config))
+    return verdict_store.recall(lowered, facts_of(model, config=model.config))
 
 
 def applied(caplog, plan="qwen3", **options):
@@ -124,7 +124,7 @@ def test_a_lowered_file_is_found_by_the_same_digest(folder):
     (folder / "l.json").write_text(dumps(planc.lower(str(folder), "qwen3", **SETTINGS)))
     lowered = planc.lower(built(), "l.json")
     facts = facts_of(built(), config=built().config)
-    assert known_verdicts.recall(lowered, facts).level == "proved"
+    assert verdict_store.recall(lowered, facts).level == "proved"
 
 
 class Other(nn.Linear):
@@ -145,7 +145,7 @@ def entry(folder):
     """The file of the verdict."""
     facts = facts_of(built(), config=built().config)
     lowered = planc.lower(built(), "qwen3", **SETTINGS)
-    key = known_verdicts._key(lowered, facts, "layout flow")
+    key = verdict_store._key(lowered, facts, "layout flow")
     return folder / "cache" / f"{key}.json", key
 
 
@@ -190,7 +190,7 @@ def test_a_verdict_of_another_form_is_no_verdict(folder, data):
 def test_planc_itself_is_a_part_of_the_key(folder, monkeypatch):
     planc.check(str(folder), "qwen3", **SETTINGS)
     assert known(built()).level == "proved"
-    monkeypatch.setattr(known_verdicts, "_all_sources", lambda: "mended")
+    monkeypatch.setattr(verdict_store, "_all_sources", lambda: "mended")
     assert known(built()).level == "unproved"
 
 
@@ -200,11 +200,11 @@ def test_the_sources_are_all_of_planc(tmp_path, monkeypatch):
         target = tmp_path / path.relative_to(package)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    monkeypatch.setattr(known_verdicts, "PACKAGE", tmp_path)
-    sums = [known_verdicts._all_sources.__wrapped__()]
+    monkeypatch.setattr(verdict_store, "PACKAGE", tmp_path)
+    sums = [verdict_store._all_sources.__wrapped__()]
     for name in ("plan/selectors.py", "lowering/lower.py", "checks/divisibility.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
-        sums.append(known_verdicts._all_sources.__wrapped__())
+        sums.append(verdict_store._all_sources.__wrapped__())
     assert len(set(sums)) == 4
 
 
@@ -223,10 +223,10 @@ def test_both_proofs_count(folder, flow, processes, level, text):
     lowered = planc.lower(built(), "qwen3", **SETTINGS)
     facts = facts_of(built(), config=built().config)
     if flow:
-        known_verdicts.remember(lowered, facts, flow, f"flow says {flow}")
+        verdict_store.remember(lowered, facts, flow, f"flow says {flow}")
     if processes:
         said = f"processes say {processes}"
-        known_verdicts.remember(lowered, facts, processes, said, by="processes")
+        verdict_store.remember(lowered, facts, processes, said, by="processes")
     found = known(built())
     assert (found.level, found.text) == (level, text)
 
@@ -274,7 +274,7 @@ def test_apply_logs_each_warning_once(folder, four_ranks, caplog):
     caplog.clear()
     lowered = planc.lower(built(), "warned.plan", **SETTINGS)
     facts = facts_of(built(), config=built().config)
-    known_verdicts.remember(lowered, facts, "proved", "proved")  # which overrules it
+    verdict_store.remember(lowered, facts, "proved", "proved")  # which overrules it
     _, lines = applied(caplog, "warned.plan")
     assert not [text for _, text in lines if "PL161" in text]
 
