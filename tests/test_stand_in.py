@@ -225,6 +225,24 @@ def test_the_last_unit_stays_the_last(tmp_path):
     assert units == [("model.layers[0]", True), ("model.layers[1]", False)]
 
 
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [("nemotron-h-8b", "nemotron_h"), ("zamba2-2.7b", "zamba2")],
+)
+def test_small_layers_stand_for_the_many_units_that_are_resharded(model, plan):
+    """None of them is of the kind of the last real layer and last, which alone is not resharded."""
+    compiled = compile_plan(model, plan, Sink(), world_size=8, settings=["tp=2"])
+    found = small_case.small_case(compiled, {"dp_replicate": 1, "dp_shard": 2, "tp": 2}).compiled
+    lists = {str(at) for at in block_lists(found.facts.model)}
+
+    def resharded(plan):
+        units = [u for u in plan.fsdp.units if str(u.members[0]).partition("[")[0] in lists]
+        return {u.reshard for u in units}
+
+    assert resharded(compiled.plan) == {True, False}
+    assert resharded(found.plan) == {True}
+
+
 @pytest.mark.parametrize("picked", ["model.layers[0:2]", "model.layers[-1]", "model.layers[3::4]"])
 def test_periods_with_offsets_have_a_window_for_rules(picked):
     """jamba's class counts layers, so its small model is a run of consecutive layers."""
