@@ -100,12 +100,13 @@ def apply(
     device_type: str | None = None,
     allow_code: bool = False,
     require: Required | None = None,
+    prove: bool = False,
     compare: int = 2,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
-    Nothing is simulated here. What `planc check` and `planc verify` found of the plan on this
-    machine is looked up by its digest; rank 0 logs it, with every warning of the checks.
+    What `planc check` and `planc verify` found of the plan on this machine is looked up by its
+    digest; rank 0 logs it, with every warning of the checks. Nothing is simulated unless asked.
 
     Args:
         model: a module with parameters on meta, CPU or CUDA that is not parallel yet.
@@ -117,6 +118,8 @@ def apply(
         allow_code: whether custom styles of the plan (`style NAME = python "..."`) may be imported.
         require: `proved` or `verified`, the least that must be known of the plan; by default it
             must not be known to be refuted, and `nothing` applies even such a plan.
+        prove: whether rank 0 proves a plan of which nothing is known, as `planc check` does, in a
+            process of its own; the other ranks wait for it, at most five minutes.
         compare: the number of first forward passes in which the ranks of the tensor axes compare
             their inputs; 0 compares neither these nor the weights that the ranks have built.
 
@@ -127,7 +130,7 @@ def apply(
         PlanError: the plan has errors, it is refuted or less is known of it than required, the
             ranks disagree, or torch refused an operation. In the first forward passes: the ranks
             have different inputs (PL483), or different weights (PL484).
-        ValueError: there is no such requirement.
+        ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
     """
     from planc.emit.text import render
     from planc.runtime import announce, apply_lowered, device_of, require_not_parallel
@@ -136,16 +139,21 @@ def apply(
     from planc.trial.verdict_store import recall
 
     known_requirement(require)
+    if prove and not isinstance(plan, str):
+        raise ValueError("prove takes the plan by its path or name, not a lowered one")
     try:
         require_not_parallel(model)
         facts = _facts_of(model)
         if isinstance(plan, str):
             size = world_size or _of_the_run("WORLD_SIZE", 1)
-            lowered = _lowered(*_compiled(facts, plan, size, overrides, allow_code))
+            compiled, sink = _compiled(facts, plan, size, overrides, allow_code)
+            lowered = _lowered(compiled, sink)
         else:
-            lowered = plan
+            compiled, lowered = None, plan
         own = digest(lowered)
         known = recall(lowered, facts)
+        if prove and compiled is not None and known.level == "unproved":
+            known = _proved_by_rank_0(compiled, known, allow_code)
     except Exception as error:
         announce(error, device_of(model, device_type))
         raise
@@ -159,6 +167,15 @@ def apply(
         allow_code=allow_code,
         safeguards=Safeguards(known=known, require=require, compare=compare),
     )
+
+
+def _proved_by_rank_0(compiled: Compiled, known: KnownVerdict, allow_code: bool) -> KnownVerdict:
+    """On rank 0 the verdict of layout flow, which `apply` shares; elsewhere what is known."""
+    from planc.proof.apart import prove_apart
+
+    rank = _of_the_run("RANK", 0)
+    _log.info("rank 0 proves the plan%s", "" if rank == 0 else f", and rank {rank} waits for it")
+    return prove_apart(compiled, allow_code=allow_code) if rank == 0 else known
 
 
 def _warn(findings: Iterable[Diagnostic], known: KnownVerdict) -> None:

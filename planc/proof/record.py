@@ -5,12 +5,13 @@ from __future__ import annotations
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.proof.layout_flow import Verdict
-from planc.runtime.known_verdict import Level
+from planc.runtime.known_verdict import KnownVerdict, Level
 from planc.trial import verdict_store
 
 
-def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> None:
-    """Keeps the verdict of layout flow; code of the user's own can change, so it is left out.
+def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
+    """Returns the verdict of layout flow, and keeps it, unless code of the user's own decides it,
+    which can change.
 
     Args:
         compiled: a plan without errors.
@@ -18,12 +19,10 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> None:
         sink: the findings of the check; the first error of the proof is the reason for `refuted`.
     """
     facts, lowered = compiled.facts, compiled.lowered
-    if facts is None or lowered is None:
-        return
-    if facts.code or facts.own is not None or lowered.code:
-        return
     level, text = _judged(verdict, sink)
-    verdict_store.remember(lowered, facts, level, text)
+    if facts and lowered and not (facts.code or facts.own is not None or lowered.code):
+        verdict_store.remember(lowered, facts, level, text)
+    return KnownVerdict(level=level, text=text)
 
 
 def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:

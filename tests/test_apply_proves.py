@@ -1,0 +1,101 @@
+"""`apply(prove=True)` proves a plan of which nothing is known, apart from the run."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from modelfolder import CONFIG
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import planc
+from planc import api
+from planc.compiler import compile_plan
+from planc.diagnostic import PlanError, Sink
+from planc.model.facts import Facts
+from planc.proof import apart
+from planc.runtime.known_verdict import KnownVerdict
+
+RIGHT = 'plan t for llama\nextend "llama"\n'
+SUM = "override model.layers.*.self_attn.o_proj : rowwise(-> partial)"
+UNREDUCED = f"{RIGHT}tensor on tp {{\n    {SUM}\n}}\n"
+
+
+def model():
+    fields = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")}
+    return LlamaForCausalLM(LlamaConfig(**fields))
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def compiled(folder, text):
+    (folder / "t.plan").write_text(text)
+    facts, sink = api._facts_of(model()), Sink()
+    assert isinstance(facts, Facts)
+    settings = ["tp=2", "sequence_parallel=false"]
+    return compile_plan(facts, str(folder / "t.plan"), sink, world_size=2, settings=settings)
+
+
+@pytest.mark.parametrize(("text", "level"), [(RIGHT, "proved"), (UNREDUCED, "refuted")])
+def test_the_verdict_is_that_of_a_check(home, text, level, monkeypatch):
+    """In the environment of a rank, and without drawing its random numbers."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    case = compiled(home, text)
+    before = torch.get_rng_state()
+    found = apart.prove_apart(case, allow_code=False)
+    assert found.level == level, found
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_fails_is_not_decided(home, monkeypatch):
+    case = compiled(home, RIGHT)
+    monkeypatch.setattr(apart, "SECONDS", 0.01)
+    assert apart.prove_apart(case, allow_code=False).text.endswith("no answer in 0.01 s")
+    monkeypatch.setattr(apart, "SECONDS", 60)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = apart.prove_apart(case, allow_code=False)
+    assert found.level == "undecided" and "exit status" in found.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_proves_and_the_others_say_that_they_wait(home, rank, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", str(rank))
+    caplog.set_level(logging.INFO, "planc")
+    monkeypatch.setattr(
+        apart, "prove_apart", lambda *_, **__: KnownVerdict(level="proved", text="proved apart")
+    )
+    known = KnownVerdict(level="unproved", text="never proved")
+    found = api._proved_by_rank_0(compiled(home, RIGHT), known, False)
+    assert found.level == ("unproved" if rank else "proved")
+    assert ("rank 1 waits" in caplog.text) == bool(rank)
+
+
+def test_apply_asks_only_where_nothing_is_known(home, monkeypatch):
+    asked = []
+
+    def prove(case, *, allow_code):
+        asked.append(case)
+        return KnownVerdict(level="refuted", text="its numbers are wrong")
+
+    monkeypatch.setattr(apart, "prove_apart", prove)
+    (home / "t.plan").write_text(RIGHT)
+    with pytest.raises(PlanError, match="PL480"):
+        planc.apply(model(), str(home / "t.plan"), prove=True)
+    planc.apply(model(), str(home / "t.plan"))
+    planc.check(model(), str(home / "t.plan"), world_size=1)
+    planc.apply(model(), str(home / "t.plan"), prove=True, require="proved")
+    assert len(asked) == 1
+    torch.distributed.destroy_process_group()
+
+
+def test_a_lowered_plan_cannot_be_proved(home):
+    (home / "t.plan").write_text(RIGHT)
+    lowered = planc.lower(model(), str(home / "t.plan"), world_size=1)
+    with pytest.raises(ValueError, match="prove takes the plan by its path"):
+        planc.apply(model(), lowered, prove=True)
