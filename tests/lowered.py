@@ -18,7 +18,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
-from planc.ops.rng import SyncRng
+from planc.ops.rng import DrawByRank, SyncRng
 from planc.ops.styles import (
     Attributes,
     Colwise,
@@ -342,6 +342,14 @@ any_op = st.one_of(
         origin=places,
     ),
     st.builds(SyncRng, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
+    st.builds(
+        DrawByRank,
+        modules=paths,
+        axis=st.sampled_from(["tp", "ep"]),
+        inside=st.sampled_from([None, True, False]),
+        after=st.booleans(),
+        origin=places,
+    ),
     st.builds(
         Prefetch,
         units=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),

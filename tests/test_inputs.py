@@ -153,7 +153,7 @@ def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, case):
 def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monkeypatch):
     """With no recipe that fits, the tower's rules are unknown, as are those of its projector."""
     from planc.model.small import input_search as inputs
-    from planc.proof import layout_flow as module
+    from planc.proof import judge as module
 
     monkeypatch.setattr(
         inputs,
@@ -173,7 +173,7 @@ def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monk
 def test_init_says_what_was_tried_for_a_tower(monkeypatch):
     from planc.draft.init import draft
     from planc.model.small import input_search as inputs
-    from planc.proof import layout_flow as module
+    from planc.proof import judge as module
 
     monkeypatch.setattr(
         inputs, "INPUT_KINDS", [k for k in INPUT_KINDS if k.name == "lists of images"]

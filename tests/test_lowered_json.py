@@ -165,7 +165,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         "x.json, at stages[0].ops[20].reshard: null is not of type boolean or integer",
         'x.json, at stages[0].ops[21].op: "explode" is not "configure", "load", "adapt", '
         '"parallelize", "tie", "freeze", "quantize", "checkpoint", "compile", "fully_shard", '
-        '"megatron_shard", "divide", "prefetch", "chunk_loss" or "draw"',
+        '"megatron_shard", "divide", "prefetch", "chunk_loss", "draw" or "draw_by_rank"',
         "x.json, at stages[0].ops[22]: 3 is not of type object",
     ]
 

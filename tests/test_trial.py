@@ -248,13 +248,3 @@ def test_every_rank_draws_from_a_generator_of_its_own():
     torch.manual_seed(0)
     assert drawn[0] == [torch.rand(3).tolist() for _ in range(4)]
     torch.set_rng_state(before)
-
-
-def test_first_ranks_of_the_data_axes():
-    from planc.compiler import compile_plan
-    from planc.diagnostic import Sink
-
-    lowered = compile_plan(
-        "llama-3.2-1b", "llama", Sink(), world_size=8, settings=["tp=2", "dp_replicate=2"]
-    ).lowered
-    assert program.first_ranks(lowered) == [0, 2, 4, 6]

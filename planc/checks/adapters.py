@@ -1,14 +1,13 @@
-"""PL180, PL182 to PL186: LoRA on unsupported layers, or with a rank that saves nothing."""
+"""PL180, PL182 to PL184, PL186: LoRA on unsupported layers, or with a rank that saves nothing."""
 
 from __future__ import annotations
 
-from planc.checks.queries import axis_label, ranks, several
+from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
-from planc.ops.styles import Colwise, Rowwise, Sequence, Shard, Style, style_text
+from planc.ops.styles import style_text
 from planc.plan.apply_adapters import KINDS, adapted_tensor_rules, in_out_features, of_layer
 from planc.plan.ir import AdapterRule, Plan, TensorRule
-from planc.source import Span
 
 
 def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -42,7 +41,6 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
         for rule, base, part in adapted_tensor_rules(plan):
             if ranks(plan, base) > 1 and rule.modules.module.kind in KINDS:
                 _style(rule, base, part, plan, sink)
-        _dropout(plan, sink)
 
 
 def _rank(rule: AdapterRule, sink: Sink) -> None:
@@ -107,41 +105,3 @@ def _style(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
         axis_label(plan, base),
         help="give the layer a plain output layout, or leave it without an adapter",
     )
-
-
-def _split(style: Style) -> bool:
-    """Whether a layer's input is sharded over the ranks, by features or along the sequence."""
-    match style:
-        case Rowwise() | Colwise():
-            return isinstance(style.input, Shard)
-        case Sequence():
-            return True
-    return False
-
-
-def _dropout(plan: Plan, sink: Sink) -> None:
-    """Dropout on inputs that are replicated over the ranks of a tensor axis.
-
-    Each rank draws its own mask, so ranks with the same inputs would drop different elements, and
-    the replicated A would diverge. Sharded inputs have no such problem.
-    """
-    tensor = [r for r in plan.tensor if ranks(plan, r) > 1]
-    if plan.adapters is None or not tensor:
-        return
-    split = [r.modules for r in tensor if _split(r.style)]
-    lines: dict[Span, list[Modules]] = {}
-    for rule in plan.adapters.rules:
-        if rule.adapt.dropout:
-            lines.setdefault(rule.origin, []).extend(rule.modules.outside(split))
-    for origin, whole in lines.items():
-        if not whole:
-            continue
-        sink.error(
-            "PL185",
-            f"the ranks of {tensor[0].axis} would draw different dropout masks for the "
-            f"{'adapters' if len({m.key for m in whole}) > 1 else 'adapter'} of {several(whole)}",
-            origin,
-            axis_label(plan, tensor[0]),
-            facts=["the ranks of a tensor axis have the same inputs and separate random states"],
-            help="write `dropout = 0.0`",
-        )

@@ -19,7 +19,7 @@ from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
-from planc.proof.layout_flow import judge
+from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
 from planc.source import Source

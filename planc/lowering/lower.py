@@ -24,7 +24,7 @@ from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
-from planc.lowering.rng import sync_rng
+from planc.lowering.rng import draw_by_rank, sync_rng
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -35,6 +35,7 @@ from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
+from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
@@ -73,6 +74,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *settings(plan, facts),
         *_losses(plan),
         *sync_rng(plan, facts),
+        *_joined(draw_by_rank(plan, facts)),
     ]
     stage = Stage(
         parameters=at_rest(units, holdings) + scales(plan),
@@ -108,7 +110,7 @@ def _sharding(
     return _joined(units_of(plan.fsdp, holdings))
 
 
-Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard)
+Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard, DrawByRank)
 
 
 def _joined(ops: Iterable[Wrap]) -> list[Wrap]:

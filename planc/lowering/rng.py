@@ -1,13 +1,31 @@
-"""The axes whose ranks must draw the same random numbers."""
+"""Where the ranks of a tensor axis draw the same random numbers, and where others by rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import assert_never
 
-from planc.model.facts import Facts
-from planc.model.randomness import random_fields
-from planc.ops.rng import SyncRng
+from planc.model.facts import Facts, Modules
+from planc.ops.rng import DrawByRank, SyncRng
+from planc.ops.styles import (
+    Attributes,
+    Colwise,
+    Custom,
+    Experts,
+    Features,
+    Input,
+    Layout,
+    MlaKv,
+    Output,
+    Parameters,
+    Replicated,
+    Rowwise,
+    Sequence,
+    Shard,
+    Style,
+)
 from planc.plan.ir import Plan
+from planc.plan.random_numbers import drawing_fields, split_axes
 
 
 def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
@@ -17,7 +35,77 @@ def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
     processes with different seeds (torch 2.13): gradients of gpt2 with dropout, and of mixtral with
     router jitter, are wrong by more than 1%.
     """
-    fields = random_fields(facts)
-    split = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
-    for axis in split if fields else ():
+    fields = drawing_fields(plan, facts)
+    for axis in split_axes(plan) if fields else ():
         yield SyncRng(axis=axis, fields=fields)
+
+
+def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
+    """Where the activations that a rank holds become shards, and where they are whole again.
+
+    The model's code draws on what its last styled module returned, or on what a style gives to
+    the module that it runs. The model begins and ends with the common stream.
+
+    With several tensor axes, ranks draw alike: a stream by rank would need all their layouts.
+    """
+    axes = split_axes(plan)
+    if len(axes) != 1 or not drawing_fields(plan, facts):
+        return
+    adapted = [r.modules for r in plan.adapters.rules if r.adapt.dropout] if plan.adapters else []
+    found = []
+    for rule in plan.tensor:
+        inside, after = on_shards(rule.style)
+        if not isinstance(rule.style, Sequence | Input):
+            # only an adapter draws inside of a layer, on the layer's own input
+            inside = inside if any(rule.modules.overlap(one) for one in adapted) else None
+        if inside is not None or after is not None:
+            found.append(
+                DrawByRank(
+                    modules=rule.modules,
+                    axis=rule.axis,
+                    inside=inside,
+                    after=after,
+                    origin=rule.origin,
+                )
+            )
+    if any(op.inside or op.after for op in found):
+        yield from found
+        whole = Modules((), facts.root)
+        yield DrawByRank(modules=whole, axis=axes[0], inside=False, after=False)
+
+
+def on_shards(style: Style) -> tuple[bool | None, bool | None]:
+    """Whether a module of a style works on shards of activations, and whether it returns shards.
+
+    A partial sum is no shard: dropout of a sum drops the same elements of each part.
+
+    Returns:
+        None for what the style does not change, or for arguments with different layouts.
+    """
+    match style:
+        case Colwise() | Rowwise():
+            return _shard(style.input), _shard(style.output)
+        case Sequence():
+            return True, True
+        case Input():
+            changes = (*style.positional, *(change for _, change in style.named))
+            return _common([c.target for c in changes if c is not None]), None
+        case Output():
+            return None, _common([c.target for c in style.positional if c is not None])
+        case Experts():  # `shard(-1)` leaves the partial sum
+            return None, _shard(style.output) and style.output != Shard(-1)
+        case Features():
+            return None, True
+        case Replicated() | MlaKv() | Parameters() | Attributes() | Custom():
+            return None, None
+        case _:
+            assert_never(style)
+
+
+def _shard(layout: Layout) -> bool:
+    return isinstance(layout, Shard)
+
+
+def _common(layouts: list[Layout]) -> bool | None:
+    found = {_shard(layout) for layout in layouts}
+    return found.pop() if len(found) == 1 else None

@@ -15,7 +15,7 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
-from planc.ops.rng import SyncRng
+from planc.ops.rng import DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 AnyOp = Annotated[
@@ -33,7 +33,8 @@ AnyOp = Annotated[
     | Divide
     | Prefetch
     | ChunkLoss
-    | SyncRng,
+    | SyncRng
+    | DrawByRank,
     Form(tag="op"),
 ]
 

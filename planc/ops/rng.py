@@ -1,13 +1,26 @@
-"""Ranks that must draw the same random numbers."""
+"""The random numbers of ranks that share activations: the same, or others by rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from planc.ops.base import Axis, AxisSizes, Op
-from planc.ops.call import MESH, Context, FunctionCall, Once, ScriptFunction, Step
+from planc.model.facts import Modules
+from planc.ops import phrases
+from planc.ops.base import OMIT, Axis, AxisSizes, Op, Where
+from planc.ops.call import (
+    MESH,
+    Context,
+    Each,
+    FunctionCall,
+    Index,
+    Once,
+    ScriptFunction,
+    Shared,
+    Step,
+    given,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +50,54 @@ class SyncRng(Op):
     def headline(self, _mesh: AxisSizes | None = None) -> str:
         text = f"state of the first rank of {self.axis} on all its ranks"
         return f"{text}: {', '.join(self.fields)}" if self.fields else text
+
+
+def how(by_rank: bool | None) -> str:
+    """How ranks draw, in words."""
+    return "unchanged" if by_rank is None else "by rank" if by_rank else "alike"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawByRank(Op):
+    """Random numbers that differ by rank on shards of activations, and are the same elsewhere.
+
+    Args:
+        modules: where the layout of activations changes.
+        axis: its ranks hold the shards.
+        inside: whether the modules work on shards; None leaves it as before the module.
+        after: whether their outputs are shards; None leaves it as at their end.
+    """
+
+    modules: Modules
+    axis: Axis
+    inside: bool | None = field(default=None, metadata=OMIT)
+    after: bool | None = field(default=None, metadata=OMIT)
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "draw_on_shards", "Draws by rank on shards of activations, and alike elsewhere."
+    )
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        if self.inside is None and self.after is None:
+            yield (), "neither inside nor after is given"
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        mesh = Shared(f"{self.axis}_mesh", Index(MESH, (self.axis,)))
+        keywords = given(inside=self.inside, after=self.after)
+        call = FunctionCall("standalone.rng:draw_by_rank", (mesh,), keywords)
+        yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    WORD: ClassVar = "draws"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axis")
+    WORDS: ClassVar = {"inside": ("inside", how), "after": ("after", how)}
+
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
+        if self.inside == self.after:
+            return f"{how(self.after)} inside and after"
+        sides = (("inside", self.inside), ("after", self.after))
+        return ", ".join(f"{how(split)} {side}" for side, split in sides if split is not None)
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
+        rows = ((cls.WORD, str(op.modules), op.headline()) for op in ops)
+        return phrases.listing(rows)

@@ -8,7 +8,6 @@ versions and planc's own sources, so a warm check does not import torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,10 +16,8 @@ from planc.checks.tied_parameters import split_apart
 from planc.codes import PRESUMED
 from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
-from planc.model import cache
 from planc.model.facts import Facts, below
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
@@ -33,16 +30,16 @@ from planc.proof.flow_findings import (
     report_uncalled,
     report_unstated,
 )
+from planc.proof.judge import judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
+from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import simulated_sizes
 from planc.proof.stand_in import Unrepresented
 from planc.source import Span
-from planc.trial.outcome import Outcome, outcome_of
-from planc.trial.source_digest import source_digest
-from planc.trial.trial_part import left_out, trial_part
+from planc.trial.outcome import Outcome
+from planc.trial.trial_part import left_out
 
-_FORMAT = 7
 _NOTHING = Unrepresented(reason="nothing is simulated")
 UNSEEN = "Megatron-FSDP runs only on CUDA, where planc proves nothing"
 
@@ -82,6 +79,7 @@ class Verdict:
         gathered: whether every FSDP unit is a module that is called, and so is all-gathered.
         released_early: whether the model's code recomputes, in the backward pass, parts of an FSDP
             unit other than the root, which may have been resharded before; the root is not.
+        unlike: whether the plan is wrong with random numbers, and right without.
     """
 
     outcome: Outcome
@@ -89,6 +87,7 @@ class Verdict:
     sections: tuple[SectionVerdict, ...] = ()
     gathered: bool = True
     released_early: bool = False
+    unlike: bool = False
 
     def _judged(self, section: SectionVerdict) -> SectionVerdict:
         """The verdict on a section, corrected by the verdict on the plan as a whole.
@@ -111,7 +110,7 @@ class Verdict:
     @property
     def verdict(self) -> str:
         """`proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel."""
-        if not self.gathered:
+        if not self.gathered or self.unlike:
             return "refuted"
         right = self.outcome.verdict == "proved"
         open_ends = self.unknown_layers or self.released_early
@@ -214,7 +213,12 @@ def flow(
         _unknown(verdict, sink, strict, help, lines)
     if isinstance(small, Unrepresented):
         return verdict
-    return replace(verdict, gathered=_report(outcome, small.compiled, compiled, sink))
+    verdict = replace(verdict, gathered=_report(outcome, small.compiled, compiled, sink))
+    if verdict.verdict != "proved" or not axes:
+        return verdict
+    draws = tuple(_draws(compiled, axes, sink, strict))
+    unlike = any(section.verdict == "refuted" for section in draws)
+    return replace(verdict, sections=(*verdict.sections, *draws), unlike=unlike)
 
 
 def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | Unrepresented]:
@@ -238,6 +242,24 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
         if outcome.verdict != "proved":
             break
     return first or (Outcome(verdict="nothing"), _NOTHING)
+
+
+def _draws(
+    compiled: Compiled, split: set[str], sink: Sink, strict: bool
+) -> Iterator[SectionVerdict]:
+    """The verdict on random numbers, if the model draws any."""
+    assert compiled.plan is not None and compiled.facts is not None
+    sizes = next(simulated_sizes(compiled.plan.mesh.axes, split))
+    case = drawing_case(compiled, {a: n if a in split else 1 for a, n in sizes.items()})
+    if case is not None:
+        assert case.compiled.plan is not None
+        outcome = judge(case, quick=True, draws=True)
+        facts, small = compiled.facts, case.compiled.plan
+        wrong = report_draws(outcome, small, facts, sink, strict=strict)
+        verdict = outcome.verdict if wrong or outcome.verdict != "refuted" else "unknown"
+        yield SectionVerdict(
+            name="random numbers", verdict=verdict, by="simulation", reason=outcome.reason
+        )
 
 
 def _report(outcome: Outcome, small: Compiled, real: Compiled, sink: Sink) -> bool:
@@ -307,37 +329,6 @@ def _unknown(
 def is_megatron(lowered: Lowered) -> bool:
     """Whether Megatron-FSDP shards the model."""
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
-
-
-def judge(small: SmallCase, *, quick: bool = False) -> Outcome:
-    """The outcome of a small lowered plan, from the cache or by simulation.
-
-    Args:
-        small: the small model and the plan compiled for it.
-        quick: one step of one pass, with the tensor axes alone.
-    """
-    lowered, model = small.compiled.lowered, small.model
-    assert lowered is not None
-    config = json.dumps(model.values, sort_keys=True)
-    part = digest(replace(trial_part(lowered, tensor=quick), plan=""))
-    extra_versions = cache.extra_versions(model.values)
-    kind = f"flow {_FORMAT} {quick}"
-    key = cache.entry_name(kind, part, config, *extra_versions, source_digest())
-    user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
-    kept = None if user_code else outcome_of(cache.recall(key))
-    if kept is not None:
-        return kept
-    from planc.trial.simulate import simulate
-
-    try:
-        builder = model.builder()
-    except Exception as error:
-        return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
-    outcome = simulate(builder, lowered, quick=quick)
-    outcome = replace(outcome, missing_inputs=builder.choice.missing)
-    if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
-        cache.keep(key, outcome.document())
-    return outcome
 
 
 def _sections(

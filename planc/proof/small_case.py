@@ -47,12 +47,14 @@ class SmallModel:
         code: the factory of a user's own model, or the folder with the code of its class.
         kept: the layers that the small ones stand for, as of `Shrunk`.
         own: a user's own model, of which copies are run.
+        dropout: whether a user's own model keeps its dropout; a configuration says it itself.
     """
 
     values: dict[str, Any]
     code: str = ""
     kept: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     own: nn.Module | None = None
+    dropout: bool = False
 
     @property
     def of_the_user(self) -> bool:
@@ -65,7 +67,7 @@ class SmallModel:
         """
         from planc.model.small.user_model import builder_of
 
-        return builder_of(self.values, self.code, self.own)
+        return builder_of(self.values, self.code, self.own, dropout=self.dropout)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.

@@ -79,6 +79,7 @@ class Answer:
         loss: how the loss is computed in it.
         unit: the unit that contains it, then the units inside it.
         training: what freezes or unfreezes it.
+        draws: how ranks draw random numbers in the module and after it.
         unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.
     """
@@ -102,4 +103,5 @@ class Answer:
     unit_bytes: tuple[int, int] | None = None
     ties: tuple[Reason, ...] = ()
     training: tuple[Reason, ...] = ()
+    draws: tuple[Reason, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)

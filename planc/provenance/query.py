@@ -27,6 +27,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
+from planc.ops.rng import DrawByRank
 from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
@@ -119,6 +120,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=self.training,
+            draws=tuple(self._draws()),
             ties=tuple(self._ties()),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
             **found,
@@ -266,6 +268,11 @@ class _Question:
         for op in self.lowered.ops:
             if isinstance(op, ChunkLoss) and op.modules.has(self.name):
                 yield self._reason(op.headline(self.lowered), self.name, op)
+
+    def _draws(self) -> Iterator[Reason]:
+        for op in self.lowered.ops:
+            if isinstance(op, DrawByRank) and op.modules.has(self.name):
+                yield self._reason(op.headline(), self.name, op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}

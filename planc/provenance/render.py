@@ -29,6 +29,7 @@ SECTIONS = (
     "compile",
     "loss",
     "unit",
+    "draws",
 )
 
 
@@ -53,6 +54,8 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
     yield from _reasons("compile", answer.compile, answer)
     yield from _reasons("loss", answer.loss, answer)
     yield from _reasons("unit", answer.unit, answer)
+    for reason in answer.draws:
+        yield from _reason("draws", reason.what, reason)
     for i, parameter in enumerate(answer.parameters):
         yield _head("" if i else "per rank", _memory(parameter, named=answer.parameter is None))
     if answer.unit_bytes is not None:

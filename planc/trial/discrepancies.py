@@ -85,7 +85,12 @@ def compare_runs(runs: Runs) -> Outcome:
     errors = [compare(result, runs.reference) for result in runs.results]
     logits, loss = max(e.logits for e in errors), max(e.loss for e in errors)
     gradients = list(_gradients(runs, errors))
-    found = [*_sizes(runs)]
+    unknown = next((one for one in runs.reference.unlike if one.wrong is None), None)
+    if unknown is not None:
+        return Outcome(
+            verdict="unknown", reason=f"{unknown.problem}{unknown.line and f' ({unknown.line})'}"
+        )
+    found = [*_sizes(runs), *_draws(runs)]
     if max(logits, loss) > LIMIT:
         whole = Discrepancy(kind="output", subject=_head(runs), error=max(logits, loss))
         found.append(_first_wrong_output(runs) or whole)
@@ -111,6 +116,18 @@ def _head(runs: Runs) -> str:
     """The module whose loss is computed in chunks, which hides its logits; empty for none."""
     heads = (op.modules for op in runs.lowered.ops if isinstance(op, ChunkLoss))
     return next((name for modules in heads for name in modules.names()), "")
+
+
+def _draws(runs: Runs) -> Iterator[Discrepancy]:
+    """Random numbers that the ranks drew otherwise than the plain model, each place once."""
+    for one in dict.fromkeys(runs.reference.unlike):
+        yield Discrepancy(
+            kind="draws",
+            subject=one.module,
+            error=float(one.wrong or 0),
+            detail=one.problem,
+            line=one.line,
+        )
 
 
 def _gradients(runs: Runs, errors: list[Errors]) -> Iterator[Discrepancy]:

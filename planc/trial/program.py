@@ -8,7 +8,7 @@ clipping; then the second; then the parameters are compared.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ from planc.trial.numerics import (
     parameters_by_name,
     relative,
 )
-from planc.trial.random_numbers import Draws
-from planc.trial.trace import Trace, named_modules
+from planc.trial.random_numbers import Recorded, Replayed, Unlike
+from planc.trial.trace import Trace, caller, named_modules
 from planc.trial.whole_loss import with_terms
 
 RATE = 1e-3
@@ -61,6 +61,7 @@ class RankResult:
         gradients: full tensors by name, before clipping, of the first step.
         norms: of the gradients of each step.
         parameters: full tensors by name, after the last step.
+        drawn: the random numbers of each forward pass, of all steps.
     """
 
     data_rank: int = 0
@@ -71,6 +72,12 @@ class RankResult:
     gradients: Tensors = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)
     parameters: Tensors = field(default_factory=dict)
+    drawn: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def where(self) -> tuple[str, str]:
+        """The module that runs now, and the line of the model's code."""
+        running = self.traces[-1].running if self.traces else []
+        return (running[-1] if running else ""), caller()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +90,7 @@ class Reference:
             from the sum over the data ranks' rows where a loss is no mean over tokens.
         recomputed: a module that the model's own code runs again in the backward pass.
         draws: whether the model draws random numbers.
+        unlike: what the ranks drew otherwise than the plain model does.
     """
 
     passes: list[RankResult]
@@ -92,6 +100,7 @@ class Reference:
     whole: Tensors = field(default_factory=dict)
     recomputed: str = ""
     draws: bool = False
+    unlike: list[Unlike] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +114,16 @@ class Errors:
     parameters: dict[str, float]
 
 
-def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Reference:
+def train_single(
+    model: nn.Module, batches: Batches, lowered: Lowered, ranks: Sequence[RankResult] = ()
+) -> Reference:
     """Trains the model in this process: the same rows, normalized over all of them.
 
     Args:
         model: plain, from `alone`.
         batches: the batches of all data ranks.
         lowered: the plan, for the factor between its gradients and their mean.
+        ranks: whose random numbers are used again; without any, the process draws its own.
 
     Raises:
         SingleError: the model has no loss, no gradient, or a value that is not finite.
@@ -122,19 +134,20 @@ def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Refere
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
         with_terms(model, op)
-    states = [_random_state(rank) for rank in first_ranks(lowered)]
     for number, step in enumerate(batches.steps):
         for one in step:
             for rank, result in enumerate(reference.passes):
                 inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
-                torch.set_rng_state(states[rank])
-                with Draws() as draws:
+                drawn = [r.drawn[len(result.drawn)] for r in ranks if r.data_rank == rank]
+                draws = Replayed(drawn, result.where) if drawn else Recorded()
+                result.drawn.append(getattr(draws, "drawn", []))
+                with draws:
                     loss = _forward(model, inputs, result if number == 0 else None)
-                    backward = Trace()
-                    with backward.of(named_modules(model)):
-                        (loss * (share * batches.weight(number))).backward()
-                states[rank] = torch.get_rng_state()
-                reference.draws = reference.draws or draws.seen
+                backward = Trace()
+                with backward.of(named_modules(model)):
+                    (loss * (share * batches.weight(number))).backward()
+                reference.draws = reference.draws or bool(drawn or result.drawn[-1])
+                reference.unlike += getattr(draws, "unlike", [])
                 reference.recomputed = reference.recomputed or next(iter(backward.calls), "")
         if number == 0:
             reference.gradients = _gradients(model)
@@ -154,26 +167,9 @@ def train_single(model: nn.Module, batches: Batches, lowered: Lowered) -> Refere
     return reference
 
 
-def first_ranks(lowered: Lowered) -> list[int]:
-    """The first of the ranks that read the same rows, by data rank."""
-    found: dict[int, int] = {}
-    for rank in range(lowered.world_size):
-        data, left = 0, lowered.world_size
-        for axis in lowered.axes:
-            left //= axis.size
-            if axis.name in lowered.data:
-                data = data * axis.size + rank // left % axis.size
-        found.setdefault(data, rank)
-    return [found[data] for data in sorted(found)]
-
-
 def seed_rank(rank: int) -> None:
     """Seeds a rank before the plan is applied: otherwise than the others, as in a real run."""
     torch.manual_seed(SEED + rank)
-
-
-def _random_state(rank: int) -> torch.Tensor:
-    return torch.Generator().manual_seed(SEED + rank).get_state()
 
 
 def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
@@ -193,7 +189,13 @@ def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
 
 
 def train_rank(
-    model: nn.Module, run: Run, batches: Batches, result: RankResult, *, traced: bool
+    model: nn.Module,
+    run: Run,
+    batches: Batches,
+    result: RankResult,
+    *,
+    traced: bool,
+    draws: bool = False,
 ) -> None:
     """Trains a parallel model on one rank, as a training script does.
 
@@ -203,6 +205,7 @@ def train_rank(
         batches: the batches of all data ranks.
         result: filled while the rank runs, so that what came before an error is known.
         traced: whether to record the inputs and outputs of modules, which gathers DTensors.
+        draws: whether to record random numbers.
     """
     result.phase, result.data_rank = "parallel", run.data_rank
     optimizer = run.optimizer(_optimizer(model))
@@ -215,7 +218,9 @@ def train_rank(
             last = at == len(step) - 1
             inputs = {**one.of_rank(run.data_rank, run.data_size), **extra}
             with contextlib.nullcontext() if last else run.no_sync():
-                loss = _forward(model, inputs, result if number == 0 else None, traced=traced)
+                with (recorded := Recorded()) if draws else contextlib.nullcontext():
+                    loss = _forward(model, inputs, result if number == 0 else None, traced=traced)
+                result.drawn += [recorded.drawn] if draws else []
                 weight = batches.weight(number)
                 (loss if weight == 1.0 else loss * weight).backward()
         if number == 0:
@@ -261,9 +266,21 @@ def prove(
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
     result = RankResult()
-    train_rank(model, run, data, result, traced=False)
+    train_rank(model, run, data, result, traced=False, draws=reference.draws)
     report("compare")
+    if reference.draws:
+        ranks = _drawn_by_all(result)
+        reference = train_single(
+            alone(builder.build(seed).to(device), lowered), data, lowered, ranks
+        )
     return compare(result, reference)
+
+
+def _drawn_by_all(own: RankResult) -> list[RankResult]:
+    """The data rank and the random numbers of each rank."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, (own.data_rank, own.drawn))
+    return [RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
 
 
 def compare(result: RankResult, reference: Reference) -> Errors:

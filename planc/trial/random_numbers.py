@@ -1,15 +1,19 @@
-"""Random numbers of ranks that are threads of one process.
+"""Random numbers in a trial: of ranks that are threads of one process, and of the single process.
 
 torch has one default generator for each device, and threads share it. Each rank gets one of its
-own.
+own. The single process uses again what the ranks drew, so that all else can be compared.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -53,13 +57,109 @@ class RankRandom(TorchDispatchMode):  # type: ignore[misc]  # torch has no types
                 shared.set_state(before)
 
 
-class Draws(TorchDispatchMode):  # type: ignore[misc]
-    """Notes whether any operation draws random numbers."""
+_IN_PLACE = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
+_MADE = ("bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like")
+_NOISE = frozenset((*_IN_PLACE, *_MADE, "randperm", "multinomial", "native_dropout"))
+"""The operations that return what they draw; `native_dropout` returns its mask too."""
+
+
+def _noise(func: Any, out: Any) -> torch.Tensor | None:
+    """What an operation drew: of a DTensor this rank's part."""
+    if getattr(func, "overloadpacket", func).__name__ not in _NOISE:
+        return None
+    drawn = out[1] if isinstance(out, tuple) else out
+    return drawn._local_tensor if isinstance(drawn, DTensor) else drawn
+
+
+class Recorded(TorchDispatchMode):  # type: ignore[misc]
+    """Keeps what the operations of a forward pass draw, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.drawn: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if (drawn := _noise(func, out)) is not None:
+            self.drawn.append(drawn.detach().clone())
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """Numbers that ranks did not draw as the plain model does.
+
+    Args:
+        module: the torch name of the module whose code draws them.
+        line: the line of the model's code.
+        problem: what is wrong with them.
+        wrong: whether replicas differ; False if only the distribution is another one, None if
+            they cannot be compared.
+    """
+
+    module: str
+    line: str
+    problem: str
+    wrong: bool | None
+
+
+class Replayed(TorchDispatchMode):  # type: ignore[misc]
+    """Gives the operations of a single process the numbers that ranks have drawn.
+
+    Ranks that hold the whole tensor must have drawn the same numbers; the numbers of ranks that
+    hold shards of it are put together, and must differ.
+
+    Args:
+        drawn: what each rank drew in the same pass, the ranks in the order of their shards.
+        where: the module and the line of code that run now.
+    """
+
+    def __init__(
+        self, drawn: list[list[torch.Tensor]], where: Callable[[], tuple[str, str]]
+    ) -> None:
+        super().__init__()
+        self._drawn = drawn
+        self._where = where
+        self._at = 0
+        self.unlike: list[Unlike] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (own := _noise(func, out)) is not None:
+            parts = [of_rank[self._at] for of_rank in self._drawn if len(of_rank) > self._at]
+            self._at += 1
+            if len(parts) < len(self._drawn):
+                self._tell("a rank draws less often than one process", None)
+            elif (whole := self._whole(parts, own.shape)) is not None:
+                own.copy_(whole)
+                if isinstance(out, tuple):  # native_dropout: the masked input, and the mask
+                    out[0].copy_(args[0] * own / (1 - args[1]))
+        return out
+
+    def _whole(self, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
+        same = all(torch.equal(part, parts[0]) for part in parts)
+        if all(part.shape == shape for part in parts):
+            if not same:
+                self._tell("the ranks draw different numbers for the same activations", True)
+            return parts[0]
+        shards = parts
+        if same:  # ranks of several axes, of which some may hold the same shard
+            dims = enumerate(zip(parts[0].shape, shape, strict=False))
+            shards = parts[:1] * max((wide // own for _, (own, wide) in dims if own), default=1)
+        for dim in range(len(shape)):
+            others = [[*p.shape[:dim], *p.shape[dim + 1 :]] for p in shards]
+            fits = others == [[*shape[:dim], *shape[dim + 1 :]]] * len(shards)
+            if fits and sum(shard.shape[dim] for shard in shards) == shape[dim]:
+                if any(torch.equal(a, b) for a, b in pairwise(shards) if a.numel() >= _MANY):
+                    self._tell("the ranks draw the same numbers for different shards", False)
+                return torch.cat(shards, dim)
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        self._tell(f"the ranks draw {shapes}, one process {list(shape)}", None)
+        return None
+
+    def _tell(self, problem: str, wrong: bool | None) -> None:
+        self.unlike.append(Unlike(*self._where(), problem, wrong))
+
+
+_MANY = 128
+"""As many numbers are not equal by chance: masks that keep nine of ten are with 1e-11."""

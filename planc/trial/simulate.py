@@ -42,17 +42,20 @@ SECONDS = 300.0
 """The time limit of a simulation."""
 
 
-def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) -> Outcome:
+def simulate(
+    builder: ModelBuilder, lowered: Lowered, *, quick: bool = False, draws: bool = False
+) -> Outcome:
     """Trains a small model with and without the plan, and compares.
 
     Args:
         builder: builds the small model and its inputs.
         lowered: the plan, lowered for this model on few ranks.
         quick: one step of one pass, with the operations of the tensor axes alone.
+        draws: with the dropout of adapters.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
-    lowered = trial_part(lowered, tensor=quick)
+    lowered = trial_part(lowered, tensor=quick, draws=draws)
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     try:
@@ -60,6 +63,7 @@ def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) ->
         reference = train_single(alone(builder.build(0), lowered), data, lowered)
         # adapters too are drawn here, one model after the other, from the same seed
         models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
+        trained = lowered
         lowered = lowered.with_ops(op for op in lowered.ops if not isinstance(op, Adapt))
     except SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
@@ -74,6 +78,9 @@ def simulate(builder: ModelBuilder, lowered: Lowered, *, quick: bool = False) ->
         results=[RankResult() for _ in models],
     )
     failure = _run(models, runs)
+    if failure is None and reference.draws:
+        plain = alone(builder.build(0), trained)
+        runs.reference = train_single(plain, data, trained, runs.results)
     return failed_run(failure, runs) if failure else compare_runs(runs)
 
 
@@ -88,7 +95,8 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
             run = apply_lowered(
                 model, runs.lowered, digest=name, device_type="cpu", allow_code=True
             )
-            train_rank(model, run, runs.batches, result, traced=True)
+            draws = runs.reference.draws
+            train_rank(model, run, runs.batches, result, traced=True, draws=draws)
 
     def current() -> Trace | None:
         return runs.results[0].traces[-1] if runs.results[0].traces else None

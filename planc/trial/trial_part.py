@@ -22,7 +22,7 @@ DATA = (FullyShard, Divide, Prefetch)
 """The operations of the data axes."""
 
 
-def trial_part(lowered: Lowered, *, tensor: bool = False) -> Lowered:
+def trial_part(lowered: Lowered, *, tensor: bool = False, draws: bool = False) -> Lowered:
     """The lowered plan reduced to the operations that a trial runs, with all dtypes float32, so
     that results differ only by rounding.
 
@@ -31,11 +31,12 @@ def trial_part(lowered: Lowered, *, tensor: bool = False) -> Lowered:
     Args:
         lowered: the plan for the small model.
         tensor: leaves out FSDP and replication too, where no data axis has two ranks.
+        draws: keeps the dropout of adapters.
     """
     left_out = (*LEFT_OUT, *(DATA if tensor else ()))
     ops = tuple(
         _full_precision(op, lowered) if isinstance(op, FullyShard) else op
-        for op in with_random_adapters(lowered).ops
+        for op in with_random_adapters(lowered, draws=draws).ops
         if not isinstance(op, left_out)
     )
     return replace(lowered, stages=(replace(lowered.stage, ops=ops, gathered=0),))
@@ -49,13 +50,16 @@ def _full_precision(op: FullyShard, lowered: Lowered) -> FullyShard:
     return replace(op, param=None, reduce=None, output=None, reshard=reshard, gathered=0)
 
 
-def with_random_adapters(lowered: Lowered) -> Lowered:
-    """The same operations with random adapters without dropout, so that errors in them show.
+def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
+    """The same operations with random adapters, without dropout unless asked, so that errors in
+    them show.
 
     lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
     """
     ops = tuple(
-        replace(op, dropout=0.0, dtype=None, init="random") if isinstance(op, Adapt) else op
+        replace(op, dropout=op.dropout if draws else 0.0, dtype=None, init="random")
+        if isinstance(op, Adapt)
+        else op
         for op in lowered.ops
     )
     return lowered.with_ops(ops)

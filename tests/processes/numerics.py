@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 import planc
 from planc.model.small.input_search import rank_slice
 from planc.model.small.transformers_model import TransformersBuilder, add_denoising_loss
-from planc.ops.rng import SyncRng
+from planc.ops.rng import DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone.shards import in_own_order, rank_orders
+from planc.trial.random_numbers import Recorded, Replayed
 
 LENGTH, BATCH = 16, 4
 
@@ -125,19 +126,17 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
         changes: configuration fields that differ from those of `MODELS`.
         script: whether the emitted Python spreads the model, instead of planc's own apply.
         without: leave out the operations on modules of this name, to break the plan on purpose;
-            `draw`, those that let ranks draw alike.
-        seed: of what the single process draws in training; ranks but the first have other ones.
+            `draw`, those that let ranks draw alike; `draw_by_rank`, those that let them differ.
+        seed: of what the first rank draws in training; the next ones have the next numbers. The
+            single process uses again what the ranks have drawn.
 
     Returns:
-        Relative errors of `logits`, `loss` and the worst `gradient`, whose name is `worst`; and
-        `bits`, a digest of all of this rank's numbers.
+        Relative errors of `logits`, `loss` and the worst `gradient`, whose name is `worst`;
+        `bits`, a digest of all of this rank's numbers; and `unlike`, how its random numbers differ
+        from those of one process.
     """
     single = build(model, **(changes or {}))
     inputs = sample(single.config)
-    if seed is not None:
-        torch.manual_seed(seed)
-    right = single(**inputs, use_cache=False)
-    right.loss.backward()
     parallel = build(model, **(changes or {}))
     if isinstance(plan, str):
         world = distributed.get_world_size()
@@ -151,8 +150,15 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
-    output = parallel(**rank_slice(inputs, rank, size))
+    with Recorded() as recorded:
+        output = parallel(**rank_slice(inputs, rank, size))
     output.loss.backward()
+    drawn = [None] * distributed.get_world_size()
+    distributed.all_gather_object(drawn, recorded.drawn)
+    assert size == 1 or not any(drawn)  # ranks with other rows draw for those
+    with Replayed(drawn, lambda: ("", "")) as replayed:
+        right = single(**inputs, use_cache=False)
+    right.loss.backward()
     loss = whole(output.loss).clone()
     distributed.all_reduce(loss)  # ranks with the same data have the same loss
     loss /= distributed.get_world_size()
@@ -176,6 +182,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
         "gradient": errors[worst],
         "worst": worst,
         "bits": bits(logits, loss, *gradients.values()),
+        "unlike": sorted({one.problem for one in replayed.unlike}),
     }
 
 
@@ -192,6 +199,8 @@ def names(op, last):
     """Whether an operation gives a style to modules of a name, or is of that name itself."""
     if isinstance(op, SyncRng):
         return last == "draw"
+    if isinstance(op, DrawByRank):
+        return last == "draw_by_rank"
     return isinstance(op, Parallelize) and str(op.modules).endswith(last)
 
 

@@ -179,6 +179,13 @@ RANDOM = [
     ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
     ("bert", {"hidden_dropout_prob": 0.1}),
 ]
+SHARDED = [
+    ("llama", {"attention_dropout": 0.1}, False),
+    ("bert", {"attention_probs_dropout_prob": 0.1}, False),
+    ("gpt_neox", {"attention_dropout": 0.1, "hidden_dropout": 0.1}, True),
+    ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}, True),
+]
+"""What is drawn for shards of heads, or of the sequence."""
 
 
 @pytest.mark.parametrize(("model", "changes"), RANDOM)
@@ -187,11 +194,29 @@ def test_ranks_of_a_tensor_axis_draw_alike(four, model, changes):
     overrides = settings(tp=4, sequence_parallel=False, checkpointing=True, param_dtype="fp32")
     changes = {**changes, "num_key_value_heads": 4} if model != "gpt2" else changes
     run = {"model": model, "plan": model, "overrides": overrides, "changes": changes, "seed": 5}
-    right(four.run("numerics.compare", **run))
+    applied = four.run("numerics.compare", **run)
+    right(applied)
+    assert all(result["unlike"] == [] for result in applied)
     apart = four.run("numerics.compare", **run, without="draw")
     assert max(result["gradient"] for result in apart) > 0.01
+    assert all("different numbers for the same" in r["unlike"][0] for r in apart)
     written = four.run("numerics.compare", **run, script=True)
     assert max(result["gradient"] for result in written) < LIMIT
+
+
+@pytest.mark.parametrize(("model", "changes", "sequence_parallel"), SHARDED)
+def test_ranks_draw_numbers_of_their_own_for_shards(four, model, changes, sequence_parallel):
+    """One process computes the same with what the ranks have drawn, put together."""
+    overrides = settings(tp=4, checkpointing=True, param_dtype="fp32")
+    overrides += settings(sequence_parallel=sequence_parallel)
+    run = {"model": model, "plan": model, "overrides": overrides, "changes": changes, "seed": 5}
+    run["changes"] = changes if model == "gpt2" else {**changes, "num_key_value_heads": 4}
+    applied = four.run("numerics.compare", **run)
+    right(applied)
+    assert all(result["unlike"] == [] for result in applied)
+    alike = four.run("numerics.compare", **run, without="draw_by_rank")
+    assert all("same numbers for different shards" in r["unlike"][0] for r in alike)
+    assert four.run("numerics.compare", **run, script=True) == applied  # bit for bit
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

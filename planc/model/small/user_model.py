@@ -24,7 +24,9 @@ _LABELS = "_planc_labels"  # where a model keeps the labels of the pass that run
 _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 
 
-def builder_of(values: dict[str, Any], code: str, module: nn.Module | None = None) -> ModelBuilder:
+def builder_of(
+    values: dict[str, Any], code: str, module: nn.Module | None = None, *, dropout: bool = False
+) -> ModelBuilder:
     """The object that builds a model to be run.
 
     Args:
@@ -32,6 +34,7 @@ def builder_of(values: dict[str, Any], code: str, module: nn.Module | None = Non
         code: the factory of a user's own model, or the folder with the code of a model that has a
             configuration; else empty.
         module: a user's own model, of which copies are run.
+        dropout: whether a user's own model keeps its dropout.
 
     Raises:
         PlanError: transformers or diffusers cannot build the configuration.
@@ -39,9 +42,9 @@ def builder_of(values: dict[str, Any], code: str, module: nn.Module | None = Non
         Exception: whatever the user's code raises.
     """
     if module is not None:
-        return UserModelBuilder(copies_of(module))
+        return UserModelBuilder(copies_of(module), dropout=dropout)
     if code and not values:
-        return UserModelBuilder(factory_of(code))
+        return UserModelBuilder(factory_of(code), dropout=dropout)
     return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values, code)
 
 
@@ -65,6 +68,7 @@ class UserModelBuilder:
 
     Args:
         make: the factory, which the user allows planc to run.
+        dropout: whether the model keeps its dropout.
 
     Raises:
         ValueError: the model is too large, or its forward has no argument.
@@ -72,8 +76,9 @@ class UserModelBuilder:
 
     configuration = None
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make: Callable[[], nn.Module], *, dropout: bool = False) -> None:
         self._make = make
+        self._dropout = dropout
         self._build_meta()
 
     def _build_meta(self) -> None:
@@ -94,7 +99,7 @@ class UserModelBuilder:
         self.vocabulary = int(max(tables, default=64))
 
     def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in float32, in training mode, without dropout.
+        """The model on the CPU in float32, in training mode, without dropout unless it is kept.
 
         Args:
             seed: the seed of the weights; the same seed gives the same weights in every process.
@@ -108,7 +113,7 @@ class UserModelBuilder:
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
-        for module in made.modules():
+        for module in () if self._dropout else made.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             elif isinstance(getattr(module, "dropout", None), float):

@@ -1,0 +1,19 @@
+"""What makes training draw random numbers, and which axes' ranks share activations."""
+
+from __future__ import annotations
+
+from planc.model.facts import Facts
+from planc.model.randomness import random_fields
+from planc.plan.ir import Plan
+
+
+def drawing_fields(plan: Plan, facts: Facts) -> tuple[str, ...]:
+    """What makes training draw random numbers, as `name = value`; of adapters too."""
+    rules = plan.adapters.rules if plan.adapters else ()
+    rates = dict.fromkeys(r.adapt.dropout for r in rules if r.adapt.dropout)
+    return (*random_fields(facts), *(f"dropout = {rate} of adapters" for rate in rates))
+
+
+def split_axes(plan: Plan) -> tuple[str, ...]:
+    """The tensor axes of more than one rank that the plan's rules split layers over."""
+    return tuple(dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1))

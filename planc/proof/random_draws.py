@@ -1,0 +1,122 @@
+"""Whether the ranks draw random numbers as the plain model does.
+
+The small model is trained once more, with its dropout. The single process uses the numbers that
+the ranks have drawn, so outputs and gradients can be compared; where ranks hold the same
+activations, their numbers must be the same, and where they hold shards, others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from planc.compiler import Compiled
+from planc.diagnostic import Label, Severity, Sink
+from planc.lowering import lower
+from planc.model.facts import Facts
+from planc.model.small.config_fields import DROPOUT
+from planc.plan.ir import Plan
+from planc.plan.random_numbers import drawing_fields
+from planc.proof.responsible_rules import rule_labels
+from planc.proof.small_case import SmallCase, small_case
+from planc.proof.stand_in import Unrepresented
+from planc.trial.outcome import Discrepancy, Outcome
+
+_LEAST = 0.1
+"""The least dropout of the small model: with less, a small tensor may lose nothing."""
+_STATE = (
+    "the `draws` lines of `planc lower` say where ranks draw by rank; a style that states the "
+    "layout there adds one"
+)
+
+
+def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | None:
+    """The small case with the dropout of the real model; None if that draws nothing, or cannot be
+    made small.
+
+    Args:
+        compiled: the plan for the original model.
+        sizes: the sizes of the small mesh by axis.
+    """
+    assert compiled.plan is not None and compiled.facts is not None
+    if not drawing_fields(compiled.plan, compiled.facts):
+        return None
+    small = small_case(compiled, sizes)
+    if isinstance(small, Unrepresented):
+        return None
+    assert small.compiled.applied is not None
+    plan, facts = small.compiled.applied
+    real = compiled.facts.config
+    facts = replace(facts, config=_with_dropout(facts.config, real))
+    model = replace(small.model, values=_with_dropout(small.model.values, real), dropout=True)
+    done = replace(small.compiled, applied=(plan, facts), lowered=lower(plan, facts))
+    return SmallCase(model=model, compiled=done)
+
+
+def _with_dropout(small: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
+    """The small configuration with the dropout of the real one; no layer is skipped as a whole."""
+    made = dict(small)
+    for name, value in real.items():
+        if isinstance(value, Mapping) and isinstance(made.get(name), Mapping):
+            made[name] = _with_dropout(made[name], value)
+        elif name not in made or not DROPOUT.search(name) or name.endswith("layerdrop"):
+            continue
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            made[name] = max(_LEAST, value)
+    return made
+
+
+def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, strict: bool) -> bool:
+    """Reports numbers that the ranks do not draw as the plain model does (PL511), or that they
+    cannot be compared (PL504); returns whether the plan trains another model.
+
+    Args:
+        outcome: of the run with dropout; without it, all was right.
+        small: the plan for the small model.
+        facts: of the original model.
+        sink: receives the finding.
+        strict: whether unknown is an error.
+    """
+    if outcome.verdict == "unknown":
+        sink.report(
+            Severity.ERROR if strict else Severity.WARNING,
+            "PL504",
+            "layout flow cannot decide whether ranks draw random numbers as the plain model does: "
+            f"{outcome.reason}",
+        )
+    if outcome.verdict != "refuted":
+        return False
+    draws = [d for d in outcome.discrepancies if d.kind == "draws"]
+    first = next((d for d in draws if d.error), (*draws, *outcome.discrepancies)[0])
+    wrong = first.kind != "draws" or first.error > 0
+    labels, help = list(rule_labels(first.subject, small)), _STATE
+    if lax := [c.origin for c in small.checkpoint if not c.preserve_rng and not draws]:
+        labels = [Label(span=at, text="draws other numbers when it recomputes") for at in lax]
+        help = "remove `preserve_rng = false`, which is for blocks without dropout"
+    sink.report(
+        Severity.ERROR if wrong else Severity.WARNING,
+        "PL511",
+        f"with dropout, {_what(first)}",
+        *labels,
+        facts=[
+            *([f"the model's own code: {first.line}"] if first.line else []),
+            f"training draws random numbers: {', '.join(drawing_fields(small, facts))}",
+            "seen on a small model, with all ranks simulated, and right without dropout",
+        ],
+        help=help,
+    )
+    return wrong
+
+
+def _what(first: Discrepancy) -> str:
+    where = f"`{first.subject or 'the model'}`"
+    match first.kind:
+        case "draws":
+            return f"{first.detail}, in {where}"
+        case "crash":
+            return f"the model raises in {where}: {first.detail}"
+        case "output":
+            return f"the output of {where} is wrong"
+        case _:
+            return f"the gradient of {where} is wrong"
