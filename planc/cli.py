@@ -163,6 +163,7 @@ def _verify(options: argparse.Namespace) -> int:
         settings=options.set,
         allow_code=options.allow_code,
         timeout=options.timeout,
+        precision=options.precision,
     )
     if options.format == "json":
         print(document(found, sink), end="")

@@ -112,6 +112,11 @@ def _verify(parser: argparse.ArgumentParser) -> None:
         default=120.0,
         help="total time limit (default 120)",
     )
+    parser.add_argument(
+        "--precision",
+        action="store_true",
+        help="run the plan's own mixed precision, with a tolerance for rounding",
+    )
     parser.add_argument("--certificate", metavar="FILE", help="write the result to FILE")
     parser.add_argument("--format", choices=("text", "json"), default="text")
 

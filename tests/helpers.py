@@ -14,6 +14,7 @@ from planc.model.load import load
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.proof.layout_flow import flow
+from planc.proof.small_case import small_case
 from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax import parse
@@ -65,6 +66,14 @@ def simulated(model, plan, settings=("tp=2",), *, world=64, **options):
     compiled = compile_plan(model, str(plan), sink, world_size=world, settings=settings)
     assert compiled.lowered is not None, [d.message for d in sink]
     return flow(compiled, found, **options), list(found)
+
+
+def simulated_case(model, plan, settings=("tp=2",), *, world=4):
+    """The small case of a plan on four ranks, as layout flow runs it."""
+    sink = Sink()
+    compiled = compile_plan(model, str(plan), sink, world_size=world, settings=settings)
+    assert compiled.lowered is not None, [d.message for d in sink]
+    return small_case(compiled, {a.name: min(a.size, 2) for a in compiled.plan.mesh.axes})
 
 
 def mutant(folder, plan, old, new, after=""):

@@ -32,10 +32,14 @@ from planc.trial.launcher import (
     TrialFailure,
     fork_server,
 )
-from planc.trial.trial_part import left_out, trial_part
+from planc.trial.trial_part import left_out, rounds, trial_part
 
 PROCESSES = 4
 TIMEOUT = 120.0
+_CHOOSES = (
+    "the errors are beyond rounding, and the model selects experts by rounded numbers: others for "
+    "some tokens"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,7 @@ class _Case:
     small: SmallCase | None = None
     run: Lowered | None = None
     small_check_codes: tuple[str, ...] = ()
+    precision: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -85,6 +90,7 @@ def verify(
     settings: Iterable[str] = (),
     allow_code: bool = False,
     timeout: float = TIMEOUT,
+    precision: bool = False,
 ) -> Proof:
     """Proves on real processes, with a small model of the family, that a plan trains the same
     model.
@@ -99,6 +105,7 @@ def verify(
         settings: `name=value` for options and mesh axes.
         allow_code: whether planc may run code that the model or the plan names.
         timeout: seconds for all processes, including their start.
+        precision: whether the plan's own mixed precision runs; the result is not stored.
     """
     world_size = world_size or processes
     with fork_server() as server:  # imports torch during the compilation
@@ -118,8 +125,11 @@ def verify(
         if is_megatron(case.lowered):
             report_unknown(sink, UNSEEN, "compare a few training steps with torch's FSDP")
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
+        if precision and not rounds(case.lowered):
+            report_unknown(sink, "it has no mixed precision", "leave out --precision")
+            return Proof(verdict="unknown")
         case.processes = min(processes, world_size)
-        lacking = _make_small_case(case)
+        lacking = _make_small_case(case, precision=precision)
         if lacking:
             report_unknown(sink, lacking.reason, origins=lacking.origins)
             unproved = _certificate(case, "unknown", lacking.reason)
@@ -152,7 +162,7 @@ def _codes(checks: Sink) -> tuple[str, ...]:
     return tuple(sorted({d.code for d in checks if d.severity == "error"}))
 
 
-def _make_small_case(case: _Case) -> Unrepresented | None:
+def _make_small_case(case: _Case, *, precision: bool) -> Unrepresented | None:
     """Makes the small case; returns the reason if there is none."""
     assert case.compiled.plan is not None
     axes, checks = small_sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
@@ -160,14 +170,18 @@ def _make_small_case(case: _Case) -> Unrepresented | None:
     if isinstance(small, Unrepresented):
         return small
     assert small.compiled.lowered is not None
-    case.small, case.run = small, trial_part(small.compiled.lowered)
+    case.small = small
+    case.run = trial_part(small.compiled.lowered, precision=precision)
+    case.precision = precision
     case.small_check_codes = _codes(checks)
     return None
 
 
 def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     assert case.run is not None
-    found = server.compare(case.config, case.run, timeout=timeout, code=case.facts.code)
+    found = server.compare(
+        case.config, case.run, timeout=timeout, code=case.facts.code, precision=case.precision
+    )
     places: tuple[str, ...] = ()
     reason: str | None = None
     findings = Sink()
@@ -178,7 +192,8 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     else:
         verdict = "refuted"
         reason, places = report_difference(found, case.plan, case.run, findings)
-    doubt = _doubt(case, verdict)
+    chooses = isinstance(found, Comparison) and found.chooses
+    doubt = _CHOOSES if chooses and verdict == "refuted" else _doubt(case, verdict)
     if doubt:
         verdict, reason = "unknown", doubt
         report_unknown(sink, doubt)
@@ -187,7 +202,8 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
             sink.add(diagnostic)
     compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
-    if verdict != "unknown" and not (case.facts.code or case.lowered.code):  # code can change
+    kept = not (case.facts.code or case.lowered.code or case.precision)  # code can change
+    if verdict != "unknown" and kept:
         key = store.key_of(certificate["lowered"], store.identity(case.facts))
         store.keep(certificate, key)
         _remember(case, certificate)
@@ -244,14 +260,14 @@ def _certificate(
         "processes": case.processes,
         "small": None if case.run is None else _small(case, case.run),
         "seeds": list(SEEDS),
-        "limits": dict(LIMITS),
+        "limits": dict(found.limits if found else LIMITS),
         "errors": found.errors if found else None,
         "worst": found.worst if found else None,
         "first": first
         and {**{n: first[n] for n in ("what", "name", "error")}, "places": list(places)},
         "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
-        "left_out": list(left_out(case.lowered)),
+        "left_out": list(left_out(case.lowered, precision=case.precision)),
         "versions": store.versions(case.facts.config),
         "device": found.device if found else None,
         "seconds": round(found.seconds if found else 0.0, 3),

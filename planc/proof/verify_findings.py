@@ -12,7 +12,7 @@ from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.source import Span
 from planc.trial.certificate import number
-from planc.trial.launcher import LIMITS, Comparison, TrialFailure
+from planc.trial.launcher import Comparison, TrialFailure
 
 _WORDS = {
     "logits": "the logits",
@@ -34,7 +34,8 @@ def report_difference(
     found: Comparison, plan: Plan, lowered: Lowered, sink: Sink
 ) -> tuple[str, tuple[str, ...]]:
     """Reports PL520; returns its message and the responsible lines."""
-    beyond = [k for k, limit in LIMITS.items() if not found.errors[k] <= limit]
+    limits = found.limits
+    beyond = [k for k, limit in limits.items() if not found.errors[k] <= limit]
     first = found.first
     difference = f"{_WORDS[beyond[0]]} is off by {number(found.errors[beyond[0]])}"
     name = ""
@@ -45,9 +46,9 @@ def report_difference(
     message = f"the plan trains another model: {difference}"
     labels = [*rule_labels(name, plan), *unit_labels(name, plan)]
     facts = [
-        f"{kind} {number(found.errors[kind])}  (limit {number(LIMITS[kind])})" for kind in LIMITS
+        f"{kind} {number(found.errors[kind])}  (limit {number(limits[kind])})" for kind in limits
     ]
-    if found.errors["gradients"] > LIMITS["gradients"]:
+    if found.errors["gradients"] > limits["gradients"]:
         facts.append(f"worst gradient: {found.worst['gradients']}")
     if not any(r.modules.has(name) for r in plan.tensor) and _tensor(lowered):
         facts.append(f"no tensor rule covers {name or 'the model'}")

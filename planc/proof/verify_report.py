@@ -28,7 +28,8 @@ def table(certificate: Certificate) -> str:
     if errors is not None:
         lines.append(f"{'':<34}{'error':>14}{'limit':>8}")
         for kind, words in _KINDS.items():
-            limit = certificate["limits"][kind]
+            if (limit := certificate["limits"].get(kind)) is None:
+                continue
             at = (certificate["worst"] or {}).get(kind)
             location = f"  {at}" if at and errors[kind] > limit else ""
             lines.append(f"{words:<34}{number(errors[kind]):>14}{number(limit):>8}{location}")

@@ -21,6 +21,7 @@ class Job:
         code: the factory of a user's own model, used instead of `config`.
         folder: the folder in which each rank writes its result, `<rank>.json`.
         seconds: the timeout of a collective.
+        precision: whether the plan's mixed precision runs; the ranks then derive the limits.
     """
 
     config: dict[str, Any]
@@ -32,6 +33,7 @@ class Job:
     folder: str
     seconds: float
     code: str = ""
+    precision: bool = False
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

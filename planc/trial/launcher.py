@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class Comparison:
             do not.
         seconds: the duration.
         device: the device of the processes, `cpu` or `cuda`.
+        limits: the largest errors that pass, of the kinds that were compared.
+        chooses: whether the model selects experts by numbers that are rounded.
     """
 
     errors: dict[str, float]
@@ -73,10 +75,12 @@ class Comparison:
     first: dict[str, Any] | None
     seconds: float
     device: str = "cpu"
+    limits: dict[str, float] = field(default_factory=lambda: dict(LIMITS))
+    chooses: bool = False
 
     @property
     def same(self) -> bool:
-        return all(self.errors[kind] <= limit for kind, limit in LIMITS.items())
+        return all(self.errors[kind] <= limit for kind, limit in self.limits.items())
 
 
 class ForkServer:
@@ -96,7 +100,13 @@ class ForkServer:
             )
 
     def compare(
-        self, config: dict[str, Any], lowered: Lowered, *, timeout: float, code: str = ""
+        self,
+        config: dict[str, Any],
+        lowered: Lowered,
+        *,
+        timeout: float,
+        code: str = "",
+        precision: bool = False,
     ) -> Comparison | TrialFailure:
         """Trains the small model with and without the plan, and compares.
 
@@ -105,6 +115,7 @@ class ForkServer:
             lowered: the plan for it, from `trial_part`.
             timeout: seconds for the whole comparison.
             code: the factory of a user's own model, which is run as it is.
+            precision: whether the plan's mixed precision runs.
         """
         began = time.monotonic()
         job = Job(
@@ -117,6 +128,7 @@ class ForkServer:
             folder=str(self.folder),
             seconds=timeout,
             code=code,
+            precision=precision,
         )
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the process has died; its exit code is handled below
@@ -224,15 +236,23 @@ def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
 
 def _comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
     every = [seed for report in found for seed in report["seeds"]]
-    errors = {kind: max(float(s[kind]) for s in every) for kind in LIMITS}
+    limits = found[0].get("limits", LIMITS)
+    errors = {kind: max(float(s[kind]) for s in every) for kind in limits}
     worst = {
         kind: str(max(every, key=lambda s: float(s[kind]))[f"{kind}_at"])
         for kind in ("gradients", "parameters")
+        if kind in limits
     }
     differences = [f["first"] for f in found if f.get("first")]
     first = min(differences, key=lambda f: int(f["order"])) if differences else None
     return Comparison(
-        errors=errors, worst=worst, first=first, seconds=seconds, device=found[0]["device"]
+        errors=errors,
+        worst=worst,
+        first=first,
+        seconds=seconds,
+        device=found[0]["device"],
+        limits=limits,
+        chooses=found[0].get("chooses", False),
     )
 
 

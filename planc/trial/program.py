@@ -8,6 +8,7 @@ clipping; then the second; then the parameters are compared.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from planc.trial.numerics import (
     parameters_by_name,
     relative,
 )
+from planc.trial.precision import NEGLIGIBLE, Operations, norm_error, tolerance
 from planc.trial.random_numbers import Recorded, Replayed, Unlike
 from planc.trial.trace import Trace, caller, named_modules
 from planc.trial.whole_loss import with_terms
@@ -105,13 +107,20 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """The relative errors of one rank."""
+    """The relative errors of one rank.
+
+    Args:
+        limits: the largest that pass, by kind; empty for those of float32.
+        chooses: whether the model selects experts by numbers that are rounded.
+    """
 
     logits: float
     loss: float
     gradients: dict[str, float]
     norm: float
-    parameters: dict[str, float]
+    parameters: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    chooses: bool = False
 
 
 def train_single(
@@ -243,6 +252,7 @@ def prove(
     report: Callable[[str], None],
     *,
     device: str = "cpu",
+    precision: bool = False,
 ) -> Errors:
     """The errors of this process, which is one rank of a process group, for one seed.
 
@@ -253,6 +263,7 @@ def prove(
         seed: the seed of weights and data.
         report: called with each phase: `single`, `apply`, `parallel`, `compare`.
         device: `cpu` or `cuda` (the current device).
+        precision: whether the plan has its own mixed precision.
 
     Raises:
         SingleError: the model does not train in a single process.
@@ -273,7 +284,18 @@ def prove(
         reference = train_single(
             alone(builder.build(seed).to(device), lowered), data, lowered, ranks
         )
+    if precision:
+        return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
     return compare(result, reference)
+
+
+def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> Operations:
+    """The operations of a forward pass."""
+    model, first = builder.build(seed), batches.steps[0][0]
+    operations = Operations()
+    with torch.no_grad(), operations:
+        model(**{name: value.cpu() for name, value in first.inputs.items()})
+    return operations
 
 
 def _drawn_by_all(own: RankResult) -> list[RankResult]:
@@ -294,6 +316,35 @@ def compare(result: RankResult, reference: Reference) -> Errors:
         gradients=errors_by_name(result.gradients, reference.gradients),
         norm=max(map(relative, result.norms, reference.norms), default=0.0),
         parameters=errors_by_name(result.parameters, reference.parameters),
+    )
+
+
+def compare_rounded(
+    result: RankResult, reference: Reference, lowered: Lowered, operations: Operations
+) -> Errors:
+    """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits.
+
+    Args:
+        result: of the rank, which has ended.
+        reference: of the single process, in float32.
+        lowered: the plan for the small model.
+        operations: of a forward pass.
+    """
+    right, gradients = reference.passes[result.data_rank], reference.gradients
+    floor = NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
+    limit = tolerance(lowered, operations.count)
+    return Errors(
+        logits=max(map(norm_error, result.logits, right.logits)),
+        loss=max(map(norm_error, result.losses, right.losses)),
+        gradients={
+            name: norm_error(result.gradients[name], gradients[name], floor)
+            if name in result.gradients and name in gradients
+            else math.inf
+            for name in dict.fromkeys((*gradients, *result.gradients))
+        },
+        norm=norm_error(result.norms[0], reference.norms[0]),
+        limits=dict.fromkeys(("logits", "loss", "gradients", "norm"), limit),
+        chooses=operations.chooses,
     )
 
 

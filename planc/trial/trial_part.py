@@ -22,9 +22,11 @@ DATA = (FullyShard, Divide, Prefetch)
 """The operations of the data axes."""
 
 
-def trial_part(lowered: Lowered, *, tensor: bool = False, draws: bool = False) -> Lowered:
-    """The lowered plan reduced to the operations that a trial runs, with all dtypes float32, so
-    that results differ only by rounding.
+def trial_part(
+    lowered: Lowered, *, tensor: bool = False, draws: bool = False, precision: bool = False
+) -> Lowered:
+    """The lowered plan reduced to the operations that a trial runs, with all dtypes float32 unless
+    asked, so that results differ only by rounding.
 
     Plans with the same part have the same outcome, so outcomes are cached by its digest.
 
@@ -32,22 +34,26 @@ def trial_part(lowered: Lowered, *, tensor: bool = False, draws: bool = False) -
         lowered: the plan for the small model.
         tensor: leaves out FSDP and replication too, where no data axis has two ranks.
         draws: keeps the dropout of adapters.
+        precision: keeps the plan's mixed precision.
     """
     left_out = (*LEFT_OUT, *(DATA if tensor else ()))
     ops = tuple(
-        _full_precision(op, lowered) if isinstance(op, FullyShard) else op
+        _small_unit(op, lowered, precision=precision) if isinstance(op, FullyShard) else op
         for op in with_random_adapters(lowered, draws=draws).ops
         if not isinstance(op, left_out)
     )
     return replace(lowered, stages=(replace(lowered.stage, ops=ops, gathered=0),))
 
 
-def _full_precision(op: FullyShard, lowered: Lowered) -> FullyShard:
-    """A unit without mixed precision; what fewer ranks cannot reshard to part of, they reshard."""
+def _small_unit(op: FullyShard, lowered: Lowered, *, precision: bool) -> FullyShard:
+    """A unit without mixed precision unless asked; what fewer ranks cannot reshard to part of, they
+    reshard.
+    """
     ranks = lowered.axis_size(*op.shard)
     partial = op.reshard if not isinstance(op.reshard, bool) else 0
     reshard = True if partial and (partial >= ranks or ranks % partial) else op.reshard
-    return replace(op, param=None, reduce=None, output=None, reshard=reshard, gathered=0)
+    made = replace(op, reshard=reshard, gathered=0)
+    return made if precision else replace(made, param=None, reduce=None, output=None)
 
 
 def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
@@ -65,9 +71,17 @@ def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
     return lowered.with_ops(ops)
 
 
-def left_out(lowered: Lowered) -> Iterator[str]:
+def rounds(lowered: Lowered) -> bool:
+    """Whether a plan computes or reduces in less than float32."""
+    units = [op for op in lowered.ops if isinstance(op, FullyShard)]
+    return any({op.param, op.reduce, op.output} - {None, "float32", "float64"} for op in units)
+
+
+def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[str]:
     """Yields what a trial deliberately does differently, as `name: how`."""
-    if any(isinstance(op, FullyShard) and op.param not in (None, "float32") for op in lowered.ops):
+    if precision:
+        yield "the optimizer: AdamW makes steps of one size, also of what is only rounding"
+    elif rounds(lowered):
         yield "mixed precision: everything runs in float32"
     if any(isinstance(op, Quantize) for op in lowered.ops):
         yield "4 bits: frozen weights stay in full precision"

@@ -9,6 +9,7 @@ import math
 import signal
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +86,21 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
     lowered = loads(job.lowered, "the lowered plan", sink)
     if lowered is None:
         raise ValueError("; ".join(d.message for d in sink))
-    found["seeds"] = []
+    found["seeds"], device = [], found["device"]
     for seed in job.seeds:
-        errors = prove(builder, lowered, job.digest, seed, report, device=found["device"])
+        errors = prove(
+            builder, lowered, job.digest, seed, report, device=device, precision=job.precision
+        )
         found["seeds"].append({"seed": seed, **_worst(errors)})
+        limits = found["limits"] = errors.limits or job.limits
+        found["chooses"] = errors.chooses
         everyone: list[Any] = [None] * job.ranks
-        distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], job.limits))
+        distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], limits))
         if any(everyone):
             report("locate")
-            wrong = {n: e for n, e in errors.gradients.items() if e > job.limits["gradients"]}
-            found["first"] = _locate(builder, lowered, job, seed, wrong, device=found["device"])
+            wrong = {n: e for n, e in errors.gradients.items() if e > limits["gradients"]}
+            job = replace(job, limits=limits)
+            found["first"] = _locate(builder, lowered, job, seed, wrong, device=device)
             return
 
 
@@ -102,8 +108,8 @@ def _worst(errors: Errors) -> dict[str, Any]:
     """The largest error of each kind, and the names with it."""
     out: dict[str, Any] = {"logits": errors.logits, "loss": errors.loss, "norm": errors.norm}
     for kind, values in (("gradients", errors.gradients), ("parameters", errors.parameters)):
-        name = max(values, key=values.__getitem__)
-        out[kind], out[f"{kind}_at"] = values[name], name
+        if name := max(values, key=values.__getitem__, default=""):
+            out[kind], out[f"{kind}_at"] = values[name], name
     return out
 
 

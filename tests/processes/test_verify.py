@@ -403,3 +403,24 @@ def test_cuda_is_taken_where_there_is_a_device_for_every_rank(monkeypatch):
 
     monkeypatch.setattr(numerics.torch.cuda, "device_count", lambda: 4)
     assert (numerics.device_for(4), numerics.device_for(8)) == ("cuda", "cpu")
+
+
+# Mixed precision ---------------------------------------------------------------------------------
+
+
+def test_a_plan_in_its_own_precision(capsys):
+    command = ["verify", "llama-3.2-1b", "llama", "--set", "tp=2", "--precision"]
+    assert main([*command, "--timeout", "600", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["certificate"]
+    jsonschema.validate(found, SCHEMA)
+    assert (
+        found["limits"].keys() == found["errors"].keys() == {"logits", "loss", "gradients", "norm"}
+    )
+    assert 1e-3 < found["errors"]["gradients"] < found["limits"]["gradients"] < 0.25
+    assert store.known(found["lowered"], {}) is None
+
+
+def test_a_plan_without_mixed_precision_has_none_to_verify(capsys):
+    command = ["verify", "llama-3.2-1b", "llama", "--set", "tp=2", "--precision"]
+    assert main([*command, "--set", "param_dtype=fp32"]) == 2
+    assert "PL523" in (text := capsys.readouterr().out) and "no mixed precision" in text
