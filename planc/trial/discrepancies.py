@@ -18,12 +18,8 @@ from planc.trial.implicit_redistribution import Implicit
 from planc.trial.numerics import FLOOR, relative
 from planc.trial.observed_layouts import agrees, observed_layouts, resized_inputs, stated_inputs
 from planc.trial.outcome import LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
-from planc.trial.program import (
-    Errors,
-    RankResult,
-    Reference,
-    compare,
-)
+from planc.trial.program import RankResult, Reference
+from planc.trial.prove import Errors, compare
 from planc.trial.thread_ranks import RankFailure
 from planc.trial.trace import ModuleCall, Seen, Trace, code_line
 

@@ -26,7 +26,8 @@ from planc.trial.batches import batches
 from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
 from planc.trial.job_message import Job
 from planc.trial.numerics import device_for
-from planc.trial.program import Errors, SingleError, prove
+from planc.trial.program import SingleError
+from planc.trial.prove import Errors, prove
 
 _MAKERS: dict[str, ModelBuilder] = {}
 

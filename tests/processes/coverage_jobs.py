@@ -6,7 +6,7 @@ from torch import distributed
 from planc.diagnostic import Sink
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.document import digest, loads
-from planc.trial import program
+from planc.trial import prove as trial
 from planc.trial.batches import batches
 
 
@@ -21,7 +21,7 @@ def prove(values, document, seed=0):
     torch.manual_seed(0)
     lowered = loads(document, "coverage", Sink())
     builder = TransformersBuilder(values)
-    found = program.prove(builder, lowered, digest(lowered), seed, lambda _: None)
+    found = trial.prove(builder, lowered, digest(lowered), seed, lambda _: None)
     distributed.barrier()
     worst = max(found.gradients, key=found.gradients.get)
     return {

@@ -1,0 +1,148 @@
+"""One rank of a proof on processes: the trial program, and its distance from a single process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed
+
+from planc.model.small.user_model import ModelBuilder
+from planc.ops.lowered import Lowered
+from planc.runtime.executor import alone, apply_lowered
+from planc.trial.batches import Batches, batches
+from planc.trial.numerics import errors_by_name, relative
+from planc.trial.precision import NEGLIGIBLE, Operations, norm_error, tolerance
+from planc.trial.program import (
+    RankResult,
+    Reference,
+    SingleError,
+    seed_rank,
+    train_rank,
+    train_single,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """The relative errors of one rank.
+
+    Args:
+        limits: the largest that pass, by kind; empty for those of float32.
+        chooses: whether the model selects experts by numbers that are rounded.
+    """
+
+    logits: float
+    loss: float
+    gradients: dict[str, float]
+    norm: float
+    parameters: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    chooses: bool = False
+
+
+def prove(
+    builder: ModelBuilder,
+    lowered: Lowered,
+    digest: str,
+    seed: int,
+    report: Callable[[str], None],
+    *,
+    device: str = "cpu",
+    precision: bool = False,
+) -> Errors:
+    """The errors of this process, which is one rank of a process group, for one seed.
+
+    Args:
+        builder: builds the small model.
+        lowered: the plan for it, for the ranks of this process group.
+        digest: the digest of `lowered`.
+        seed: the seed of weights and data.
+        report: called with each phase: `single`, `apply`, `parallel`, `compare`.
+        device: `cpu` or `cuda` (the current device).
+        precision: whether the plan has its own mixed precision.
+
+    Raises:
+        SingleError: the model does not train in a single process.
+    """
+    report("single")
+    data = batches(builder, lowered, seed).to(device)
+    reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
+    report("apply")
+    model = builder.build(seed).to(device)
+    seed_rank(distributed.get_rank())
+    run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
+    report("parallel")
+    result = RankResult()
+    train_rank(model, run, data, result, traced=False, draws=reference.draws)
+    report("compare")
+    if reference.draws:
+        ranks = _drawn_by_all(result)
+        reference = train_single(
+            alone(builder.build(seed).to(device), lowered), data, lowered, ranks
+        )
+    if precision:
+        return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
+    return compare(result, reference)
+
+
+def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> Operations:
+    """The operations of a forward pass."""
+    model, first = builder.build(seed), batches.steps[0][0]
+    operations = Operations()
+    with torch.no_grad(), operations:
+        model(**{name: value.cpu() for name, value in first.inputs.items()})
+    return operations
+
+
+def _drawn_by_all(own: RankResult) -> list[RankResult]:
+    """The data rank and the random numbers of each rank."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, (own.data_rank, own.drawn))
+    return [RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
+
+
+def compare(result: RankResult, reference: Reference) -> Errors:
+    """The errors of one rank that has ended."""
+    right = reference.passes[result.data_rank]
+    if len(result.logits) != len(right.logits):
+        raise SingleError("the model gives logits on one side only")
+    return Errors(
+        logits=max(map(relative, result.logits, right.logits), default=0.0),
+        loss=max(map(relative, result.losses, right.losses)),
+        gradients=errors_by_name(result.gradients, reference.gradients),
+        norm=max(map(relative, result.norms, reference.norms), default=0.0),
+        parameters=errors_by_name(result.parameters, reference.parameters),
+    )
+
+
+def compare_rounded(
+    result: RankResult, reference: Reference, lowered: Lowered, operations: Operations
+) -> Errors:
+    """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits.
+
+    Args:
+        result: of the rank, which has ended.
+        reference: of the single process, in float32.
+        lowered: the plan for the small model.
+        operations: of a forward pass.
+    """
+    right, gradients = reference.passes[result.data_rank], reference.gradients
+    floor = NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
+    limit = tolerance(lowered, operations.count)
+    return Errors(
+        logits=max(map(norm_error, result.logits, right.logits), default=0.0),
+        loss=max(map(norm_error, result.losses, right.losses)),
+        gradients={
+            name: norm_error(result.gradients[name], gradients[name], floor)
+            if name in result.gradients and name in gradients
+            else math.inf
+            for name in dict.fromkeys((*gradients, *result.gradients))
+        },
+        norm=norm_error(result.norms[0], reference.norms[0]),
+        limits=dict.fromkeys(("logits", "loss", "gradients", "norm"), limit),
+        chooses=operations.chooses,
+    )
