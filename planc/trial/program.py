@@ -228,7 +228,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault(mesh, []).append(parameter)
     kinds = [{"params": some} for some in groups.values()]
-    return torch.optim.AdamW(kinds, lr=RATE, eps=EPSILON, foreach=True)
+    return torch.optim.AdamW(kinds, lr=RATE, eps=EPSILON, fused=True)
 
 
 def _forward(

@@ -25,6 +25,7 @@ from torch import distributed
 from torch.distributed import _functional_collectives
 
 from planc.trial.random_numbers import RankGenerators
+from planc.trial.shared_propagation import shared_propagation
 
 _POLL = 0.05  # seconds between two looks at the threads
 _LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up
@@ -117,6 +118,7 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
             mock.patch.object(torch.random, "default_generator", RankGenerators()),
             # init_process_group puts a rank before each line of every later traceback
             mock.patch.object(sys, "excepthook", sys.excepthook),
+            shared_propagation(),
         ):
             warnings.simplefilter("ignore")
             yield groups, waits
