@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ CLEAN, FINDINGS, FAILED = 0, 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `planc`. Returns the exit code: 0 clean, 1 findings, 2 could not run."""
+    gc.set_threshold(50_000, 20, 20)  # what is imported and parsed stays until the end
     try:
         options = parser().parse_args(arguments)
         code = _COMMANDS[options.command](options)

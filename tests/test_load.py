@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -495,3 +496,36 @@ def test_load_takes_no_notice_of_the_folder_s_weights(home):
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     assert isinstance(found(folder)[0], Facts)
     assert not (home / "ran").exists()
+
+
+LISTED = """
+import sys
+from transformers.utils import import_utils
+read = []
+scan = import_utils.fetch__all__
+import_utils.fetch__all__ = lambda text: read.append(1) or scan(text)
+if sys.argv[1] == "planc":
+    from planc.model.sources.isolation import import_models
+    import_models()
+import transformers.models
+modules = transformers.models._class_to_module
+print(len(read), len(modules), hash(str(sorted(modules.items()))))
+"""
+
+
+def test_transformers_reads_the_files_of_its_models_once():
+    """And lists the same classes as after two readings."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    found = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", LISTED, way],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for way in ("planc", "transformers")
+    ]
+    (once, *mine), (twice, *theirs) = found
+    assert mine == theirs and int(mine[0]) > 1000
+    assert int(once) < 10 < int(twice)

@@ -19,7 +19,7 @@ from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
-from planc.model.sources.isolation import isolated, without_kernels
+from planc.model.sources.isolation import import_models, isolated, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields that a file must state: the family defaults would mean another model."""
@@ -209,6 +209,7 @@ def _version() -> str:
 
 def _known(config: Config, sink: Sink) -> bool:
     """Whether the installed transformers has the family."""
+    import_models()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     family = config.values["model_type"]
