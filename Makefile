@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test processes lint bench mutants silent fuzz coverage pages clean
+.PHONY: help demo test processes lint bench estimate mutants silent fuzz coverage pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -31,6 +31,9 @@ lint: $(VENV)/.ready  ## ruff and mypy
 
 bench: $(VENV)/.ready  ## one table of medians and ratios
 	$(BIN)/python tests/bench/run.py
+
+estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
+	$(BIN)/python -W ignore tests/estimate/run.py | tee docs/estimate-tables.md
 
 MUTANTS  ?= 56
 FAMILIES ?=

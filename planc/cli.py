@@ -16,6 +16,7 @@ from planc.cli_parser import parser
 if TYPE_CHECKING:
     from planc.compiler import Compiled
     from planc.diagnostic import Diagnostic, Sink
+    from planc.estimate.answer import Request
     from planc.trial.certificate import Certificate
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
@@ -64,6 +65,13 @@ def _check(options: argparse.Namespace) -> int:
         verdict = flow(compiled, sink, strict=options.strict, allow_code=options.allow_code)
         record(compiled, verdict, sink)
         checked += f", {verdict.text}"
+    if options.device_memory and compiled.applied and compiled.lowered:
+        from planc.estimate.answer import answer, judge_fit
+
+        found = answer(*compiled.applied, _request(options, options.device_memory), sink)
+        if found:
+            judge_fit(found, compiled.applied[1], sink)
+        checked += ", memory" if options.batch and options.seq else ", memory without activations"
     proof = _proof(compiled, sink)
     also = {
         "flow": verdict.document() if verdict else None,
@@ -113,6 +121,49 @@ def _lower(options: argparse.Namespace) -> int:
 
         text = plain.render(compiled.lowered, digest=compiled.digest)
     return _write(text, options.output)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from planc.diagnostic import Sink
+    from planc.estimate.answer import answer, judge_fit
+    from planc.estimate.render import document, text
+
+    sink = Sink()
+    compiled = _compile(options, sink)
+    found = None
+    if compiled.lowered and compiled.applied:
+        found = answer(*compiled.applied, _request(options), sink)
+        if found:
+            judge_fit(found, compiled.applied[1], sink)
+    elif compiled.lowered:
+        sink.error(
+            "PL705", "a lowered plan does not say how its modules are split", help="name the plan"
+        )
+    _show(sink, "full", sys.stderr, quiet=True)
+    if found and options.format == "json":
+        print(json.dumps(document(found), indent=2))
+    elif found:
+        print("\n".join(text(found, explain=options.explain)))
+    return _code(sink)
+
+
+def _request(options: argparse.Namespace, device_memory: float | None = None) -> Request:
+    from planc.estimate.answer import Request
+    from planc.estimate.from_plan import Batch
+
+    batch = None
+    if options.batch and options.seq:
+        batch = Batch(
+            global_batch=options.batch, sequence=options.seq, micro_batches=options.micro_batches
+        )
+    return Request(
+        batch=batch,
+        hardware=options.hardware,
+        stack=options.stack,
+        optimizer=options.optimizer,
+        attention=options.attention,
+        device_memory=device_memory,
+    )
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -330,6 +381,7 @@ _COMMANDS = {
     "init": _init,
     "check": _check,
     "lower": _lower,
+    "estimate": _estimate,
     "diff": _diff,
     "why": _why,
     "verify": _verify,

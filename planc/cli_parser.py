@@ -40,8 +40,60 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def _bytes(text: str) -> float:
+    units = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}
+    number = text.lower().rstrip("bgim ")
+    unit = text.lower()[len(number) :].strip()
+    try:
+        value = float(number) * units[unit]
+    except (KeyError, ValueError):
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"must be a size such as 80GiB, not {text!r}")
+    return value
+
+
+def _estimated(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "--batch", metavar="B", type=_size, required=required, help="rows of a step, all ranks"
+    )
+    parser.add_argument("--seq", metavar="S", type=_size, required=required, help="tokens of a row")
+    parser.add_argument(
+        "--micro-batches",
+        metavar="M",
+        type=_size,
+        default=1,
+        help="passes that a step accumulates gradients over (default 1)",
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME", default="h100-8x", help="a profile, or a .toml file"
+    )
+    parser.add_argument(
+        "--stack", metavar="NAME", default="torch", help="a profile, or a .toml file"
+    )
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
+    )
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+
+
+def _estimate(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    _estimated(parser, required=True)
+    parser.add_argument("--explain", action="store_true", help="say how each number comes about")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
 def _check(parser: argparse.ArgumentParser) -> None:
     _target(parser)
+    parser.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        type=_bytes,
+        help="make it an error if a rank needs more, such as 80GiB; activations count with --batch "
+        "and --seq",
+    )
+    _estimated(parser, required=False)
     parser.add_argument("--format", choices=FORMATS, default="full")
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument(
@@ -171,6 +223,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "init": ("write a first plan for a model, and prove it", _init),
     "check": ("report what is wrong with a plan for a model", _check),
     "lower": ("print the lowered plan: the torch calls that a plan means", _lower),
+    "estimate": ("estimate memory and time of a training step", _estimate),
     "diff": ("compare two lowered plans", _diff),
     "why": ("show which lines decide a module or a parameter", _why),
     "verify": ("prove a plan on real processes, with a small model", _verify),

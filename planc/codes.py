@@ -232,6 +232,12 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL687", "error", "runtime", "a checkpoint that does not contain the 4-bit weights"),
     ("PL688", "error", "runtime", "a layer that trains and has an adapter"),
     ("PL690", "error", "plan", "islands without a dtype"),
+    ("PL700", "error", "input", "unknown hardware or stack profile"),
+    ("PL701", "error", "input", "a profile that cannot be used"),
+    ("PL702", "error", "plan", "a batch that the mesh cannot split"),
+    ("PL703", "warning", "plan", "layers whose activations are unknown"),
+    ("PL704", "error", "plan", "a rank needs more memory than it has"),
+    ("PL705", "error", "input", "an estimate of a lowered plan"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 

@@ -32,6 +32,7 @@ FLOORS = {
     "trial": 8,
     "provenance": 9,
     "proof": 9,
+    "estimate": 10,
     "draft": 10,
     "api": 11,
     "cli": 11,
@@ -107,7 +108,7 @@ def test_compiling_imports_no_torch():
     """Everything but the model on a cold cache and the runtime works without torch."""
     modules = (
         "syntax plan checks ops.document emit.text emit.python.script diffing.compare "
-        "diffing.render report cli"
+        "diffing.render report estimate.answer estimate.render cli"
     )
     imported = "; ".join(f"import planc.{m}" for m in modules.split())
     code = (

@@ -1,0 +1,46 @@
+"""Seconds of collectives: a latency for each step of a ring and a bandwidth for each byte.
+
+Both depend on whether the group's ranks are in one node. A group with few ranks a node has the
+share of the network that its ranks have; the groups beside it have the rest.
+"""
+
+from __future__ import annotations
+
+from planc.estimate.profiles import Hardware
+from planc.estimate.workload import Collective, Group, Kind
+
+
+def seconds(collective: Collective, hardware: Hardware) -> float:
+    """Of all `count` collectives, nothing overlapped."""
+    group, per_node = collective.group, hardware.ranks_per_node
+    if group.size == 1:
+        return 0.0
+    inside = group.in_node(per_node)
+    crosses = inside < group.size
+    reduces = collective.kind is Kind.ALL_REDUCE
+    node = hardware.node_reduce_gb_s if reduces else hardware.node_gb_s
+    network = hardware.network_reduce_gb_s if reduces else hardware.network_gb_s
+    bandwidth = min(node, network * inside / per_node) if crosses else node
+    share = (group.size - 1) / group.size * (2 if reduces else 1)
+    sent = collective.count * collective.size * share / (bandwidth * 1e9)
+    return sent + latency(collective, hardware)
+
+
+def latency(collective: Collective, hardware: Hardware) -> float:
+    """The part that is not bandwidth: a step of the ring for each rank."""
+    group = collective.group
+    crosses = group.in_node(hardware.ranks_per_node) < group.size
+    one = hardware.network_latency_us if crosses else hardware.node_latency_us
+    return collective.count * (group.size - 1) * one * 1e-6
+
+
+def point_to_point(size: float, group: Group, hardware: Hardware) -> float:
+    """Of one send of `size` bytes to the next rank of a group."""
+    crosses = (
+        group.stride >= hardware.ranks_per_node
+        or group.in_node(hardware.ranks_per_node) < group.size
+    )
+    if not crosses:
+        return size / (hardware.node_gb_s * 1e9) + hardware.node_latency_us * 1e-6
+    share = hardware.network_gb_s / hardware.ranks_per_node
+    return size / (share * 1e9) + hardware.network_latency_us * 1e-6

@@ -1,0 +1,81 @@
+"""What one forward of each kind of layer computed and kept, as plain data.
+
+`kept_tensors` counts it on fake tensors for one batch and no parallelism; `from_plan` scales it by
+what the plan's tensor-parallel rules split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A tensor that autograd keeps until backward.
+
+    Args:
+        module: the name of the innermost module whose forward kept it, below its layer.
+        size: bytes of its storage.
+    """
+
+    module: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """`count` matmuls of an (m, k) and a (k, n) matrix in a module."""
+
+    module: str
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attended:
+    """A flash kernel's (batch, heads, queries, keys, head_dim) in a module."""
+
+    module: str
+    shape: tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Bytes that the memory-bound kernels of a module read and write."""
+
+    module: str
+    size: int
+    kernels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """All of one layer, or of what is outside every layer.
+
+    Args:
+        at: the torch name of the layer, empty for what is outside.
+        like: the torch names of all layers of the real model that it stands for.
+        boundary: bytes of the layer's input.
+    """
+
+    at: str
+    like: tuple[str, ...]
+    boundary: int = 0
+    saved: tuple[Saved, ...] = ()
+    products: tuple[Product, ...] = ()
+    attended: tuple[Attended, ...] = ()
+    moved: tuple[Moved, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """
+    Args:
+        parts: one for each kind of layer, then the rest.
+        logits: elements of the output that the loss reads.
+    """
+
+    parts: tuple[Part, ...]
+    logits: int

@@ -1,0 +1,241 @@
+"""Counts what a model's forward keeps for backward and what it computes, on fake tensors.
+
+The model is built at its real widths with as few layers as have all kinds of layer, and runs once
+without data. It is the only module of the estimate that imports torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from planc.diagnostic import Sink
+from planc.estimate.counted import Attended, Counted, Moved, Part, Product, Saved
+from planc.model.config import config_of
+from planc.model.facts import Facts
+from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
+from planc.model.small.depth import Depth
+
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
+"""The matrices among the arguments of each operator."""
+
+
+def count(
+    facts: Facts, sink: Sink, *, batch: int, sequence: int, dtype: str, attention: str = "sdpa"
+) -> Counted | None:
+    """Runs one forward with loss of a transformers model on fake tensors.
+
+    Args:
+        facts: the model.
+        batch, sequence: of one rank's micro-batch.
+        dtype: of parameters and activations, such as `bfloat16`.
+        attention: transformers' `attn_implementation`.
+        sink: receives PL703 where the model cannot be run so.
+
+    Returns:
+        What was counted, or None after a finding.
+    """
+    if "model_type" not in facts.config or facts.code:
+        _unknown(sink, "it is not a transformers model that planc can build", "")
+        return None
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    values = copy.deepcopy(dict(facts.config))
+    depth = Depth(1, block_kinds(facts), {})
+    depth.shrink(facts.config, values, dict)
+    try:
+        with FakeTensorMode():
+            model = _build(values, dtype, attention, sink)
+            return model and _run(model, facts, depth.kept, batch, sequence)
+    except Exception as error:
+        _unknown(sink, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", attention)
+        return None
+
+
+def _unknown(sink: Sink, why: str, attention: str) -> None:
+    sink.warning(
+        "PL703",
+        f"what the model's layers keep is unknown: {why}",
+        facts=(f"attention = {attention}",) if attention else (),
+        help="read the estimate as a lower bound: it leaves out activations and compute",
+    )
+
+
+def _build(values: dict[str, Any], dtype: str, attention: str, sink: Sink) -> Any:
+    import torch
+
+    from planc.model.sources.huggingface import prepare, quiet
+    from planc.model.sources.isolation import isolated
+
+    prepared = prepare(config_of(values, "the model with few layers"), sink)
+    if prepared is None:
+        return None
+    cls, part = prepared
+    part.use_cache = False
+    if attention != "eager":  # a flash kernel keeps no mask of its dropout, as the CPU's would
+        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
+    with quiet(), isolated():
+        made = cls._from_config(part, attn_implementation=attention, dtype=getattr(torch, dtype))
+    return made.train()
+
+
+def _run(
+    model: Any, facts: Facts, kept: dict[int, list[tuple[int, ...]]], batch: int, sequence: int
+) -> Counted:
+    import torch
+
+    from planc.model.sources.huggingface import one_sequence_a_row, quiet
+
+    named = _layers(facts, kept)
+    recorder = _Recorder(model, named)
+    tokens = torch.zeros((batch, sequence), dtype=torch.long)
+    with quiet(), recorder.running(), one_sequence_a_row():
+        output = model(input_ids=tokens, labels=tokens)
+    return Counted(parts=recorder.parts(), logits=output.logits.numel())
+
+
+def _layers(facts: Facts, kept: dict[int, list[tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
+    """For each layer of the small model that counts, the names of the real ones like it.
+
+    Of several small layers of one kind the last counts: the first may take another input.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for at in block_lists(facts.model):
+        kinds = entry_kinds(at, facts, facts)
+        real = next(iter(kept.get(len(kinds), ())), tuple(kinds))
+        chosen = {kinds[index]: small for small, index in enumerate(real)}
+        for kind, small in chosen.items():
+            like = (f"{at}.{i}" for i, other in kinds.items() if other == kind)
+            found[f"{at}.{small}"] = tuple(like)
+    return found
+
+
+class _Recorder:
+    """Notes operators and saved tensors by the module whose forward is running."""
+
+    def __init__(self, model: Any, named: dict[str, tuple[str, ...]]) -> None:
+        self.model, self.named = model, named
+        self.stack: list[str] = [""]
+        self.saved: dict[str, list[Saved]] = {}
+        self.products: dict[str, list[Product]] = {}
+        self.attended: dict[str, list[Attended]] = {}
+        self.moved: dict[str, list[Moved]] = {}
+        self.boundary: dict[str, int] = {}
+        self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.alive: list[Any] = []
+        """Saved tensors, so that no later storage has the address of an earlier one."""
+
+    def layer(self) -> tuple[str, str]:
+        """The counted layer that runs, and the module's name below it."""
+        name = self.stack[-1]
+        parts = name.split(".")
+        for i in range(len(parts), 0, -1):
+            head = ".".join(parts[:i])
+            if head in self.named:
+                return head, name[len(head) + 1 :]
+        return "", name
+
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(
+            Part(
+                at=at,
+                like=self.named.get(at, ("",)),
+                boundary=self.boundary.get(at, 0),
+                saved=tuple(self.saved.get(at, ())),
+                products=tuple(self.products.get(at, ())),
+                attended=tuple(self.attended.get(at, ())),
+                moved=tuple(self.moved.get(at, ())),
+            )
+            for at in (*self.named, "")
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        handles = [
+            handle
+            for name, module in self.model.named_modules()
+            for handle in (
+                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+        with saved_tensors_hooks(self._keep, lambda tensor: tensor), _mode(self):
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> Any:
+        def enter(_module: Any, args: Any, kwargs: Any) -> None:
+            self.stack.append(name)
+            if name in self.named:
+                first = next(iter((*args, *kwargs.values())))
+                self.boundary[name] = first.numel() * first.element_size()
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self.stack.pop()
+
+    def _keep(self, tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.seen and tensor.device.type != "meta":
+            self.seen.add(storage._cdata)
+            self.alive.append(tensor)
+            at, module = self.layer()
+            entry = Saved(module=module, size=storage.nbytes())
+            self.saved.setdefault(at, []).append(entry)
+        return tensor
+
+    def ran(self, func: Any, args: Any, out: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        at, module = self.layer()
+        if name in _PRODUCTS:
+            one, two = (args[i] for i in _PRODUCTS[name])
+            *many, m, k = one.shape
+            entry = Product(module=module, m=m, n=two.shape[-1], k=k, count=many[0] if many else 1)
+            self.products.setdefault(at, []).append(entry)
+        elif "grouped_mm" in name:
+            count, k, n = args[1].shape
+            entry = Product(module=module, m=-(-args[0].shape[0] // count), n=n, k=k, count=count)
+            self.products.setdefault(at, []).append(entry)
+        elif "scaled_dot_product" in name:
+            (b, h, q, d), keys = args[0].shape, args[1].shape[2]
+            self.attended.setdefault(at, []).append(
+                Attended(module=module, shape=(b, h, q, keys, d))
+            )
+        elif size := _bytes(args, out):
+            self.moved.setdefault(at, []).append(Moved(module=module, size=size, kernels=1))
+
+
+def _bytes(args: Any, out: Any) -> int:
+    """Bytes that an operator reads and writes; 0 for a view."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    read = [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
+    storages = {a.untyped_storage()._cdata for a in read}
+    written = [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
+    fresh = [o for o in written if o.untyped_storage()._cdata not in storages]
+    if not fresh:
+        return 0
+    return sum(t.numel() * t.element_size() for t in (*read, *fresh))
+
+
+def _mode(recorder: _Recorder) -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            recorder.ran(func, args, out)
+            return out
+
+    return Mode()

@@ -1,0 +1,253 @@
+"""Seconds of a training step, by what they are spent on.
+
+A layer's pass takes as long as the slower of the accelerator and the CPU that launches for it.
+The pipeline's timetable is simulated; the gradients' reduction and the optimizer follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from planc.estimate import collectives, kernels
+from planc.estimate.pipeline import timetable
+from planc.estimate.profiles import Hardware, Stack
+from planc.estimate.workload import Collective, Group, Kind, Layer, Recompute, Sharding, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds of one pass, or of a step, by kind."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    tensor_collectives: float = 0.0
+    data_collectives: float = 0.0
+    launch: float = 0.0
+    pipeline_sends: float = 0.0
+    pipeline_bubble: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum((getattr(self, f.name) for f in fields(self)), 0.0)
+
+    def plus(self, other: Spent, times: float = 1.0) -> Spent:
+        names = [f.name for f in fields(self)]
+        return Spent(**{n: getattr(self, n) + times * getattr(other, n) for n in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """
+    Args:
+        seconds: of a step.
+        spent: what the busiest rank of the pipeline spends them on.
+        tokens_per_second: of one rank.
+        mfu: model FLOPs over the data sheet's; attention counts as a whole square, nothing
+            recomputed counts.
+        bottleneck: the largest part that is not a matmul or attention, in words.
+    """
+
+    seconds: float
+    spent: Spent
+    tokens_per_second: float
+    mfu: float
+    bottleneck: str
+
+
+class Passes:
+    """Forward and backward of layers, for one workload on one machine."""
+
+    def __init__(self, work: Workload, hardware: Hardware, stack: Stack) -> None:
+        self.work, self.hardware, self.stack = work, hardware, stack
+        pipeline = work.pipeline
+        crosses = pipeline.in_node(hardware.ranks_per_node) < pipeline.size
+        self.stall = stack.stall_us * 1e-6 * work.tensor.size if crosses else 0.0
+        """What delays a collective of the tensor group: each of its ranks may be late, and all
+        wait for each."""
+
+    def launch(self, layer: Layer, sent: tuple[Collective, ...], passes: int) -> float:
+        """CPU seconds; backward launches about twice the kernels of forward."""
+        count = sum(c.count for c in sent)
+        full = self.work.sharding is Sharding.FULL
+        each = layer.kernels + (self.stack.launches_a_unit if full else 0)
+        launched = passes * each + self.stack.launches_a_collective * count
+        waited = sum(collectives.latency(c, self.hardware) for c in sent)
+        return max(launched * self.hardware.launch_us * 1e-6, waited) + count * self.stall
+
+    def _passed(
+        self,
+        layer: Layer,
+        parts: tuple[float, float, float],
+        sent: tuple[Collective, ...],
+        data: float,
+        launch: float,
+    ) -> Spent:
+        stack = self.stack
+        matmul, attention, memory = parts
+        tensor = sum(collectives.seconds(c, self.hardware) for c in sent)
+        exposed = max(tensor * (1 - stack.tensor_overlap), tensor - matmul)
+        computed = matmul + attention + memory + exposed
+        left = max(0.0, data - stack.data_overlap * computed)
+        return Spent(
+            matmul=matmul,
+            attention=attention,
+            memory_bound=memory,
+            tensor_collectives=exposed,
+            data_collectives=left,
+            launch=max(0.0, launch - computed - left),
+        )
+
+    def forward(self, layer: Layer) -> Spent:
+        parts = kernels.forward(layer, self.hardware, self.stack)
+        launch = self.launch(layer, layer.forward, 1)
+        return self._passed(layer, parts, layer.forward, self.gather(layer), launch)
+
+    def backward(self, layer: Layer) -> Spent:
+        work, stack = self.work, self.stack
+        matmul, attention, memory = kernels.backward(layer, self.hardware, self.stack)
+        sent, passes = layer.backward, 2
+        recompute = layer.recompute or work.recompute
+        again = kernels.forward(layer, self.hardware, self.stack)
+        if recompute is Recompute.FULL and not layer.lookup and not layer.resident:
+            matmul, attention, memory = matmul + again[0], attention + again[1], memory + again[2]
+            sent, passes = (*sent, *layer.forward), 3
+        elif recompute is Recompute.SELECTIVE:
+            share = 1 - layer.kept_selective / layer.kept if layer.kept else 0.0
+            memory += share * again[2]
+        full = work.sharding is Sharding.FULL
+        size = stack.parameter_passes + (stack.unit_passes if full else 0)
+        memory += kernels.moved(size * layer.parameters, 0, self.hardware)
+        data = self.gather(layer) + self.reduce(layer)
+        launch = self.launch(layer, sent, passes)
+        return self._passed(layer, (matmul, attention, memory), sent, data, launch)
+
+    def gather(self, layer: Layer) -> float:
+        """Of FSDP's all-gather before each pass of a micro-batch."""
+        work = self.work
+        if work.sharding is not Sharding.FULL or layer.resident:
+            return 0.0
+        size = layer.parameters * work.precision.compute
+        return self._collective(Kind.ALL_GATHER, size, work.data)
+
+    def reduce(self, layer: Layer) -> float:
+        """Of FSDP's reduce-scatter after each backward, and the all-reduce over replicas."""
+        work = self.work
+        if work.sharding is not Sharding.FULL:
+            return 0.0
+        size = layer.parameters * work.precision.reduce
+        shard = size / work.data.size
+        return self._collective(Kind.REDUCE_SCATTER, size, work.data) + self._collective(
+            Kind.ALL_REDUCE, shard, work.replicate
+        )
+
+    def _collective(self, kind: Kind, size: float, group: Group) -> float:
+        return collectives.seconds(Collective(kind=kind, size=size, group=group), self.hardware)
+
+    def after(self, layer: Layer) -> float:
+        """Of what follows the last backward: replicas' all-reduce, or ZeRO-1's reduce-scatter and
+        the gather of the stepped parameters; one message a layer.
+        """
+        work = self.work
+        if work.sharding is Sharding.FULL:
+            return 0.0
+        size = layer.parameters * work.precision.reduce
+        if work.sharding is Sharding.REPLICATED:
+            return self._collective(Kind.ALL_REDUCE, size, work.data)
+        gathered = layer.parameters * work.precision.compute
+        return self._collective(Kind.REDUCE_SCATTER, size, work.data) + self._collective(
+            Kind.ALL_GATHER, gathered, work.data
+        )
+
+    def optimizer(self, parameters: int) -> float:
+        """Of stepping a rank's share, and of the passes over all it holds (norms, zeroing)."""
+        work = self.work
+        share = 1 if work.sharding is Sharding.REPLICATED else work.data.size
+        whole = parameters if work.sharding is not Sharding.FULL else parameters / share
+        width = work.precision.master or work.precision.rest
+        size = self.stack.optimizer_passes * width * parameters / share + 8 * whole
+        return kernels.moved(size, 0, self.hardware)
+
+
+def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
+    """The time of a step and what it is spent on."""
+    passes = Passes(work, hardware, stack)
+    forward = [_sum((passes.forward(x), n) for x, n in stage) for stage in work.stages]
+    backward = [_sum((passes.backward(x), n) for x, n in stage) for stage in work.stages]
+    ranks, count = work.pipeline.size, work.micro_batches
+    plan = timetable(
+        work.schedule,
+        ranks=ranks,
+        chunks=work.chunks,
+        micro_batches=count,
+        forward=[s.total for s in forward],
+        backward=[s.total for s in backward],
+        hop=_hop(work, hardware),
+    )
+    last = [sum(s.total for s in backward[rank::ranks]) for rank in range(ranks)]
+    exposed, optimizer = _after(passes, last)
+    worst = max(range(ranks), key=lambda r: plan.busy[r])
+    spent = _sum((s, count) for s in (*forward[worst::ranks], *backward[worst::ranks]))
+    sends = max(0.0, plan.busy[worst] - spent.total)
+    spent = replace(
+        spent,
+        data_collectives=spent.data_collectives + exposed,
+        optimizer=optimizer,
+        pipeline_sends=sends,
+        pipeline_bubble=plan.seconds - plan.busy[worst],
+    )
+    seconds = plan.seconds + exposed + optimizer
+    return StepTime(
+        seconds=seconds,
+        spent=spent,
+        tokens_per_second=work.tokens / seconds / work.ranks,
+        mfu=work.model_flops / seconds / work.ranks / (hardware.peak_tflops * 1e12),
+        bottleneck=_bottleneck(spent, work, hardware),
+    )
+
+
+def _after(passes: Passes, last: Sequence[float]) -> tuple[float, float]:
+    """Seconds of collectives after the last backward, and of the optimizer, on the slowest rank.
+
+    Args:
+        last: seconds of each rank's last backward.
+    """
+    work, ranks = passes.work, passes.work.pipeline.size
+    # buckets are all-reduced during the last backward; ZeRO-1 scatters after it
+    overlap = passes.stack.data_overlap if work.sharding is Sharding.REPLICATED else 0.0
+    exposed, held = [0.0], [0]
+    for rank in range(ranks):
+        layers = [pair for stage in work.stages[rank::ranks] for pair in stage]
+        exposed.append(sum(passes.after(x) * n for x, n in layers) - overlap * last[rank])
+        held.append(sum((x.parameters - x.frozen) * n for x, n in layers))
+    return max(exposed), passes.optimizer(max(held))
+
+
+def _sum(parts: Iterable[tuple[Spent, int]]) -> Spent:
+    total = Spent()
+    for part, times in parts:
+        total = total.plus(part, times)
+    return total
+
+
+def _hop(work: Workload, hardware: Hardware) -> float:
+    """Seconds to receive a micro-batch's activations from the neighboring stage."""
+    if work.pipeline.size == 1:
+        return 0.0
+    size = max(layer.boundary for stage in work.stages for layer, _ in stage)
+    return collectives.point_to_point(size, work.pipeline, hardware)
+
+
+def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:
+    names = ("matmul", "attention")
+    parts = {f.name: getattr(spent, f.name) for f in fields(spent) if f.name not in names}
+    name = max(parts, key=lambda n: parts[n])
+    percent = 100 * parts[name] / spent.total
+    where = ""
+    groups = {"tensor_collectives": work.tensor, "data_collectives": work.data}
+    if name in groups:
+        crosses = groups[name].in_node(hardware.ranks_per_node) < groups[name].size
+        where = " across nodes" if crosses else " in a node"
+    return f"{name.replace('_', ' ')}{where} {percent:.0f} %"

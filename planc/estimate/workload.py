@@ -1,0 +1,223 @@
+"""What a training step asks of each rank: the input of the estimate.
+
+All sizes are those of one rank: after tensor, context and expert parallelism, for one micro-batch.
+FSDP's share is taken off later, since it changes what is held and sent but not what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from planc.source import Span
+
+
+class Recompute(StrEnum):
+    """What the forward pass keeps of a layer: everything, all but the attention's core, its
+    input.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class Sharding(StrEnum):
+    """What data-parallel ranks share: nothing, the optimizer state (ZeRO-1), or everything
+    (ZeRO-3, FSDP).
+    """
+
+    REPLICATED = "replicated"
+    OPTIMIZER = "optimizer"
+    FULL = "full"
+
+
+class Kind(StrEnum):
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that communicate.
+
+    Args:
+        name: of the axis.
+        size: the number of ranks.
+        stride: the distance of neighbors in the order of ranks, which fill node after node.
+    """
+
+    name: str
+    size: int
+    stride: int = 1
+
+    def in_node(self, ranks_per_node: int) -> int:
+        """The number of the group's ranks in one node."""
+        return max(1, min(self.size, ranks_per_node // self.stride))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul:
+    """`count` products of an (m, k) and a (k, n) matrix."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Causal attention of `heads` query heads over whole sequences.
+
+    Args:
+        batch: sequences.
+        heads: of queries.
+        queries, keys: positions.
+        head_dim: of a head.
+        fused: whether a flash kernel computes it, or matmuls and a softmax in fp32.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    fused: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Of the whole square, as MFU counts it; a causal kernel computes half."""
+        return 4.0 * self.batch * self.heads * self.queries * self.keys * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """`count` collectives of `size` bytes: of the whole tensor, not of one rank's part."""
+
+    kind: Kind
+    size: float
+    group: Group
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer on one rank, for one micro-batch.
+
+    Args:
+        name: of its kind.
+        parameters: elements on one rank before FSDP's sharding.
+        frozen: those of them that do not train.
+        matmuls, attention: of one forward.
+        moved: bytes that memory-bound kernels of one forward read and write.
+        kernels: the number of kernels that one forward launches, collectives apart.
+        kept: bytes that autograd keeps for backward.
+        kept_selective: those of them that stay under selective recomputing.
+        boundary: bytes of the layer's input, which is all that full recomputing keeps.
+        transient: bytes that exist during its forward or backward only, such as copies of logits.
+        forward, backward: collectives of the model's axes in each pass.
+        gathered: bytes of inputs that are all-gathered for its matmuls and live a little longer.
+        lookup: whether its parameters are looked up (an embedding), so no FLOPs are counted.
+        loss: whether it computes the loss, so that backward frees first what it keeps.
+        resident: whether its gathered parameters stay through the step (`reshard = never`).
+        recompute: of this layer, None for the workload's.
+        origin: the plan's line that made it a unit, if any.
+    """
+
+    name: str
+    parameters: int
+    frozen: int = 0
+    matmuls: tuple[Matmul, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    moved: float = 0
+    kernels: int = 0
+    kept: float = 0
+    kept_selective: float = 0
+    boundary: float = 0
+    transient: float = 0
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+    gathered: float = 0
+    lookup: bool = False
+    loss: bool = False
+    resident: bool = False
+    recompute: Recompute | None = None
+    origin: Span | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of one forward."""
+        return sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes of an element: parameters at rest, in compute, gradients as reduced, optimizer state.
+
+    Args:
+        master: of the copy that the optimizer steps, 0 where it steps the parameters at rest.
+        states: of the optimizer's states together (8 for Adam in fp32).
+    """
+
+    rest: int = 4
+    compute: int = 2
+    reduce: int = 4
+    master: int = 0
+    states: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A step of one model on one mesh.
+
+    Args:
+        stages: of the pipeline, each with its layers in order, as (layer, number of equal ones).
+        data: the group that gradients are averaged over; it shards too, as `sharding` says.
+        replicate: the group of replicas of a sharded group (HSDP), of size 1 without.
+        tensor, context, pipeline: the other groups.
+        micro_batches: in a step, for each pipeline.
+        chunks: stages that one rank holds (interleaved schedules).
+        tokens: of the step, over all ranks.
+        tied: elements of parameters that the first and the last stage share.
+    """
+
+    stages: tuple[tuple[tuple[Layer, int], ...], ...]
+    data: Group
+    replicate: Group = Group(name="replicate", size=1)
+    tensor: Group = Group(name="tensor", size=1)
+    context: Group = Group(name="context", size=1)
+    pipeline: Group = Group(name="pipeline", size=1)
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    tokens: int
+    sharding: Sharding = Sharding.FULL
+    recompute: Recompute = Recompute.NONE
+    precision: Precision = Precision()
+    tied: int = 0
+
+    @property
+    def ranks(self) -> int:
+        groups = (self.data, self.replicate, self.tensor, self.context, self.pipeline)
+        size = 1
+        for group in groups:
+            size *= group.size
+        return size
+
+    @property
+    def model_flops(self) -> float:
+        """Of one step over all ranks: forward and twice that for backward, nothing recomputed."""
+        one = sum(layer.flops * n for stage in self.stages for layer, n in stage)
+        ranks = self.tensor.size * self.context.size * self.data.size * self.replicate.size
+        return 3 * one * ranks * self.micro_batches
+
+    def __post_init__(self) -> None:
+        assert len(self.stages) == self.pipeline.size * self.chunks
+        assert self.chunks == 1 or self.micro_batches % self.pipeline.size == 0

@@ -1,0 +1,167 @@
+"""Holds the estimate against measured and published runs, and prints the tables of the docs.
+
+`python tests/estimate/run.py [--playbook FILE.csv]... [--vtrain FILE.csv]`
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import measured_steps
+import published_runs
+from measured_tables import DATA, hardware, playbook, stack, vtrain
+
+from planc.estimate.calibrate import CONSTANTS, calibrated
+from planc.estimate.memory import GIB
+from planc.estimate.step import estimate
+from planc.estimate.step_time import step_time
+
+
+def quantile(values, share):
+    ordered = sorted(values)
+    return ordered[round(share * (len(ordered) - 1))] if ordered else float("nan")
+
+
+def spearman(pairs):
+    """The rank correlation of pairs; ties have the mean of their ranks."""
+
+    def ranks(values):
+        order = sorted(range(len(values)), key=values.__getitem__)
+        found = [0.0] * len(values)
+        for i in range(len(order)):
+            same = [j for j in range(len(order)) if values[order[j]] == values[order[i]]]
+            found[order[i]] = sum(same) / len(same)
+        return found
+
+    one, two = (ranks(list(side)) for side in zip(*pairs, strict=True))
+    middle = (len(pairs) - 1) / 2
+    product = sum((a - middle) * (b - middle) for a, b in zip(one, two, strict=True))
+    norm = (sum((a - middle) ** 2 for a in one) * sum((b - middle) ** 2 for b in two)) ** 0.5
+    return product / norm if norm else 1.0
+
+
+def slow(runs):
+    """Runs under 0.4 of the throughput of another one with the same tensor and pipeline ranks and
+    micro-batch on half to twice the nodes.
+
+    The table has two populations (see docs/estimate.md). This looks at measurements alone.
+    """
+    found = set()
+    by = defaultdict(list)
+    for i, (run, _) in enumerate(runs):
+        by[run.row["tp"], run.row["pp"], run.row["mbs"]].append((i, run))
+    for same in by.values():
+        for i, run in same:
+            nodes = int(run.row["nodes"])
+            near = (o for _, o in same if nodes / 2 <= int(o.row["nodes"]) <= 2 * nodes)
+            if run.tokens_per_second < 0.4 * max(o.tokens_per_second for o in near):
+                found.add(i)
+    return found
+
+
+def errors(runs):
+    """Relative errors of memory, and of the time of a step."""
+    memory = [abs(e.fullest.peak / GIB / run.gib - 1) for run, e in runs]
+    time = [abs(run.tokens_per_second / e.time.tokens_per_second - 1) for run, e in runs]
+    return memory, time
+
+
+def judge_playbook(path):
+    profile, software = hardware("h100-8x"), stack("nanotron")
+    every = [(run, estimate(run.work, profile, software)) for run in playbook(path)]
+    runs = [(run, e) for run, e in every if run.tokens_per_second is not None]
+    apart = slow(runs)
+    usual = [pair for i, pair in enumerate(runs) if i not in apart]
+    print(f"\n## {path.name}: {len(every)} rows, {len(runs)} ran, {len(apart)} slow ones\n")
+    print("| rows | memory median | memory 95 % | time median | time 75 % |\n" + "| --- " * 5 + "|")
+    for name, part in (("all that ran", runs), ("without the slow ones", usual)):
+        memory, time = errors(part)
+        print(
+            f"| {name} | {median(memory):.1%} | {quantile(memory, 0.95):.1%} "
+            f"| {median(time):.1%} | {quantile(time, 0.75):.1%} |"
+        )
+    print_fit(every)
+    print_nodes(runs, usual)
+    print("\nBy column, without the slow ones:")
+    for key in ("tp", "pp", "zero"):
+        print_held_out(key, usual)
+
+
+def print_fit(every):
+    """Whether a run fits; a crash that cannot be memory (half the memory) is not counted."""
+    judged = [
+        (run, e) for run, e in every if run.tokens_per_second or e.fullest.peak > e.usable / 2
+    ]
+    right = sum(e.fits == (run.tokens_per_second is not None) for run, e in judged)
+    plain = sum(e.fits == (run.tokens_per_second is not None) for run, e in every)
+    print(
+        f"\nfits or not: right for {plain / len(every):.1%} of all rows, {right / len(judged):.1%} "
+        f"without {len(every) - len(judged)} crashes that cannot be memory\n"
+    )
+
+
+def print_nodes(runs, usual):
+    print("| nodes | rows | time median | Spearman | without slow ones | chosen / best |")
+    print("| --- " * 6 + "|")
+    for nodes in sorted({int(run.row["nodes"]) for run, _ in runs}):
+        part, other = ([p for p in s if int(p[0].row["nodes"]) == nodes] for s in (runs, usual))
+        ranks = [
+            spearman([(run.tokens_per_second, e.time.tokens_per_second) for run, e in some])
+            for some in (part, other)
+        ]
+        fitting = [pair for pair in part if pair[1].fits] or part
+        chosen, _ = max(fitting, key=lambda pair: pair[1].time.tokens_per_second)
+        best = max(run.tokens_per_second for run, _ in part)
+        print(
+            f"| {nodes} | {len(part)} | {median(errors(part)[1]):.1%} | {ranks[0]:.2f} "
+            f"| {ranks[1]:.2f} | {chosen.tokens_per_second / best:.0%} |"
+        )
+
+
+def print_held_out(key, runs):
+    """Medians by a column: constants that were fitted to some rows would fail on others."""
+    print(f"\n| {key} | rows | memory median | time median | signed time |\n" + "| --- " * 5 + "|")
+    for value in sorted({int(run.row[key]) for run, _ in runs}):
+        part = [(run, e) for run, e in runs if int(run.row[key]) == value]
+        memory, time = errors(part)
+        signed = median(e.time.tokens_per_second / run.tokens_per_second - 1 for run, e in part)
+        print(
+            f"| {value} | {len(part)} | {median(memory):.1%} | {median(time):.1%} | {signed:+.1%} |"
+        )
+
+
+def judge_vtrain(path):
+    profile, software = hardware("a100-8x"), stack("megatron")
+    runs = list(vtrain(path))
+    sample = runs[::20]  # a twentieth
+    fitted = calibrated(profile, software, [(run.work, run.seconds) for run in sample])
+    print(f"\n## {path.name}: {len(runs)} rows\n")
+    for name, machine in (("as shipped", profile), (f"calibrated on {len(sample)} rows", fitted)):
+        times = [(run.seconds, step_time(run.work, machine, software).seconds) for run in runs]
+        found = [abs(e / s - 1) for s, e in times]
+        print(
+            f"- {name}: time error median {median(found):.1%}, 95 % {quantile(found, 0.95):.1%}, "
+            f"Spearman {spearman(times):.3f}"
+        )
+    pairs = ", ".join(f"{n} {getattr(profile, n):g} -> {getattr(fitted, n):.4g}" for n in CONSTANTS)
+    print(f"- constants: {pairs}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--playbook", type=Path, action="append")
+    parser.add_argument("--vtrain", type=Path, default=DATA / "vtrain_a100_sample.csv")
+    options = parser.parse_args()
+    print("# The estimate beside measured and published runs\n")
+    print("Written by `make estimate`; [estimate.md](estimate.md) explains the tables.")
+    for path in options.playbook or [DATA / "playbook_3.57B.csv"]:
+        judge_playbook(path)
+    judge_vtrain(options.vtrain)
+    for name in ("h100", "h200"):
+        measured_steps.judge(name)
+    published_runs.judge()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""The estimate beside measured runs, and what must hold of any estimate."""
+
+import tomllib
+from collections import Counter
+from dataclasses import fields, replace
+from statistics import median
+
+import measured_steps
+import pytest
+from measured_tables import accelerator, hardware, playbook, playbook_model, stack, vtrain
+from run import errors, quantile, slow, spearman
+
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.estimate import collectives, profiles
+from planc.estimate.calibrate import calibrated
+from planc.estimate.decoder import Decoder, Run, split, workload
+from planc.estimate.from_plan import Batch, PlanWork
+from planc.estimate.kept_tensors import count
+from planc.estimate.memory import GIB
+from planc.estimate.pipeline import SCHEDULES, in_flight, order, timetable
+from planc.estimate.step import estimate
+from planc.estimate.step_time import step_time
+from planc.estimate.workload import Collective, Group, Kind, Recompute, Sharding
+from planc.model.load import load
+
+SMALL = Decoder(layers=8, hidden=1024, heads=8, ffn=4096, vocabulary=32000)
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Every run of the playbook with its estimate."""
+    machine, software = hardware("h100-8x"), stack("nanotron")
+    return [(run, estimate(run.work, machine, software)) for run in playbook()]
+
+
+def test_the_playbook(table):
+    runs = [(run, e) for run, e in table if run.tokens_per_second]
+    memory, time = errors(runs)
+    assert median(memory) < 0.06
+    assert median(time) < 0.12
+    right = sum(e.fits == (run.tokens_per_second is not None) for run, e in table)
+    assert right / len(table) > 0.92
+
+
+def test_the_usual_runs_of_the_playbook(table):
+    """Without the runs that took over twice as long as ones beside them."""
+    runs = [(run, e) for run, e in table if run.tokens_per_second]
+    apart = slow(runs)
+    usual = [pair for i, pair in enumerate(runs) if i not in apart]
+    assert len(apart) < len(runs) / 5
+    for nodes in (1, 2, 4, 8, 16, 32):
+        part = [(run, e) for run, e in usual if int(run.row["nodes"]) == nodes]
+        pairs = [(run.tokens_per_second, e.time.tokens_per_second) for run, e in part]
+        assert spearman(pairs) > 0.85, nodes
+        assert median(errors(part)[1]) < 0.13, nodes
+
+
+def test_what_would_be_chosen_is_nearly_the_fastest(table):
+    near = 0
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        part = [(r, e) for r, e in table if int(r.row["nodes"]) == nodes and r.tokens_per_second]
+        chosen, _ = max((p for p in part if p[1].fits), key=lambda p: p[1].time.tokens_per_second)
+        near += chosen.tokens_per_second > 0.95 * max(r.tokens_per_second for r, _ in part)
+    assert near >= 6
+
+
+def test_the_a100s_after_calibrating_on_a_twentieth():
+    machine, software = hardware("a100-8x"), stack("megatron")
+    runs = list(vtrain())
+    sample = [(run.work, run.seconds) for run in runs[::20]]
+    assert len(sample) <= len(runs) / 20
+    fitted = calibrated(machine, software, sample)
+    others = [run for i, run in enumerate(runs) if i % 20]
+    found = [abs(step_time(r.work, fitted, software).seconds / r.seconds - 1) for r in others]
+    assert median(found) < 0.10
+    assert quantile(found, 0.95) < 0.30
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_matmuls(name):
+    found = list(measured_steps.matmul_errors(name, measured_steps.machine(name)))
+    assert len(found) > 400
+    assert median(found) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "seq", "ac", "mode"),
+    [
+        ("llama-8b", 2, 4096, "none", "fsdp"),
+        ("llama-3.6b", 1, 4096, "none", "bf16"),
+        ("qwen3-4b", 1, 16384, "full", "fsdp"),
+        ("qwen3-moe-30b", 4, 4096, "none", "fsdp"),
+    ],
+)
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_measured_steps(name, model, batch, seq, ac, mode):
+    key = {"model": model, "batch": batch, "seq": seq, "ac": ac, "mode": mode}
+    row = next(r for r in accelerator(name)["steps"] if key.items() <= r.items())
+    found = measured_steps.estimated(row, measured_steps.machine(name), stack("torch"))
+    assert found.fullest.peak / GIB == pytest.approx(row["peak"][1], rel=0.01)
+    assert found.time.seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.15)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "chunks", "micro"), [(4, 1, 8), (4, 2, 8), (1, 1, 3), (8, 1, 2)])
+def test_every_pass_runs_once_and_after_what_it_needs(schedule, ranks, chunks, micro):
+    chunks = chunks if schedule == "interleaved_1f1b" else 1
+    for rank in range(ranks):
+        passes = order(schedule, rank, ranks, chunks, micro)
+        assert set(Counter(passes).values()) == {1}
+        assert len(passes) == 2 * chunks * micro
+        for each in passes:
+            first = each._replace(forward=True)
+            assert passes.index(first) <= passes.index(each)
+    timetable(
+        schedule,
+        ranks=ranks,
+        chunks=chunks,
+        micro_batches=micro,
+        forward=[1.0] * (ranks * chunks),
+        backward=[2.0] * (ranks * chunks),
+        hop=0.0,
+    )
+
+
+def table_of(schedule, ranks, chunks, micro):
+    stages = ranks * chunks
+    return timetable(
+        schedule,
+        ranks=ranks,
+        chunks=chunks,
+        micro_batches=micro,
+        forward=[1.0 / chunks] * stages,
+        backward=[2.0 / chunks] * stages,
+        hop=0.0,
+    )
+
+
+def test_bubbles():
+    """(p - 1) passes of each kind wait; v chunks a rank make that v times shorter."""
+    assert table_of("1f1b", 4, 1, 8).seconds == pytest.approx(3 * (8 + 3))
+    assert table_of("gpipe", 4, 1, 8).seconds == pytest.approx(3 * (8 + 3))
+    assert table_of("interleaved_1f1b", 4, 2, 8).seconds == pytest.approx(3 * 8 + 3 * 3 / 2)
+    assert table_of("1f1b", 1, 1, 8).busy == (24.0,)
+
+
+def test_micro_batches_in_flight():
+    def most(schedule, rank, ranks, micro):
+        return max(in_flight(order(schedule, rank, ranks, 1, micro), 1))[0]
+
+    assert [most("1f1b", rank, 4, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert most("1f1b", 0, 4, 2) == 2
+    assert most("gpipe", 3, 4, 8) == 8
+
+
+def test_stages_are_balanced_by_compute():
+    model = Decoder(layers=28, hidden=3072, heads=32, ffn=8192, vocabulary=131072, tied=True)
+    assert split(model, 1) == [(True, 28, True)]
+    assert split(model, 2) == [(True, 16, False), (False, 12, True)]
+    assert [n for _, n, _ in split(model, 4)] == [8, 8, 8, 4]
+    assert [n for _, n, _ in split(model, 8)] == [4] * 7 + [0]
+
+
+def test_collectives_are_slower_across_nodes_and_with_few_ranks_a_node():
+    machine = hardware("h100-8x")
+
+    def seconds(size, stride, kind=Kind.ALL_GATHER):
+        group = Group(name="g", size=size, stride=stride)
+        return collectives.seconds(Collective(kind=kind, size=2.0**28, group=group), machine)
+
+    assert seconds(1, 1) == 0
+    assert seconds(8, 1) < seconds(16, 1) < seconds(16, 2) < seconds(16, 8)
+    assert seconds(8, 1, Kind.ALL_REDUCE) > seconds(8, 1)
+    busy = 2.0**28 * 7 / 8 / 250e9  # the playbook's 250 GB/s on one node
+    assert seconds(8, 1) == pytest.approx(busy, rel=0.05)
+
+
+def step(model=SMALL, software="torch", **settings):
+    own = stack(software)
+    return estimate(workload(model, Run(**settings), own), hardware("h100-8x"), own)
+
+
+def item(found, name, moment="optimizer step"):
+    items = next(m.items for m in found.fullest.moments if m.name == moment)
+    return sum(i.size for i in items if i.name == name)
+
+
+def test_what_sharding_divides():
+    one, eight = step(data=1), step(data=8)
+    for name in ("parameters", "gradients", "optimizer state"):
+        assert item(one, name) == pytest.approx(8 * item(eight, name))
+    assert item(one, "parameters") == 4 * SMALL.parameters + 4 * SMALL.hidden
+    zero = [
+        step(data=8, sharding=s, software="megatron")
+        for s in (Sharding.REPLICATED, Sharding.OPTIMIZER)
+    ]
+    assert item(zero[0], "parameters") == item(zero[1], "parameters")
+    assert item(zero[0], "optimizer state") == pytest.approx(8 * item(zero[1], "optimizer state"))
+
+
+def test_checkpointing_trades_memory_for_time():
+    none, full = step(recompute=Recompute.NONE), step(recompute=Recompute.FULL)
+    name = "activations of block"
+    assert item(none, name, "loss") > 10 * item(full, name, "loss")
+    assert full.time.spent.matmul > 1.2 * none.time.spent.matmul
+    assert full.time.mfu < none.time.mfu
+
+
+def test_tensor_parallelism_divides_and_communicates():
+    one, two = step(tensor=1), step(tensor=2)
+    blocks = "activations of block"
+    assert item(two, blocks, "loss") == pytest.approx(item(one, blocks, "loss") / 2)
+    assert one.time.spent.tensor_collectives == 0 < two.time.spent.tensor_collectives
+    far = step(tensor=16)
+    assert "across nodes" in far.time.bottleneck
+
+
+def test_a_pipeline_waits():
+    found = step(pipeline=4, micro_batches=8, sharding=Sharding.REPLICATED)
+    assert len(found.ranks) == 4
+    assert found.time.spent.pipeline_bubble > 0
+    assert step().time.spent.pipeline_bubble == pytest.approx(0)
+    assert found.time.spent.total == pytest.approx(found.time.seconds)
+
+
+@pytest.mark.parametrize("kind", [profiles.Hardware, profiles.Stack])
+def test_shipped_profiles_are_whole_and_have_sources(kind):
+    marker = {profiles.Hardware: "ranks_per_node", profiles.Stack: "kernels_a_layer"}[kind]
+    read = {profiles.Hardware: hardware, profiles.Stack: stack}[kind]
+    names = profiles.shipped(marker)
+    assert len(names) >= 3
+    numbers = {f.name for f in fields(kind)} - {"name", "sources", "ranks_per_node", "processors"}
+    for name in names:
+        found = read(name)
+        assert found.name == name
+        assert set(found.sources) <= numbers
+        if kind is profiles.Hardware:
+            assert set(found.sources) == numbers, name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gb_s": 0}, "memory_gb_s is 0, not between 0.001 and 1e+06"),
+        ({"launch_us": "20"}, "launch_us is '20', not a number"),
+        ({"processors": 1.5}, "processors is 1.5, not an int"),
+        ({"bandwith": 3}, "bandwith is not a field"),
+        ({"name": 3}, "name is 3, not a str"),
+    ],
+)
+def test_absurd_profiles(tmp_path, change, message):
+    table = tomllib.loads((profiles.FOLDER / "h100-8x.toml").read_text())
+    del table["sources"]
+    lines = [f"{key} = {value!r}" for key, value in (table | change).items()]
+    (tmp_path / "own.toml").write_text("\n".join(lines))
+    sink = Sink()
+    assert profiles.hardware(str(tmp_path / "own.toml"), sink) is None
+    [finding] = sink.diagnostics
+    assert finding.code == "PL701"
+    assert finding.message.endswith(message)
+
+
+def test_a_file_that_is_no_profile(tmp_path):
+    (tmp_path / "own.toml").write_text("= 3")
+    for name in ("own.toml", "nothere.toml", "torch"):
+        sink = Sink()
+        assert profiles.hardware(str(tmp_path / name) if "." in name else name, sink) is None
+        assert [d.code for d in sink.diagnostics] == ["PL700"]
+
+
+def layers(*settings, world_size=8):
+    sink = Sink()
+    compiled = compile_plan("llama-3.1-8b", "llama", sink, world_size=world_size, settings=settings)
+    work = PlanWork(*compiled.applied, Batch(global_batch=8, sequence=4096), stack("torch"))
+    counted = count(work.facts, sink, batch=8, sequence=4096, dtype=work.compute_dtype)
+    return work.workload(counted).stages[0]
+
+
+def test_a_loss_in_chunks_has_no_whole_logits():
+    whole, chunked = (layers("tp=8", f"loss_chunks={n}")[-1][0] for n in (0, 4))
+    logits = 8 * 4096 * 128256
+    assert whole.transient == 8 * logits
+    assert whole.kept - chunked.kept == pytest.approx(4 * logits, rel=0.001)
+    assert chunked.transient == pytest.approx(10 * logits / 4 / 8)
+    assert len(whole.forward) == len(chunked.forward) + 1
+
+
+def test_what_a_plans_tensor_parallelism_splits():
+    (one, times), (eight, _) = layers("dp_shard=1", world_size=1)[0], layers("tp=8")[0]
+    assert times == 32
+    assert sum(m.flops for m in one.matmuls) == 8 * sum(m.flops for m in eight.matmuls)
+    assert one.attention[0].heads == 8 * eight.attention[0].heads == 32
+    assert one.parameters == 218_112_000
+    assert eight.parameters == (one.parameters - 2 * 4096) // 8 + 2 * 4096
+    stream = 8 * 4096 * 4096 * 2
+    assert one.boundary == stream == 8 * eight.boundary
+    gathered = 2 * stream  # DTensor keeps the gathered inputs of both pairs of column layers whole
+    assert eight.kept == pytest.approx((one.kept - gathered) / 8 + gathered, rel=0.01)
+    kinds = [c.kind for c in eight.forward]
+    assert kinds == [Kind.REDUCE_SCATTER, Kind.ALL_GATHER] * 2
+    plain, _ = layers("tp=8", "sequence_parallel=false")[0]
+    assert [c.kind for c in plain.forward] == [Kind.ALL_REDUCE] * 2
+    assert plain.boundary == stream
+    assert one.forward == ()
+
+
+def test_shapes_of_the_playbook():
+    """The names are numbers of parameters, so the shapes must have as many."""
+    for name in ("1.34B", "3.57B", "8.86B", "80.0B"):
+        assert f"{playbook_model(name).parameters / 1e9:.3g}" == f"{float(name[:-1]):.3g}"
+
+
+def test_layers_that_cannot_be_counted():
+    facts = load("llama-3.1-8b", Sink())
+    for broken in (
+        replace(facts, code="mylib.models:build"),
+        replace(facts, config={**facts.config, "rope_parameters": {"rope_type": "nonsense"}}),
+    ):
+        sink = Sink()
+        assert count(broken, sink, batch=1, sequence=128, dtype="bfloat16") is None
+        assert "PL703" in {d.code for d in sink.diagnostics}
