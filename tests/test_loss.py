@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planc.runtime.standalone.loss import LossTerms, chunk_loss, token_losses
+from planc.runtime.standalone.loss import LossTerms, chunk_loss, chunked_loss
 from planc.trial.thread_ranks import run_ranks
 
 TERMS = {
@@ -25,12 +25,13 @@ TOKENS, FEATURES = 7, 6
 
 
 def whole(hidden, head, labels, scale=1.0, softcap=None, label_smoothing=0.0, z_loss=0.0):
+    """The sum of the tokens' losses."""
     logits = head(hidden) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     loss = cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     counted = labels != -100
-    return loss + z_loss * logits.logsumexp(-1).square() * counted
+    return (loss + z_loss * logits.logsumexp(-1).square() * counted).sum()
 
 
 def case(vocabulary, bias=True):
@@ -39,27 +40,26 @@ def case(vocabulary, bias=True):
     hidden = torch.randn(TOKENS, FEATURES) * 2
     labels = torch.randint(vocabulary, (TOKENS,))
     labels[2] = -100
-    weights = torch.randn(TOKENS)
-    return head, hidden, labels, weights
+    return head, hidden, labels
 
 
-def gradients(head, hidden, loss, weights):
-    (loss * weights).sum().backward()
+def gradients(head, hidden, loss):
+    (loss * 0.7).backward()
     return [hidden.grad, *(p.grad for p in head.parameters())]
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 50])
 @pytest.mark.parametrize("terms", TERMS)
 def test_one_rank(terms, chunks):
-    head, hidden, labels, weights = case(11)
+    head, hidden, labels = case(11)
     other, mine = copy.deepcopy(head), hidden.clone().requires_grad_()
     hidden.requires_grad_()
     right = whole(hidden, head, labels, **TERMS[terms])
-    loss = token_losses(other, mine, labels, LossTerms(chunks=chunks, **TERMS[terms]))
-    torch.testing.assert_close(loss.squeeze(-1), right)
+    loss = chunked_loss(other, mine, labels, LossTerms(chunks=chunks, **TERMS[terms]))
+    torch.testing.assert_close(loss.view(()), right)
     both = zip(
-        gradients(other, mine, loss.squeeze(-1), weights),
-        gradients(head, hidden, right, weights),
+        gradients(other, mine, loss.view(())),
+        gradients(head, hidden, right),
         strict=True,
     )
     for one, two in both:
@@ -71,10 +71,10 @@ def test_one_rank(terms, chunks):
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 11), (3, 11), (4, 5), (4, 8)])
 def test_a_sharded_vocabulary(ranks, vocabulary, terms, bias):
     """Also one that leaves the last rank fewer entries, or none (5 over 4 ranks)."""
-    head, hidden, labels, weights = case(vocabulary, bias)
+    head, hidden, labels = case(vocabulary, bias)
     hidden.requires_grad_()
     right = whole(hidden, head, labels, **TERMS[terms])
-    wanted = gradients(head, hidden, right, weights)
+    wanted = gradients(head, hidden, right)
     seen = {}
 
     def rank(number):
@@ -84,9 +84,9 @@ def test_a_sharded_vocabulary(ranks, vocabulary, terms, bias):
             local = distribute_tensor(value.detach().clone(), mesh, [Shard(0)])
             setattr(part, name, nn.Parameter(local))
         mine = DTensor.from_local(hidden.detach().clone(), mesh).requires_grad_()
-        loss = token_losses(part, mine, labels, LossTerms(chunks=2, **TERMS[terms]))
-        loss = loss.full_tensor().squeeze(-1)
-        found = gradients(part, mine, loss, weights)
+        loss = chunked_loss(part, mine, labels, LossTerms(chunks=2, **TERMS[terms]))
+        loss = loss.full_tensor().view(())
+        found = gradients(part, mine, loss)
         seen[number] = [loss.detach(), *(g.full_tensor() for g in found)]
 
     assert run_ranks(ranks, rank, seconds=60) is None
@@ -96,31 +96,31 @@ def test_a_sharded_vocabulary(ranks, vocabulary, terms, bias):
 
 
 def test_a_frozen_head_gets_no_gradient():
-    head, hidden, labels, weights = case(11)
+    head, hidden, labels = case(11)
     head.requires_grad_(False)
     hidden.requires_grad_()
-    loss = token_losses(head, hidden, labels, LossTerms(chunks=2)).squeeze(-1)
-    found, *none = gradients(head, hidden, loss, weights)
+    loss = chunked_loss(head, hidden, labels, LossTerms(chunks=2)).view(())
+    found, *none = gradients(head, hidden, loss)
     assert found.abs().sum() > 0 and none == [None, None]
 
 
 def test_logits_in_bf16_have_a_loss_and_sums_in_fp32():
-    head, hidden, labels, weights = case(11)
+    head, hidden, labels = case(11)
     head, mine = head.bfloat16(), hidden.bfloat16().requires_grad_()
-    loss = token_losses(head, mine, labels, LossTerms(chunks=7)).squeeze(-1)
+    loss = chunked_loss(head, mine, labels, LossTerms(chunks=7)).view(())
     assert loss.dtype == torch.float32
     other = copy.deepcopy(head)
-    right = cross_entropy(other(mine.detach()).float(), labels, reduction="none")
+    right = cross_entropy(other(mine.detach()).float(), labels, reduction="sum")
     torch.testing.assert_close(loss, right)
-    found = gradients(head, mine, loss, weights)
+    found = gradients(head, mine, loss)
     assert all(g.dtype == torch.bfloat16 for g in found)
 
 
 def test_autocast_rounds_as_the_head_alone_does():
-    head, hidden, labels, _ = case(11)
+    head, hidden, labels = case(11)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = token_losses(head, hidden, labels, LossTerms(chunks=3)).squeeze(-1)
-        right = cross_entropy(head(hidden).float(), labels, reduction="none")
+        loss = chunked_loss(head, hidden, labels, LossTerms(chunks=3)).view(())
+        right = cross_entropy(head(hidden).float(), labels, reduction="sum")
     torch.testing.assert_close(loss, right)
 
 

@@ -92,11 +92,12 @@ class HeadPart:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
-    """The loss of each token, from hidden states and a rank's part of the vocabulary.
+    """The sum of the tokens' losses, from hidden states and a part of the vocabulary.
 
-    The forward pass has one all-gather, of three numbers for each token; the backward
-    pass has none, and computes the logits of each chunk again. The gradient of the
-    hidden states is this rank's part of a sum over the ranks.
+    The forward pass computes the gradients too, while it has a chunk's logits; the
+    backward pass only scales them. For each chunk the ranks exchange three numbers of
+    each token. The gradient of the hidden states is this rank's part of a sum over the
+    ranks.
     """
 
     @staticmethod
@@ -108,6 +109,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         labels: Tensor,
         terms: LossTerms,
         part: HeadPart,
+        trains: bool,
     ) -> Tensor:
         """Args:
         hidden: `[tokens, features]`.
@@ -115,79 +117,105 @@ class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         labels: `[tokens]`, numbered over the whole vocabulary; `IGNORED` gives zero.
         terms: how logits become the loss.
         part: which entries the rank has.
+        trains: whether a backward pass may follow.
         """
-        sums = []
-        chunks = zip(
-            hidden.chunk(terms.chunks), labels.chunk(terms.chunks), strict=True
-        )
-        for rows, wanted in chunks:
+        wanted = [trains and needed for needed in ctx.needs_input_grad[:3]]
+        tensors = (hidden, weight, bias)
+        grads = [
+            torch.zeros_like(t, dtype=torch.float32) if t is not None and need else None
+            for t, need in zip(tensors, wanted, strict=True)
+        ]
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        start = 0
+        for rows in hidden.chunk(terms.chunks):
+            at = slice(start, start + len(rows))
+            start += len(rows)
             logits = terms.logits(rows, weight, bias)
-            column, mine = part.local(wanted, len(weight))
-            found = mine.float()
-            if len(weight):
-                found = found * logits.gather(1, column).squeeze(1)
-            sums.append(torch.stack([logits.logsumexp(1), found, logits.sum(1)]))
-        every = part.gathered(torch.cat(sums, 1))
-        denominator = every[:, 0].logsumexp(0)
-        found, total = every[:, 1].sum(0), every[:, 2].sum(0)
-        smooth = terms.label_smoothing
-        loss = denominator - (1 - smooth) * found - smooth * total / part.vocabulary
-        loss = loss + terms.z_loss * denominator.square()
-        ctx.save_for_backward(hidden, weight, bias, labels, denominator)
-        ctx.terms, ctx.part = terms, part
-        return torch.where(labels == IGNORED, 0.0, loss)
+            some, denominator = _losses(logits, labels[at], terms, part)
+            loss += some.sum()
+            if not any(wanted):
+                continue
+            change = _logit_gradients(logits, labels[at], denominator, terms, part)
+            change = change.to(hidden.dtype)
+            if grads[0] is not None:
+                grads[0][at] = change @ weight
+            if grads[1] is not None:
+                grads[1] += change.T @ rows
+            if grads[2] is not None:
+                grads[2] += change.sum(0)
+        found = [
+            None if g is None or t is None else g.to(t.dtype)
+            for g, t in zip(grads, tensors, strict=True)
+        ]
+        ctx.save_for_backward(*found)
+        return loss
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, labels, denominator = ctx.saved_tensors
-        grad = torch.where(labels == IGNORED, 0.0, grad)
-        to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros_like(weight, dtype=torch.float32)
-        to_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        start = 0
-        for rows in hidden.chunk(ctx.terms.chunks):
-            at = slice(start, start + len(rows))
-            start += len(rows)
-            logits = ctx.terms.logits(rows, weight, bias)
-            change = _logit_gradients(ctx, logits, labels[at], denominator[at, None])
-            change = (change * grad[at, None]).to(hidden.dtype)
-            to_hidden[at] = change @ weight
-            if ctx.needs_input_grad[1]:
-                to_weight += change.T @ rows
-            if to_bias is not None:
-                to_bias += change.sum(0)
-        of_weight = to_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_bias = None if to_bias is None else to_bias.to(bias.dtype)
-        return to_hidden, of_weight, of_bias, None, None, None
+        found = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        return *found, None, None, None, None
+
+
+def _losses(
+    logits: Tensor, labels: Tensor, terms: LossTerms, part: HeadPart
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and the logarithm of its softmax's denominator."""
+    column, mine = part.local(labels, logits.shape[1])
+    found = mine.float()
+    if logits.shape[1]:
+        found = found * logits.gather(1, column).squeeze(1)
+    smooth = terms.label_smoothing
+    total = logits.sum(1) if smooth else found
+    every = part.gathered(torch.stack([logits.logsumexp(1), found, total]))
+    denominator, found = every[:, 0].logsumexp(0), every[:, 1].sum(0)
+    loss = denominator - (1 - smooth) * found
+    if smooth:
+        loss = loss - smooth * every[:, 2].sum(0) / part.vocabulary
+    if terms.z_loss:
+        loss = loss + terms.z_loss * denominator.square()
+    return torch.where(labels == IGNORED, 0.0, loss), denominator
 
 
 def _logit_gradients(
-    ctx: Any, logits: Tensor, labels: Tensor, denominator: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    denominator: Tensor,
+    terms: LossTerms,
+    part: HeadPart,
 ) -> Tensor:
-    """The gradient of each token's loss by what the head computes, before the terms."""
-    terms, part = ctx.terms, ctx.part
-    smooth = terms.label_smoothing
-    change = (logits - denominator).exp() * (1 + 2 * terms.z_loss * denominator)
-    change = change - smooth / part.vocabulary
+    """The gradient of the losses by what the head computes, in the logits' memory."""
+    smooth, slope = terms.label_smoothing, None
+    if terms.softcap is not None:
+        slope = 1 - (logits / terms.softcap).square()
+    change = logits.sub_(denominator[:, None]).exp_()
+    if terms.z_loss:
+        change *= (1 + 2 * terms.z_loss * denominator)[:, None]
+    if smooth:
+        change -= smooth / part.vocabulary
     if logits.shape[1]:
         column, mine = part.local(labels, logits.shape[1])
         change.scatter_add_(1, column, (smooth - 1) * mine[:, None].float())
-    if terms.softcap is not None:
-        change = change * (1 - (logits / terms.softcap).square())
-    return change * terms.scale
+    if slope is not None:
+        change *= slope
+    if terms.scale != 1.0:
+        change *= terms.scale
+    return change.masked_fill_((labels == IGNORED)[:, None], 0.0)
 
 
-def token_losses(
+def chunked_loss(
     head: nn.Module, hidden: Tensor, labels: Tensor, terms: LossTerms
 ) -> Tensor:
-    """The loss of each token, `[..., 1]`, equal on the ranks that split the head.
+    """The sum of the losses of all tokens, equal on the ranks that split the head.
 
     Args:
         head: a linear layer, whole or with its vocabulary sharded over one mesh axis.
         hidden: its input, `[..., features]`, replicated over that axis.
         labels: of the token after each one, `[...]`.
         terms: how logits become the loss.
+
+    Returns:
+        `[1, 1, 1]` in float32, in place of logits.
     """
     weight, bias, part = head.weight, head.bias, HeadPart(head.weight)
     if part.mesh is not None:
@@ -204,21 +232,22 @@ def token_losses(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1)
-    losses = ChunkedCrossEntropy.apply(*flat, terms, part).view(*labels.shape, 1)
+    loss = ChunkedCrossEntropy.apply(*flat, terms, part, torch.is_grad_enabled())
+    loss = loss.view(1, 1, 1)
     if part.mesh is None:
-        return losses
-    return DTensor.from_local(losses, part.mesh, [Replicate()], run_check=False)
+        return loss
+    return DTensor.from_local(loss, part.mesh, [Replicate()], run_check=False)
 
 
 class ChunkedLoss:
     """Computes the loss of a model in its head, where the model is called with labels.
 
-    The head then returns the loss of each token in place of logits, and the model's
-    loss function adds them up. What the model does with logits in between has no
-    effect, and its output has no `logits`. Without labels nothing changes.
+    The head then returns the sum of the losses in place of logits, and the model's loss
+    function divides it. What the model does with logits in between has no effect, and
+    its output has no `logits`. Without labels nothing changes.
 
     The head's own forward computes the loss, so FSDP's hooks on it hold: its weight is
-    gathered here, and again in the backward pass.
+    gathered while it runs.
 
     Args:
         head: the linear layer that computes the logits.
@@ -229,7 +258,7 @@ class ChunkedLoss:
     def __init__(self, head: nn.Module, model: nn.Module, terms: LossTerms) -> None:
         self.head, self.terms = head, terms
         self.labels: Tensor | None = None
-        self.losses: Tensor | None = None
+        self.total: Tensor | None = None
         self.plain, self.function = head.forward, model.loss_function
         self.signature = inspect.signature(model.forward)
         head.forward = self.forward
@@ -243,7 +272,7 @@ class ChunkedLoss:
         labels = given.get("shift_labels")
         if labels is None and given.get("labels") is not None:
             labels = pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
-        self.labels, self.losses = labels, None
+        self.labels, self.total = labels, None
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.labels is None:
@@ -253,16 +282,16 @@ class ChunkedLoss:
             seen, labels = list(hidden.shape[:-1]), list(self.labels.shape)
             raise ValueError(f"the head gets tokens {seen} and labels {labels}")
         labels = self.labels.to(hidden.device)
-        return token_losses(self.head, hidden, labels, self.terms)
+        return chunked_loss(self.head, hidden, labels, self.terms)
 
     def _computed(self, _head: nn.Module, _args: Any, output: Tensor) -> None:
         """Keeps what the head returns after the hooks of styles and of FSDP."""
         if self.labels is not None:
-            self.losses = output
+            self.total = output
 
     def loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """The model's loss: the sum over `num_items_in_batch`, or the mean."""
-        if self.losses is None or self.labels is None:
+        if self.total is None or self.labels is None:
             value: Tensor = self.function(*args, **kwargs)
             return value
         if kwargs.get("ignore_index", IGNORED) != IGNORED:
@@ -271,11 +300,11 @@ class ChunkedLoss:
         if items is None:
             items = (self.labels != IGNORED).sum()
         if isinstance(items, Tensor):
-            items = items.to(self.losses.device)
-        return self.losses.sum() / items
+            items = items.to(self.total.device)
+        return self.total.view(()) / items
 
     def _returned(self, _model: nn.Module, _args: Any, output: Any) -> Any:
-        seen, self.labels, self.losses = self.losses, None, None
+        seen, self.labels, self.total = self.total, None, None
         if seen is None or output is None:
             return None
         if isinstance(output, tuple):
