@@ -33,7 +33,7 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 	$(BIN)/python tests/bench/run.py
 
 estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
-	$(BIN)/python -W ignore tests/estimate/run.py | tee docs/estimate-tables.md
+	$(BIN)/python -W ignore tests/estimate/estimating.py | tee docs/estimate-tables.md
 
 MUTANTS  ?= 56
 FAMILIES ?=

@@ -38,6 +38,8 @@ UNREACHED = {
     "PL476": "inputs at run time; tests/processes/test_apply.py has them",
     "PL509": "a fault of planc or of a style; tests/test_trial.py seeds one",
     "PL510": "needs a configuration beside the plan; tests/test_trial.py has one",
+    "PL703": "needs a model of one's own; tests/estimate/test_estimates.py has one",
+    "PL705": "needs a lowered plan; tests/specs/estimate.md has one",
     "PL900": "a bug in planc; tests/test_cli.py makes one",
 }
 """Codes whose example can't be run here, and why. tests/processes has PL48x, PL49x, PL52x."""

@@ -311,13 +311,13 @@ def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulatio
 
 
 def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatch):
-    from planc.proof import called_modules, layout_flow
+    from planc.proof import called_modules, judge
 
     settings = ["tp=2", "sequence_parallel=false"]
     simulated("llama-3.2-1b", "llama", settings)
     simulated("llama-3.2-1b", "llama", settings)
     assert len(simulations) == 1
-    monkeypatch.setattr(layout_flow, "source_digest", lambda: "of other sources")
+    monkeypatch.setattr(judge, "source_digest", lambda: "of other sources")
     simulated("llama-3.2-1b", "llama", settings)
     assert len(simulations) == 2
 

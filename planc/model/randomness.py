@@ -31,6 +31,18 @@ def layer_drop_fields(facts: Facts) -> tuple[str, ...]:
     return tuple(f"{n} = {v}" for n, v in _fields(facts.config) if n.endswith("layerdrop"))
 
 
+def with_noise(small: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
+    """A small configuration with the dropout and the jitter of the real one."""
+    made = dict(small)
+    for name, value in real.items():
+        inner = made.get(name)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            made[name] = with_noise(inner, value)
+        elif name in made and (DROPOUT.search(name) or JITTER.search(name)):
+            made[name] = value
+    return made
+
+
 def _fields(config: Mapping[str, Any], owner: str = "") -> Iterator[tuple[str, float]]:
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -23,6 +23,7 @@ from planc.model.config import buildable
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds
 from planc.model.load import load_values
+from planc.model.randomness import with_noise
 from planc.model.small.shrink import shrink
 from planc.ops.base import AxisRole
 from planc.plan import elaborate
@@ -167,7 +168,11 @@ def small_case(
     wrong = [d for d in found if d.severity == "error" and d.code not in REAL_SIZES]
     if checks is None and wrong:
         return _unfit(wrong)
-    small = replace(compiled, facts=facts, plan=stood, applied=applied, lowered=lower(*applied))
+    # some models draw whatever their configuration says: ranks draw as under the real plan
+    noisy = replace(applied[1], config=with_noise(applied[1].config, compiled.facts.config))
+    small = replace(
+        compiled, facts=facts, plan=stood, applied=applied, lowered=lower(applied[0], noisy)
+    )
     return SmallCase(model=model, compiled=small)
 
 

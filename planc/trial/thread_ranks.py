@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 from torch import distributed
 from torch.distributed import _functional_collectives
+from torch.distributed.tensor import _redistribute
 
 from planc.trial.random_numbers import RankGenerators
 from planc.trial.shared_propagation import shared_propagation
@@ -105,6 +106,9 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
     waits: dict[int, Any] = {}
     disabled = logging.root.manager.disable
     groups.reset()
+    # it has sizes of local shards by mesh, and a mesh by its thread, whose number is used again
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
     isolate(True)
     multi_threaded_pg._install_threaded_pg()
     logging.disable(logging.CRITICAL)  # what torch logs in addition to raising it

@@ -7,8 +7,8 @@ from statistics import median
 
 import measured_steps
 import pytest
+from estimating import errors, quantile, slow, spearman
 from measured_tables import accelerator, hardware, playbook, playbook_model, stack, vtrain
-from run import errors, quantile, slow, spearman
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink

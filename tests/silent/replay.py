@@ -34,7 +34,7 @@ from planc import compiler
 from planc.diagnostic import Sink
 from planc.model.load import load_values
 from planc.ops.document import dumps
-from planc.proof import layout_flow
+from planc.proof import judge, layout_flow
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes
 from planc.proof.stand_in import Unrepresented
@@ -107,8 +107,8 @@ def checked(case, files, folder, changes, fault=""):
     if not sink.failed:
         with (
             silent_faults.installed(fault),
-            mock.patch.object(layout_flow.cache, "recall", lambda *_: None),
-            mock.patch.object(layout_flow.cache, "keep", lambda *_: None),
+            mock.patch.object(judge.cache, "recall", lambda *_: None),
+            mock.patch.object(judge.cache, "keep", lambda *_: None),
         ):
             layout_flow.flow(done, sink)
     return done, sink

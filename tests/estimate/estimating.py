@@ -1,6 +1,6 @@
 """Holds the estimate against measured and published runs, and prints the tables of the docs.
 
-`python tests/estimate/run.py [--playbook FILE.csv]... [--vtrain FILE.csv]`
+`python tests/estimate/estimating.py [--playbook FILE.csv]... [--vtrain FILE.csv]`
 """
 
 import argparse
