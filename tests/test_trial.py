@@ -2,11 +2,14 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import mutant, simulated
 from torch import distributed
+from torch.distributed import device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from planc.runtime import gradients
 from planc.trial import program, thread_ranks
@@ -14,6 +17,8 @@ from planc.trial.random_numbers import RankRandom
 
 HALVED = """
 from torch import distributed
+from torch.distributed import device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -231,6 +236,28 @@ def test_later_tracebacks_of_the_process_name_no_rank():
     before = sys.excepthook
     assert thread_ranks.run_ranks(2, lambda _: None, seconds=60) is None
     assert sys.excepthook is before
+
+
+def test_no_rank_uses_the_shard_sizes_of_another_one_of_an_earlier_run(monkeypatch):
+    """torch caches them by the number of the thread, which a later thread gets again."""
+    own = threading.local()
+    numbers = SimpleNamespace(get_ident=lambda: own.number, local=threading.local)
+    monkeypatch.setattr(device_mesh, "threading", numbers)
+
+    def run(order):
+        def program_of(rank):
+            own.number = order[rank]
+            mesh = device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+            whole = torch.arange(5.0)
+            part = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+            half = part.redistribute(placements=[Shard(0), Replicate()])
+            assert torch.equal(half.to_local(), whole.chunk(2)[rank // 2])
+            assert torch.equal(half.full_tensor(), whole)
+
+        return thread_ranks.run_ranks(4, program_of, seconds=60)
+
+    assert run([1, 2, 3, 4]) is None
+    assert run([4, 3, 2, 1]) is None
 
 
 def test_every_rank_draws_from_a_generator_of_its_own():
