@@ -26,6 +26,7 @@ from planc.model.load import load_values
 from planc.model.randomness import with_noise
 from planc.model.small.shrink import shrink
 from planc.ops.base import AxisRole
+from planc.ops.lowered import Lowered
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
@@ -168,12 +169,18 @@ def small_case(
     wrong = [d for d in found if d.severity == "error" and d.code not in REAL_SIZES]
     if checks is None and wrong:
         return _unfit(wrong)
-    # some models draw whatever their configuration says: ranks draw as under the real plan
-    noisy = replace(applied[1], config=with_noise(applied[1].config, compiled.facts.config))
-    small = replace(
-        compiled, facts=facts, plan=stood, applied=applied, lowered=lower(applied[0], noisy)
-    )
+    lowered = lower_with_draws(*applied, compiled.facts)
+    small = replace(compiled, facts=facts, plan=stood, applied=applied, lowered=lowered)
     return SmallCase(model=model, compiled=small)
+
+
+def lower_with_draws(plan: Plan, small: Facts, real: Facts) -> Lowered:
+    """The lowered plan for a small model, whose ranks draw random numbers as those of the real
+    one.
+
+    The small configuration has no dropout and no jitter, but some models draw all the same.
+    """
+    return lower(plan, replace(small, config=with_noise(small.config, real.config)))
 
 
 def _sized(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:

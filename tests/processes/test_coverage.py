@@ -39,7 +39,9 @@ def test_a_family_is_planned_and_proved(family, four, tmp_path):
 def test_what_once_had_no_plan_has_one(family, four, tmp_path):
     """Reversible layers; linears known by shape or number; another's class; codes of sound."""
     found = row(family, four, tmp_path, plans={})
-    assert (found["verdict"], found["reason"], found["flow"]) == ("proved", "", "proved")
+    # reformer seeds its dropout by the clock, on each rank by its own: PL511 where it has any
+    flow = "refuted" if family == "reformer" else "proved"
+    assert (found["verdict"], found["reason"], found["flow"]) == ("proved", "", flow)
     assert found["share"] > 0.85
 
 
