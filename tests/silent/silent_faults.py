@@ -29,7 +29,7 @@ def installed(name):
     return globals()[name]() if name else contextlib.nullcontext()
 
 
-PLACES = ("planc.trial.simulate", "planc.trial.program", "planc.trial.worker", "silent_jobs")
+PLACES = ("planc.trial.simulate", "planc.trial.prove", "planc.trial.worker", "silent_jobs")
 """The modules that call `apply_lowered`."""
 
 
