@@ -51,12 +51,34 @@ class WithBuffer(Net):
         return super().forward(tokens) * self.scale.mean()
 
 
+class DrawingBlock(Block):
+    """Draws what no module and no configuration states."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+class Drawing(Net):
+    def __init__(self, block=DrawingBlock):
+        super().__init__()
+        self.blocks = nn.ModuleList([block(), block()])
+
+
+class StatedBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+
 class WithoutInputs(Net):
     def forward(self):
         return super().forward(torch.arange(8)[None])
 
 
-PLAN = """plan own for Net, WithLoss, WithBuffer, WithoutInputs
+PLAN = """plan own for Net, WithLoss, WithBuffer, WithoutInputs, Drawing
 
 mesh {
     dp_shard = auto
@@ -93,6 +115,13 @@ def test_a_right_plan_is_proved_and_a_wrong_one_refuted(tmp_path, kind, device):
     found = checked(model, WRONG, tmp_path)
     assert list(found) == ["PL501"] and "blocks.*" in found["PL501"].message
     assert 11 in {label.span.line for label in found["PL501"].labels}
+
+
+def test_random_numbers_that_planc_cannot_see_are_the_cause_that_is_told(tmp_path):
+    found = checked(Drawing(), PLAN, tmp_path)
+    assert list(found) == ["PL511"] and "blocks.*" in found["PL511"].message
+    assert "nn.Dropout" in found["PL511"].help
+    assert checked(Drawing(StatedBlock), PLAN, tmp_path) == {}
 
 
 def test_the_module_is_left_as_it_was(tmp_path):

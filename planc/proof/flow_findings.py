@@ -24,13 +24,13 @@ _MOST = 8
 
 
 def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], sink: Sink) -> None:
-    """Reports what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes (PL507), and
-    the norm or the parameters after two steps (PL509).
+    """Reports what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes (PL507), the
+    norm or the parameters after two steps (PL509), and random numbers (PL511).
 
     Only the first wrong output is reported, because the outputs after it differ as a consequence,
-    and of one cause only one finding: an input with another layout than the plan states (PL505),
-    or tied parameters of which one is replicated. The latter replaces PL401, which says the same
-    from structure alone.
+    as all of them do of random numbers that differ, and of one cause only one finding: an input
+    with another layout than the plan states (PL505), or tied parameters of which one is replicated.
+    The latter replaces PL401, which says the same from structure alone.
 
     Args:
         outcome: what the run of the small model showed.
@@ -43,7 +43,8 @@ def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], si
     sizes = [g for g in groups if g[0].kind == "size"][:1]
     gradients = [g for g in groups if g[0].kind in _OF_PARAMETERS]
     boundaries = [g for g in groups if g[0].kind == "boundary"]
-    found = (*sizes, *(first or gradients[:_MOST]))
+    draws = [g for g in groups if g[0].kind == "draws"][:1]
+    found = (*sizes, *(draws or first or gradients[:_MOST]))
     causes = [b for b in boundaries if any(_module(b) == _module(g) for g in found)]
     said: list[object] = []
     for group in found:
@@ -217,6 +218,17 @@ def _output(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     sink.error("PL501", message, *labels, facts=facts)
 
 
+def _draws(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    """What a model draws that states no dropout, so that no operation makes ranks draw alike."""
+    mismatch, subject = group[0], generic(group[0].subject)
+    message = f"{mismatch.detail}, in `{subject or 'the model'}`"
+    labels = rule_labels(mismatch.subject, small)
+    help = (
+        "draw by nn.Dropout, or state it in the configuration: planc sees no other random numbers"
+    )
+    sink.error("PL511", message, *labels, facts=[*_source(mismatch), _SEEN], help=help)
+
+
 def _gradient(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
     module = mismatch.subject.rpartition(".")[0]
@@ -300,6 +312,7 @@ _REPORTERS: dict[str, Callable[[list[Discrepancy], Plan, Sink], None]] = {
     "crash": _crash,
     "output": _output,
     "size": _size,
+    "draws": _draws,
     "norm": _later,
     "parameter": _later,
 }
