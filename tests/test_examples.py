@@ -22,11 +22,11 @@ MODELS = {
 }
 EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
 UNREACHED = {
-    "PL189": "a run on processes; tests/processes/test_adapters.py has it",
+    "PL189": "a run on processes; tests/processes/test_lora.py has it",
     "PL187": "peft is a part of the tests; tests/test_adapters.py hides it",
     "PL685": "tests/test_adapters.py hides bitsandbytes",
     "PL686": "a run on processes; tests/processes/test_quantization.py has it",
-    "PL688": "a run on processes; tests/processes/test_adapters.py has it",
+    "PL688": "a run on processes; tests/processes/test_lora.py has it",
     "PL687": "a run on processes; tests/processes/test_quantization.py has it",
     "PL675": "diffusers is a part of the tests; tests/test_diffusion.py hides it",
     "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",

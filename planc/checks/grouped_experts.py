@@ -60,9 +60,7 @@ def grouped_experts(plan: Plan, facts: Facts, sink: Sink) -> None:
     for own in owned(plan, facts) if "fsdp" not in plan.broken else ():
         if not own.modules.module.fact(GROUPED):
             continue
-        precision = own.unit.precision if own.unit else None
-        if precision is None and own.unit and plan.fsdp:
-            precision = plan.fsdp.precision
+        precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
         for modules, rules in ruled(own.modules, plan.tensor):
             rows = min(_unaligned(modules, rules, precision, plan), key=_size, default=None)
             if rows is not None:

@@ -51,10 +51,7 @@ def _not_a_head(rule: LossRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | 
 
 def _rounded(rule: LossRule, plan: Plan) -> tuple[str, Label] | None:
     """The unit that rounds what the head returns, which is a loss."""
-    unit = unit_of(plan, rule.modules) if plan.fsdp else None
-    if unit is None or plan.fsdp is None:
-        return None
-    precision = unit.precision or plan.fsdp.precision
+    precision = plan.fsdp.policy(unit_of(plan, rule.modules)) if plan.fsdp else None
     if precision is None or precision.output in (None, "float32"):
         return None
     label = Label(span=precision.origin, text=f"output = {phrases.dtype(precision.output)}")

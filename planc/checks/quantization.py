@@ -65,9 +65,9 @@ def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
     too.
     """
     quant = rule.quantize
-    if own.unit is None or plan.fsdp is None or quant is None:
+    if plan.fsdp is None or quant is None:
         return
-    precision = own.unit.precision or plan.fsdp.precision
+    precision = plan.fsdp.policy(own.unit)
     if precision is None or precision.param in (None, quant.storage):
         return
     assert precision.param is not None

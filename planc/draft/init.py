@@ -53,7 +53,7 @@ def draft(facts: Facts, sink: Sink) -> InitResult:
     made = run(builder) if builder is not None else None
     found = roles(known, made)
     draft_plan = _draft_plan(facts, known, found, made)
-    search = Search(known, facts, model, found, made, draft_plan)
+    search = Search(known, model, found, made, draft_plan)
     if builder is None or made is None:
         why = why or "the small model does not run"
         outcome = Outcome(verdict="unknown", reason=why)

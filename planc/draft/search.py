@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from planc import compiler
 from planc.diagnostic import Severity, Sink
@@ -20,7 +20,7 @@ from planc.model.facts import Facts, Module, Modules
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
 from planc.proof.judge import judge
-from planc.proof.small_case import SmallCase, SmallModel, lower_with_draws
+from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
 from planc.source import Source
 from planc.syntax import ast, parse
@@ -36,7 +36,6 @@ class Search:
 
     Args:
         facts: the facts of the small model.
-        real: the facts of the original model.
         small: builds the small model; None if it cannot be run.
         roles: the roles of its modules.
         ran: the record of a run of it.
@@ -44,7 +43,6 @@ class Search:
     """
 
     facts: Facts
-    real: Facts
     small: SmallModel | None
     roles: Roles
     ran: RunRecord | None
@@ -161,9 +159,7 @@ class Search:
             return Outcome(verdict="refuted", discrepancies=tuple(_refused(file, sink)))
         if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
             return Outcome(verdict="nothing", reason="none of its parameters can be sharded")
-        assert self.small is not None and compiled.applied is not None
-        lowered = lower_with_draws(*compiled.applied, self.real)
-        compiled = replace(compiled, lowered=lowered)
+        assert self.small is not None
         return judge(SmallCase(model=self.small, compiled=compiled), quick=True)
 
     def _fill(self) -> None:

@@ -43,11 +43,10 @@ class Attended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Bytes that the memory-bound kernels of a module read and write."""
+    """Bytes that one memory-bound kernel of a module reads and writes."""
 
     module: str
     size: int
-    kernels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from planc.estimate.workload import (
     Workload,
 )
 from planc.lowering.memory import Holding, Holdings
-from planc.model.facts import DTYPE_BYTES, Facts, Modules
+from planc.model.facts import DTYPE_BYTES, Facts, Modules, below
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.layouts import Replicate, Shard
@@ -166,9 +166,8 @@ class PlanWork:
             yield self._layer(part, inside, counted), len(part.like)
 
     def _in(self, holding: Holding, part: Part) -> bool:
-        names = set(part.like)
         name = next(holding.modules.names())
-        return any(name == at or name.startswith(f"{at}.") for at in names)
+        return any(name == at or below(name, at) for at in part.like)
 
     def _layer(self, part: Part, inside: list[Holding], counted: Counted | None) -> Layer:
         times = len(part.like)
@@ -176,7 +175,7 @@ class PlanWork:
         trained = sum(prod(h.local) * h.count for h in inside if h.parameter.trainable) // times
         unit = next((h.unit for h in inside if h.unit is not None), None)
         last = bool(part.products) and not part.at
-        if not part.at and self.plan.loss:  # computed again in backward, chunk by chunk
+        if not part.at and self.plan.loss:  # the loss keeps no logits
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
         split = _Split(self, part)
         forward, backward = split.collectives()
@@ -187,7 +186,7 @@ class PlanWork:
             matmuls=tuple(split.matmuls()),
             attention=tuple(split.attention()),
             moved=split.moved(),
-            kernels=sum(m.kernels for m in part.moved) + len(part.products) + len(part.attended),
+            kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(self._checkpoint(part)),
             boundary=part.boundary / split.stream,
@@ -209,8 +208,7 @@ class PlanWork:
     def _copies(self, logits: int) -> float:
         """Bytes of logits beside what is kept for backward.
 
-        A loss in chunks keeps none, and has three copies of one chunk: in the compute dtype, and
-        in float32 with its gradient.
+        A loss in chunks has those of one chunk: in the compute dtype, in float32, and the gradient.
         """
         rule = next(iter(self.plan.loss), None)
         if rule is None:
@@ -239,8 +237,8 @@ class _Split:
     def __init__(self, work: PlanWork, part: Part) -> None:
         self.work, self.part = work, part
         self.name = part.like[0]
-        self.rules = [(self._below(r.modules), r) for r in work.rules]
-        self.ruled = {name: r for name, r in self.rules if name is not None}
+        rules = ((self._below(r.modules), r) for r in work.rules)
+        self.ruled = {name: r for name, r in rules if name is not None}
         self.ranks = work.size(AxisRole.TENSOR)
         norms = any(isinstance(r.style, Sequence) for r in self.ruled.values())
         self.stream = self.ranks if norms else 1
@@ -252,7 +250,7 @@ class _Split:
             if not self.name:
                 if not any(c.isdecimal() for c in name.split(".")):
                     return name
-            elif name == self.name or name.startswith(f"{self.name}."):
+            elif name == self.name or below(name, self.name):
                 return name[len(self.name) + 1 :]
         return None
 

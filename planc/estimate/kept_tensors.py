@@ -210,7 +210,7 @@ class _Recorder:
                 Attended(module=module, shape=(b, h, q, keys, d))
             )
         elif size := _bytes(args, out):
-            self.moved.setdefault(at, []).append(Moved(module=module, size=size, kernels=1))
+            self.moved.setdefault(at, []).append(Moved(module=module, size=size))
 
 
 def _bytes(args: Any, out: Any) -> int:

@@ -64,7 +64,7 @@ class RankMemory:
         return self.largest.size
 
 
-def memory(work: Workload, hardware: Hardware, stack: Stack, ahead: int) -> list[RankMemory]:
+def memory(work: Workload, stack: Stack, ahead: int) -> list[RankMemory]:
     """The memory of each pipeline rank.
 
     Args:

@@ -37,7 +37,7 @@ def estimate(work: Workload, hardware: Hardware, stack: Stack) -> Estimate:
     time = step_time(work, hardware, stack)
     return Estimate(
         time=time,
-        ranks=tuple(memory(work, hardware, stack, _ahead(work, time, hardware, stack))),
+        ranks=tuple(memory(work, stack, _ahead(work, time, hardware, stack))),
         usable=usable(hardware, stack),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 from planc.source import Span
 
@@ -206,10 +207,7 @@ class Workload:
     @property
     def ranks(self) -> int:
         groups = (self.data, self.replicate, self.tensor, self.context, self.pipeline)
-        size = 1
-        for group in groups:
-            size *= group.size
-        return size
+        return prod(group.size for group in groups)
 
     @property
     def model_flops(self) -> float:

@@ -15,7 +15,7 @@ from planc.plan.unit_lists import lists
 def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
     """The operations of a section's units, nested units first."""
     for unit in _inner_first(section.units):
-        precision = unit.precision or section.precision
+        precision = section.policy(unit)
         shard, replicate = _wide(unit, section, holdings.plan)
         nbytes, gathered = holdings.of_unit(unit, precision)
         ignored = [i for i in section.ignored if _leaves(unit, i.modules)]

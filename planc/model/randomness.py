@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from planc.model.facts import Facts
@@ -31,15 +31,29 @@ def layer_drop_fields(facts: Facts) -> tuple[str, ...]:
     return tuple(f"{n} = {v}" for n, v in _fields(facts.config) if n.endswith("layerdrop"))
 
 
-def with_noise(small: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
-    """A small configuration with the dropout and the jitter of the real one."""
+def stated_noise(name: str, value: Any) -> Any:
+    """A field's value if it is of dropout or jitter, else None."""
+    return value if DROPOUT.search(name) or JITTER.search(name) else None
+
+
+def with_noise(
+    small: Mapping[str, Any],
+    real: Mapping[str, Any],
+    noise: Callable[[str, Any], Any] = stated_noise,
+) -> dict[str, Any]:
+    """A small configuration with what the real one states of random numbers.
+
+    Args:
+        small, real: the configurations.
+        noise: what to take of a field of the real one, by its name and value; None leaves it.
+    """
     made = dict(small)
-    for name, value in real.items():
-        inner = made.get(name)
+    for name in real.keys() & made.keys():
+        value, inner = real[name], made[name]
         if isinstance(value, Mapping) and isinstance(inner, Mapping):
-            made[name] = with_noise(inner, value)
-        elif name in made and (DROPOUT.search(name) or JITTER.search(name)):
-            made[name] = value
+            made[name] = with_noise(inner, value, noise)
+        elif (taken := noise(name, value)) is not None:
+            made[name] = taken
     return made
 
 

@@ -9,7 +9,16 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Positive, Size
-from planc.ops.call import MODEL, Context, Each, FunctionCall, ScriptFunction, Step, given
+from planc.ops.call import (
+    MODEL,
+    Context,
+    Each,
+    FunctionCall,
+    Keywords,
+    ScriptFunction,
+    Step,
+    given,
+)
 
 Fraction = Annotated[int | float, Form({"type": "number", "minimum": 0, "maximum": 1})]
 
@@ -38,14 +47,17 @@ class ChunkLoss(Op):
     KIND: ClassVar[str] = "chunk_loss"
     SCRIPT: ClassVar = ScriptFunction("chunk_losses", "Computes the loss in chunks of tokens.")
 
-    def calls(self, _context: Context) -> Iterator[Step]:
-        terms = given(
-            chunks=self.chunks,
+    def _terms(self) -> Keywords:
+        """The arguments that are not at their defaults, but for the chunks."""
+        return given(
             scale=self.scale if self.scale != 1.0 else None,
             softcap=self.softcap,
             label_smoothing=self.label_smoothing or None,
             z_loss=self.z_loss or None,
         )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        terms = (*given(chunks=self.chunks), *self._terms())
         call = FunctionCall("standalone.loss:chunk_loss", (MODEL,), terms)
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
@@ -54,13 +66,7 @@ class ChunkLoss(Op):
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         split = f"vocabulary sharded over {phrases.axes(self.axes, mesh)}, " if self.axes else ""
-        terms = {
-            "scale": self.scale if self.scale != 1.0 else None,
-            "softcap": self.softcap,
-            "label_smoothing": self.label_smoothing or None,
-            "z_loss": self.z_loss or None,
-        }
-        more = "".join(f", {n} = {v:g}" for n, v in terms.items() if v is not None)
+        more = "".join(f", {name} = {value:g}" for name, value in self._terms())
         return f"cross entropy, {split}chunks = {self.chunks}{more}"
 
     @classmethod

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from planc.diagnostic import did_you_mean, one_of
 from planc.plan.evaluate import describe, evaluate, size
 from planc.plan.scope import Failed, Scope, Value
 from planc.syntax import ast
+
+Default = TypeVar("Default", float, float | None)
 
 
 @dataclass(slots=True)
@@ -72,8 +74,8 @@ class Arguments:
         return default
 
     def number(
-        self, name: str, default: float | None, wanted: str, valid: Callable[[float], bool]
-    ) -> int | float | None:
+        self, name: str, default: Default, wanted: str, valid: Callable[[float], bool]
+    ) -> float | Default:
         """A number.
 
         Args:

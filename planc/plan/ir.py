@@ -182,6 +182,10 @@ class Fsdp(Meaning):
         rest = (*self.replicate, *self.shard)
         return unit.shard, tuple(a for a in rest if a not in unit.shard)
 
+    def policy(self, unit: Unit | None) -> Precision | None:
+        """The precision of a unit, its own or the section's; None for no unit."""
+        return (unit.precision or self.precision) if unit else None
+
     def extra_axes(self, unit: Unit | SpreadRule) -> tuple[str, ...]:
         """The axes of a unit that the section lacks: their ranks have equal gradients."""
         own = (*self.replicate, *self.shard)

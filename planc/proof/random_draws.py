@@ -13,8 +13,8 @@ from typing import Any
 
 from planc.compiler import Compiled
 from planc.diagnostic import Label, Severity, Sink
-from planc.lowering import lower
 from planc.model.facts import Facts
+from planc.model.randomness import with_noise
 from planc.model.small.config_fields import DROPOUT
 from planc.plan.ir import Plan
 from planc.plan.random_numbers import drawing_fields
@@ -45,26 +45,16 @@ def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | No
     small = small_case(compiled, sizes)
     if isinstance(small, Unrepresented):
         return None
-    assert small.compiled.applied is not None
-    plan, facts = small.compiled.applied
-    real = compiled.facts.config
-    facts = replace(facts, config=_with_dropout(facts.config, real))
-    model = replace(small.model, values=_with_dropout(small.model.values, real), dropout=True)
-    done = replace(small.compiled, applied=(plan, facts), lowered=lower(plan, facts))
-    return SmallCase(model=model, compiled=done)
+    values = with_noise(small.model.values, compiled.facts.config, _dropout)
+    return replace(small, model=replace(small.model, values=values, dropout=True))
 
 
-def _with_dropout(small: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
-    """The small configuration with the dropout of the real one; no layer is skipped as a whole."""
-    made = dict(small)
-    for name, value in real.items():
-        if isinstance(value, Mapping) and isinstance(made.get(name), Mapping):
-            made[name] = _with_dropout(made[name], value)
-        elif name not in made or not DROPOUT.search(name) or name.endswith("layerdrop"):
-            continue
-        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            made[name] = max(_LEAST, value)
-    return made
+def _dropout(name: str, value: Any) -> float | None:
+    """The dropout of the small model; no layer is skipped as a whole."""
+    if not DROPOUT.search(name) or name.endswith("layerdrop"):
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return max(_LEAST, float(value)) if number and value > 0 else None
 
 
 def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, strict: bool) -> bool:

@@ -26,7 +26,6 @@ from planc.model.load import load_values
 from planc.model.randomness import with_noise
 from planc.model.small.shrink import shrink
 from planc.ops.base import AxisRole
-from planc.ops.lowered import Lowered
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
@@ -74,13 +73,17 @@ class SmallModel:
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.
 
+        They state the original's dropout and jitter, which the values leave out: ranks draw random
+        numbers as the real ones do, since some models draw whatever their configuration says.
+
         Args:
             model: the facts of the original model.
             sink: receives the findings (PL60x).
         """
         if self.own is not None or (self.code and not self.values):
             return model
-        return load_values(self.values, "the small model", sink, folder=self.code)
+        found = load_values(self.values, "the small model", sink, folder=self.code)
+        return found and replace(found, config=with_noise(found.config, model.config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,18 +172,8 @@ def small_case(
     wrong = [d for d in found if d.severity == "error" and d.code not in REAL_SIZES]
     if checks is None and wrong:
         return _unfit(wrong)
-    lowered = lower_with_draws(*applied, compiled.facts)
-    small = replace(compiled, facts=facts, plan=stood, applied=applied, lowered=lowered)
+    small = replace(compiled, facts=facts, plan=stood, applied=applied, lowered=lower(*applied))
     return SmallCase(model=model, compiled=small)
-
-
-def lower_with_draws(plan: Plan, small: Facts, real: Facts) -> Lowered:
-    """The lowered plan for a small model, whose ranks draw random numbers as those of the real
-    one.
-
-    The small configuration has no dropout and no jitter, but some models draw all the same.
-    """
-    return lower(plan, replace(small, config=with_noise(small.config, real.config)))
 
 
 def _sized(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:

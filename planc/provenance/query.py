@@ -112,7 +112,7 @@ class _Question:
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
-            loss=tuple(self._losses()),
+            loss=tuple(self._on(ChunkLoss)),
             adapter=tuple(self._adapted()),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
@@ -120,7 +120,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=self.training,
-            draws=tuple(self._draws()),
+            draws=tuple(self._on(DrawByRank)),
             ties=tuple(self._ties()),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
             **found,
@@ -264,15 +264,11 @@ class _Question:
             what = "trains" if op.trainable else "frozen"
             yield self._reason(what, self._part(len(op.modules.path)), op)
 
-    def _losses(self) -> Iterator[Reason]:
+    def _on(self, kind: type[ChunkLoss] | type[DrawByRank]) -> Iterator[Reason]:
+        """The operations of a kind on the module itself."""
         for op in self.lowered.ops:
-            if isinstance(op, ChunkLoss) and op.modules.has(self.name):
+            if isinstance(op, kind) and op.modules.has(self.name):
                 yield self._reason(op.headline(self.lowered), self.name, op)
-
-    def _draws(self) -> Iterator[Reason]:
-        for op in self.lowered.ops:
-            if isinstance(op, DrawByRank) and op.modules.has(self.name):
-                yield self._reason(op.headline(), self.name, op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from planc.model.facts import below
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.lowered import Lowered
@@ -37,7 +38,7 @@ def require(model: nn.Module, lowered: Lowered, device: str) -> None:
     modules = dict(model.named_modules())
     for op, compiled, name, outer in _recomputed(lowered):
         inner = modules.get(name)
-        if inner and _attends(inner) and any(_below(n, outer) for n in split):
+        if inner and _attends(inner) and any(n == outer or below(n, outer) for n in split):
             raise stop(
                 "PL485",
                 f"torch cannot run the compiled {outer} ({compiled.place}) on the CPU: {name} "
@@ -57,11 +58,9 @@ def _recomputed(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, st
     for op in lowered.ops if compiled else ():
         if isinstance(op, Checkpoint) and not any(_ON_CPU in saved.ops for saved in op.save):
             for name in op.modules.names():
-                yield from ((op, by, name, outer) for by, outer in compiled if _below(name, outer))
-
-
-def _below(name: str, outer: str) -> bool:
-    return f"{name}.".startswith(f"{outer}.")
+                for by, outer in compiled:
+                    if name == outer or below(name, outer):
+                        yield op, by, name, outer
 
 
 def _attends(module: nn.Module) -> bool:

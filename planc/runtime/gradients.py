@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import fsdp_units, reshard
 from planc.runtime.standalone import shards
+from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
-
-IGNORED = -100
-"""torch's `ignore_index` of a cross entropy."""
 
 
 def require_current(

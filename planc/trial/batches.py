@@ -20,7 +20,7 @@ from planc.model.small.input_search import BatchShape, rank_slice
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.user_model import ModelBuilder
 from planc.ops.lowered import Lowered
-from planc.runtime.gradients import IGNORED
+from planc.runtime.standalone.loss import IGNORED
 
 LENGTH = 16
 """The least tokens per row; divisible for sequence axes of up to 16 ranks."""

@@ -221,7 +221,7 @@ def train_rank(
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over groups of parameters of one mesh each: torch's `foreach` takes no others."""
+    """AdamW over groups of parameters of one mesh each: torch's `fused` takes no others."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from planc.ops.loss import ChunkLoss
-
-_IGNORED = -100
+from planc.runtime.standalone.loss import IGNORED
 
 
 def with_terms(model: nn.Module, op: ChunkLoss) -> None:
@@ -30,9 +29,9 @@ def _loss(  # noqa: PLR0917, as transformers calls it
     **_: Any,
 ) -> Tensor:
     if shift_labels is None:
-        shift_labels = pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+        shift_labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
     logits, wanted = logits.float().flatten(0, -2), shift_labels.reshape(-1)
-    counted = wanted != _IGNORED
+    counted = wanted != IGNORED
     losses = cross_entropy(logits, wanted, label_smoothing=smoothing, reduction="none")
     losses = losses + z_loss * torch.logsumexp(logits, -1).square() * counted
     items = counted.sum() if num_items_in_batch is None else num_items_in_batch

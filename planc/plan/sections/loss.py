@@ -29,9 +29,8 @@ def loss(program: Program) -> tuple[LossRule, ...]:
             if rule.action.name != _ACTION:
                 unknown(rule.action, (_ACTION,), "loss", program.scope)
                 continue
-            op = _op(rule.action, program)
+            found, op = modules_of(rule, placed, program.scope), _op(rule.action, program)
             if op is not None:
-                found = modules_of(rule, placed, program.scope)
                 claims.add(found, "loss", (op, axis), rule.origin, override=rule.override)
     return tuple(
         LossRule(modules=c.modules, op=c.value[0], axis=c.value[1], origin=c.origin)
@@ -73,8 +72,8 @@ def _op(call: ast.Call, program: Program) -> ChunkLoss | None:
     return ChunkLoss(
         modules=program.facts.model,
         chunks=chunks,
-        scale=1.0 if scale is None else scale,
+        scale=scale,
         softcap=softcap,
-        label_smoothing=smoothing or 0.0,
-        z_loss=z_loss or 0.0,
+        label_smoothing=smoothing,
+        z_loss=z_loss,
     )
