@@ -120,8 +120,9 @@ def apply(
             must not be known to be refuted, and `nothing` applies even such a plan.
         prove: whether rank 0 proves a plan of which nothing is known, as `planc check` does, in a
             process of its own; the other ranks wait for it, at most five minutes.
-        compare: the number of first forward passes in which the ranks of the tensor axes compare
-            their inputs; 0 compares neither these nor the weights that the ranks have built.
+        compare: the number of first forward passes in which ranks compare their inputs, those of
+            the tensor axes and those of the innermost data axis; 0 compares neither these nor the
+            weights that the ranks have built.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`.

@@ -174,6 +174,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL484", "error", "runtime", "the ranks have built different weights"),
     ("PL485", "error", "runtime", "compiled attention that torch cannot recompute on the CPU"),
     ("PL486", "error", "runtime", "an optimizer of parameters that the plan has replaced"),
+    ("PL487", "warning", "runtime", "all ranks of a data axis read the same inputs"),
     ("PL490", "error", "runtime", "the world size of the run differs from the plan's"),
     ("PL491", "error", "runtime", "the ranks disagree on the plan"),
     ("PL492", "error", "runtime", "torch raised in an operation"),

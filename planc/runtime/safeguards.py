@@ -16,7 +16,7 @@ from planc.diagnostic import PlanError
 from planc.ops.lowered import Lowered
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.meshes import Meshes
-from planc.runtime.same_inputs import FirstPasses, tensor_ranks
+from planc.runtime.same_inputs import FirstPasses, data_ranks, tensor_ranks
 from planc.runtime.same_weights import WeightSums, unequal, weight_sums
 
 _log = logging.getLogger("planc")
@@ -29,8 +29,9 @@ class Safeguards:
     Args:
         known: what proofs say of the plan, as far as this rank knows; None to ask for nothing.
         require: what they must say; None for a plan that is not known to be refuted.
-        compare: the number of first forward passes in which the ranks of the tensor axes compare
-            their inputs; 0 compares neither these nor the weights that the ranks have built.
+        compare: the number of first forward passes in which ranks compare their inputs, those of
+            the tensor axes and those of the innermost data axis; 0 compares neither these nor the
+            weights that the ranks have built.
     """
 
     known: KnownVerdict | None = None
@@ -75,7 +76,9 @@ def first_passes(
 ) -> FirstPasses:
     """What is compared when the model runs first; a collective where the ranks' weights differ."""
     passes = own.asked.compare
-    first = FirstPasses(passes, tensor_ranks(lowered, meshes) if passes else None)
+    first = FirstPasses()
+    if passes:
+        first = FirstPasses(passes, tensor_ranks(lowered, meshes), data_ranks(lowered, meshes))
     totals = [total for _, total in said]
     if own.sums is None or not all(totals):
         return first

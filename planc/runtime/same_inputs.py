@@ -1,11 +1,13 @@
-"""The first forward passes: the ranks of the tensor axes compare the inputs that they read.
+"""The first forward passes: ranks compare the inputs that they read.
 
 Ranks that split one layer must compute on the same rows. Where they read different ones, torch
-says nothing: each rank adds its part of one product to another rank's part of another.
+says nothing: each rank adds its part of one product to another rank's part of another. Ranks of a
+data axis should read different rows; where all read the same, the step is that of one rank.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,8 @@ from planc.runtime.checksums import plain, tensor_sum, text_sum
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
 
+_log = logging.getLogger("planc")
+
 _ARGUMENTS = 32
 """The arguments that are told apart in a message; the same for all ranks, whatever they read."""
 
@@ -38,13 +42,16 @@ class FirstPasses:
     Args:
         passes: the number of forward passes whose inputs are still to be compared.
         mesh: the ranks that must read the same inputs, None if no other rank must.
+        data: ranks that should read different inputs, None if there are none.
         different_weights: what to raise in the first pass, unless weights are loaded before it.
     """
 
     passes: int = 0
     mesh: DeviceMesh | None = None
+    data: DeviceMesh | None = None
     different_weights: PlanError | None = None
     seen: int = field(default=0, init=False)
+    alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
 
     def weights_loaded(self) -> None:
         """All ranks have the same weights now."""
@@ -52,7 +59,7 @@ class FirstPasses:
 
     @property
     def done(self) -> bool:
-        compares = self.mesh is not None and self.seen < self.passes
+        compares = (self.mesh or self.data) is not None and self.seen < self.passes
         return not compares and self.different_weights is None
 
     def before(self, args: Any, kwargs: Any) -> None:
@@ -64,8 +71,33 @@ class FirstPasses:
         if self.different_weights is not None:
             raise self.different_weights
         self.seen += 1
-        if self.mesh is not None and self.seen <= self.passes:
-            _compare(list(_leaves(args, kwargs)), self.mesh, self.seen)
+        if self.seen > self.passes:
+            return
+        leaves = list(_leaves(args, kwargs))
+        if self.mesh is not None:
+            rows = _rows(leaves, self.mesh)
+            if any(row != rows[0] for row in rows):
+                raise _different(rows, leaves, self.mesh, self.seen)
+        if self.data is not None:
+            rows = _rows(leaves, self.data)
+            self.alike += all(row == rows[0] for row in rows)
+            if self.alike == self.passes and distributed.get_rank() == 0:
+                axis = "_".join(self.data.mesh_dim_names or ())
+                _log.warning(_ALIKE, "PL487", self.data.size(), axis, self.seen)
+
+
+_ALIKE = (
+    "%s: the %d ranks of %s read the same inputs in the first %d forward passes, so a step is "
+    "that of one of them; a sampler takes num_replicas=run.data_size and rank=run.data_rank"
+)
+
+
+def data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
+    """The ranks along the innermost data axis, which has a process group in every plan; None
+    without any.
+    """
+    axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
+    return meshes.part(axes[-1]) if axes else None
 
 
 def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
@@ -115,15 +147,12 @@ def _leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield f"{own}{_pytree.keystr(path[2:])}", leaf
 
 
-def _compare(leaves: Leaves, mesh: DeviceMesh, number: int) -> None:
-    """One all-gather of a few numbers, and one wait for the device."""
+def _rows(leaves: Leaves, mesh: DeviceMesh) -> list[list[int]]:
+    """`_row` of every rank: one all-gather of a few numbers, and one wait for the device."""
     own = _row(leaves, mesh.device_type)
-    group = mesh.get_group()
     every = own.new_empty(mesh.size() * own.numel())
-    distributed.all_gather_into_tensor(every, own, group=group)
-    rows = every.view(mesh.size(), -1).tolist()
-    if any(row != rows[0] for row in rows):
-        raise _different(rows, leaves, mesh, number)
+    distributed.all_gather_into_tensor(every, own, group=mesh.get_group())
+    return every.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]
 
 
 def _row(leaves: Leaves, device: str) -> Tensor:

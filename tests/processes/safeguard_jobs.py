@@ -174,6 +174,16 @@ def rows(overrides, plan="llama", how="right", passes=1, compare=2, changes=None
     return raised, len(model._forward_pre_hooks)
 
 
+def same_rows(overrides, others, compare=2):
+    """The lines that are logged in three passes, of which `others` have rows by data rank."""
+    model = numerics.build("llama")
+    run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=compare)
+    with logged() as lines:
+        for number in range(3):
+            step(model, batch(10 * number + (run.data_rank if number in others else 0)))
+    return lines, len(model._forward_pre_hooks)
+
+
 def accumulated(overrides):
     """Two passes under no_sync and one outside, with checkpointing: nothing is raised, and the
     gradients are those of a model that compares nothing.

@@ -114,6 +114,26 @@ def test_without_a_tensor_axis_every_rank_reads_its_own(four):
     assert [raised for raised, _ in results] == [[""]] * 4
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [(FP32, "the 4 ranks of dp_shard"), (TP2, "the 2 ranks of dp_shard")],
+)
+def test_data_ranks_that_all_read_the_same_are_told(four, overrides, told):
+    results = four.run("safeguard_jobs.same_rows", overrides=overrides, others=[])
+    (level, text), *more = results[0][0]
+    assert level == "WARNING" and not more
+    assert text.startswith("PL487") and told in text and "first 2 forward passes" in text
+    assert [lines for lines, _ in results[1:]] == [[]] * 3
+    left = four.run("safeguard_jobs.same_rows", overrides=overrides, others=[], compare=0)
+    assert [hooks for _, hooks in left] == [hooks for _, hooks in results]
+
+
+@pytest.mark.parametrize("others", [[0], [1]])
+def test_one_pass_of_other_rows_is_enough(four, others):
+    results = four.run("safeguard_jobs.same_rows", overrides=FP32, others=others)
+    assert [lines for lines, _ in results] == [[]] * 4
+
+
 def test_accumulation_and_checkpoints_compute_the_same(four):
     assert (
         four.run("safeguard_jobs.accumulated", overrides=[*TP2, "checkpointing=true"]) == [True] * 4

@@ -31,6 +31,7 @@ from silent_fault_cases import FAULT_CASES, WAITING
 from silent_plan_cases import PLAN_CASES
 
 from planc import compiler
+from planc.codes import CODES
 from planc.diagnostic import Sink
 from planc.model.load import load_values
 from planc.ops.document import dumps
@@ -173,7 +174,7 @@ def verified(case, done, ranks):
 
 
 def applied(case, folder, ranks):
-    """What `planc.apply` and the loop raise."""
+    """What `planc.apply` and the loop raise, or log as a warning with a code."""
     every = ranks.run(
         "said",
         model=case.model,
@@ -184,7 +185,10 @@ def applied(case, folder, ranks):
         changes=case.changes,
     )
     said = [found[0] for found in every if found]
-    return Finding(by="apply", code=said[0][0], text=said[0][1]) if said else Finding()
+    if not said:
+        return Finding()
+    (code, text), warns = said[0], CODES[said[0][0]].severities == ("warning",)
+    return Finding(by="apply", code=code, warning=warns, text=text)
 
 
 TWINS = {}

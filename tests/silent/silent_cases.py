@@ -24,6 +24,7 @@ PRECISION = "updates are lost to precision"
 GROUP = "a wrong process group"
 CLIPPING = "the norm and clipping over several meshes"
 RANKS = "ranks read or start from something else"
+VOCABULARY = "a loss over a split vocabulary"
 CHECKPOINT = "a checkpoint comes back in another layout"
 
 

@@ -15,6 +15,7 @@ from silent_cases import (
     RECOMPUTED,
     TOO_OFTEN,
     UNSUMMED,
+    VOCABULARY,
     Case,
     Waiting,
     own,
@@ -27,6 +28,9 @@ LORA = OWN + "\nadapters {\n    $block.self_attn.{q,k,v,o}_proj : lora(rank = 4)
 TUNED = own(LORA)
 MOE = {"model": "mixtral", **whole("mixtral", "llama")}
 LLAMA = whole("llama")
+SPLIT_LOSS = own(
+    OWN + "\nloss on tp {\n    lm_head : cross_entropy(chunks = 2, label_smoothing = 0.1)\n}\n"
+)
 TP4 = ("tp=4", *FP32)
 
 
@@ -255,6 +259,30 @@ FAULT_CASES = (
             {"settings": NO_SEQUENCE},
         ),
     ),
+    *faults(
+        VOCABULARY,
+        (
+            "gradient of labels only",
+            "gradient_of_labels_only",
+            ("pytorch/pytorch#190746",),
+            "the softmax of split logits has no gradient, only the label's logit has",
+            SPLIT_LOSS,
+        ),
+        (
+            "softmax of own entries",
+            "softmax_of_own_entries",
+            ("pytorch/pytorch#190746",),
+            "each rank's softmax is over its own part of the vocabulary",
+            SPLIT_LOSS,
+        ),
+        (
+            "smoothing by the local vocabulary",
+            "smoothing_by_local_vocabulary",
+            ("pytorch/pytorch#190746",),
+            "label smoothing divides by the entries of a rank, not by the vocabulary",
+            SPLIT_LOSS,
+        ),
+    ),
     *scripts(
         CHECKPOINT,
         (
@@ -341,13 +369,6 @@ WAITING = (
         public=(),
         how="evaluation runs in the global group where training runs in an explicit one",
         needs="context",
-    ),
-    Waiting(
-        kind="a loss over a split vocabulary",
-        public=("pytorch/pytorch#190746",),
-        how="gathered logits go into a parallel loss, its gradient is the identity, or label "
-        "smoothing divides by the local vocabulary",
-        needs="a replay with a loss section",
     ),
     Waiting(
         kind=TOO_OFTEN,

@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 from planc.ops.tensor_parallel import Tie
 from planc.runtime import executor, gradients
 from planc.runtime.run import Run
-from planc.runtime.standalone import tensor_styles
+from planc.runtime.standalone import loss, tensor_styles
 from planc.runtime.standalone.fsdp import divide_gradients
 
 
@@ -124,6 +124,33 @@ def never_clipped():
         return real(model, float("inf"), **options)
 
     return mock.patch.object(gradients, "clip_grad_norm", measured)
+
+
+# The loss over a split vocabulary ----------------------------------------------------------------
+
+
+def gradient_of_labels_only():
+    """The gradient of the logits is that of the labels' logits: the softmax has none."""
+    real = loss._logit_gradients
+
+    def labels_only(logits, *others):
+        return real(torch.full_like(logits, float("-inf")), *others)
+
+    return mock.patch.object(loss, "_logit_gradients", labels_only)
+
+
+def smoothing_by_local_vocabulary():
+    real = loss.HeadPart.__init__
+
+    def local(self, weight):
+        real(self, weight)
+        self.vocabulary = len(weight.to_local() if isinstance(weight, DTensor) else weight)
+
+    return mock.patch.object(loss.HeadPart, "__init__", local)
+
+
+def softmax_of_own_entries():
+    return mock.patch.object(loss.HeadPart, "gathered", lambda self, own: own[None])
 
 
 # Normalizers and gradients over the data axes ----------------------------------------------------

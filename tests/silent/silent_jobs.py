@@ -7,17 +7,20 @@ import silent_faults
 import silent_scripts
 import torch
 from numerics import data, error
+from safeguard_jobs import logged
 from torch import distributed, nn
 
 import planc
 from planc.diagnostic import Sink
 from planc.model.small.user_model import builder_of
 from planc.ops.document import digest, loads
+from planc.ops.loss import ChunkLoss
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 from planc.trial import worker
 from planc.trial.job_message import Job
 from planc.trial.trial_part import with_random_adapters
+from planc.trial.whole_loss import with_terms
 
 PADS = 2
 IGNORED = -100
@@ -54,7 +57,7 @@ def trained_alone(model):
             output = model(**batch, num_items_in_batch=count)
             output.loss.backward()
             if step == 0:
-                found["logits"].append(output.logits.detach())
+                found["logits"] += logits_of(output)
                 found["loss"] += output.loss.detach()
         if step == 0:
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -67,11 +70,20 @@ def trained_alone(model):
     return found
 
 
+def logits_of(output):
+    """The logits of a pass; none where the loss is computed in chunks."""
+    return [] if output.get("logits") is None else [whole(output.logits)]
+
+
 @cache
 def reference(model, right, changes):
     """What a single process trains under a right plan; `changes` as JSON."""
-    made = silent_scripts.Script().build(model, json.loads(changes))
-    return trained_alone(alone(made, read(right)))
+    made, lowered = silent_scripts.Script().build(model, json.loads(changes)), read(right)
+    losses = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
+    for op in losses:
+        with_terms(made, op)
+    found = trained_alone(alone(made, lowered))
+    return {**found, "logits": []} if losses else found
 
 
 def trained(run, script, optimizer):
@@ -89,7 +101,7 @@ def trained(run, script, optimizer):
                 loss = output.loss * script.weight(run, len(mine))
                 loss.backward()
             if step == 0:
-                found["logits"].append(whole(output.logits))
+                found["logits"] += logits_of(output)
                 found["loss"] += whole(loss)
         if step == 0:
             found["gradients"] = full_gradients(model)
@@ -120,7 +132,7 @@ def differences(mine, right, rows):
     logits = zip(mine["logits"], right["logits"], strict=True)
     saved = {n: t for n, t in mine["parameters"].items() if n in right["parameters"]}
     return {
-        "logits": max(off(m, r[rows]) for m, r in logits),
+        "logits": max((off(m, r[rows]) for m, r in logits), default=0.0),
         "loss": off(mean(mine["loss"]), right["loss"]),
         "gradients": worst(mine["gradients"], right["gradients"]),
         "norm": max(map(off, mine["norms"], right["norms"])),
@@ -167,8 +179,8 @@ def truth(model, document, right, fault="", script="Script", changes=None):
     with silent_faults.installed(fault):
         run, mine = run_of(model, read(document), loop, changes or {})
     rank, count = run.data_rank, run.data_size
-    size = len(mine["logits"][0])
-    if size != len(wanted["logits"][0]) // count:  # a sampler of its own: rows by process
+    size = len(mine["logits"][0]) if mine["logits"] else 0
+    if size and size != len(wanted["logits"][0]) // count:  # a sampler of its own: rows by process
         rank = distributed.get_rank()
     return differences(mine, wanted, slice(rank * size, (rank + 1) * size))
 
@@ -183,17 +195,17 @@ def truth_beside(model, document, right, changes=None):
 
 
 def said(model, plan, settings, fault="", script="Script", changes=None):
-    """(code, message) of what `planc.apply` or the loop raises; nothing if neither does."""
+    """(code, message) of what `planc.apply` or the loop raises, else of warnings with a code."""
     loop = getattr(silent_scripts, script)()
     made = loop.build(model, changes or {})
     early = loop.optimizer(made)
     try:
-        with silent_faults.installed(fault):
+        with silent_faults.installed(fault), logged() as lines:
             run = planc.apply(made, plan, overrides=settings, device_type="cpu")
             trained(run, loop, run.optimizer(early or adamw(made)))
     except planc.PlanError as found:
         return [(d.code, d.message) for d in found.diagnostics]
-    return []
+    return [tuple(text.split(": ", 1)) for _, text in lines if text.startswith("PL")]
 
 
 def verified(config, document, limits, fault=""):
