@@ -28,16 +28,16 @@ FLOORS = {
     "diffing": 7,
     "runtime": 7,
     "compiler": 8,
-    "cli_parser": 8,
     "trial": 8,
     "provenance": 9,
     "proof": 9,
     "estimate": 10,
     "draft": 10,
     "api": 11,
-    "cli": 11,
+    "commands": 11,
+    "cli": 12,
     "__init__": 12,
-    "__main__": 12,
+    "__main__": 13,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -229,11 +229,11 @@ def modules_after(*words):
     return printed, set(json.loads(modules))
 
 
-def test_help_imports_the_parser_of_arguments_alone():
+def test_help_imports_no_command():
     printed, modules = modules_after("--help")
     assert printed[0].startswith("usage: planc")
     ours = {m for m in modules if m.startswith("planc")}
-    assert ours == {"planc", "planc.cli", "planc.cli_parser", "planc.report", "planc.report.color"}
+    assert ours == {"planc", "planc.cli"}
     assert not modules & {"dataclasses", "asyncio", "lark", "jsonschema", "torch", "transformers"}
 
 
@@ -245,8 +245,7 @@ def test_fmt_imports_no_stage_behind_the_syntax(tmp_path):
     stages = {m.split(".")[1] for m in modules if m.startswith("planc.")}
     assert stages == {
         "cli",
-        "cli_parser",
-        "report",
+        "commands",
         "diagnostic",
         "source",
         "resources",

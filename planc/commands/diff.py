@@ -1,0 +1,54 @@
+"""`planc diff`: two lowered plans compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from planc import compiler
+from planc.commands import output, shared_arguments
+from planc.diagnostic import Sink
+from planc.diffing import compare, render
+from planc.model.load import load
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("old", metavar="OLD", help="a plan, as for check, or a lowered JSON file")
+    parser.add_argument("new", metavar="NEW", nargs="?", help="default: the same plan as OLD")
+    shared_arguments.common(parser)
+    for side in ("old", "new"):
+        parser.add_argument(f"--{side}-model", metavar="MODEL")
+        parser.add_argument(f"--{side}-world-size", metavar="N", type=shared_arguments.size)
+        parser.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def run(options: argparse.Namespace) -> int:
+    sides = []
+    merged, own = Sink(), vars(options)
+    plans = {"old": options.old, "new": options.new or options.old}
+    files = {plan: compiler.read(plan, merged) for plan in dict.fromkeys(plans.values())}
+    for side, plan in plans.items():
+        sink = Sink()  # an error in one plan must not hide findings about the other
+        compiled = compiler.compile(
+            files[plan],
+            load(own[f"{side}_model"] or options.model, sink, allow_code=options.allow_code),
+            sink,
+            world_size=own[f"{side}_world_size"] or options.world_size,
+            settings=[*options.set, *own[f"{side}_set"]],
+        )
+        sides.append(compiled.lowered)
+        for diagnostic in sink:
+            merged.add(diagnostic)
+    output.show(merged, "full", sys.stderr, quiet=True)
+    old, new = sides
+    if old is None or new is None:
+        return output.FAILED
+    change = compare.compare(old, new)
+    if options.format == "json":
+        print(json.dumps(render.document(change), indent=2))
+    else:
+        print(render.render(change), end="")
+    return output.CLEAN if change.same else output.FINDINGS

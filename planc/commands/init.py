@@ -1,0 +1,30 @@
+"""`planc init`: a first plan for a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from planc.commands import output, shared_arguments
+from planc.diagnostic import Sink
+from planc.draft.init import draft
+from planc.model.load import load
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    shared_arguments.model(parser)
+    shared_arguments.trust(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    sink = Sink()
+    facts = load(options.model, sink, allow_code=options.allow_code)
+    drafted = draft(facts, sink) if facts else None
+    if sink.diagnostics:
+        output.show(sink, "full", sys.stderr)
+    if drafted is None:
+        return output.FAILED
+    return output.write(drafted.text, options.output)

@@ -1,0 +1,121 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planc.estimate.answer import Request
+
+
+def size(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
+    return value
+
+
+def memory_size(text: str) -> float:
+    units = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}
+    number = text.lower().rstrip("bgim ")
+    unit = text.lower()[len(number) :].strip()
+    try:
+        value = float(number) * units[unit]
+    except (KeyError, ValueError):
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"must be a size such as 80GiB, not {text!r}")
+    return value
+
+
+def model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with config.json, a .json file, a cached hub name, or package.module:name",
+    )
+
+
+def target(parser: argparse.ArgumentParser) -> None:
+    model(parser)
+    parser.add_argument(
+        "plan",
+        metavar="PLAN",
+        help="a .plan file, `-`, a shipped plan's name, REV:path in git, or a lowered JSON file",
+    )
+    common(parser)
+
+
+def common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-size", metavar="N", type=size, help="the number of ranks")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="set a mesh axis or an option; can be repeated",
+    )
+    trust(parser)
+
+
+def trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-code",
+        action="store_true",
+        help="allow running Python code that MODEL or PLAN names",
+    )
+
+
+def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "--batch", metavar="B", type=size, required=required, help="rows of a step, all ranks"
+    )
+    parser.add_argument("--seq", metavar="S", type=size, required=required, help="tokens of a row")
+    parser.add_argument(
+        "--micro-batches",
+        metavar="M",
+        type=size,
+        default=1,
+        help="passes that a step accumulates gradients over (default 1)",
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME", default="h100-8x", help="a profile, or a .toml file"
+    )
+    parser.add_argument(
+        "--stack", metavar="NAME", default="torch", help="a profile, or a .toml file"
+    )
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
+    )
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+
+
+def request(options: argparse.Namespace, device_memory: float | None = None) -> Request:
+    """The step to estimate, from the arguments of `training_step`."""
+    from planc.estimate.answer import Request
+    from planc.estimate.from_plan import Batch
+
+    batch = None
+    if options.batch and options.seq:
+        batch = Batch(
+            global_batch=options.batch, sequence=options.seq, micro_batches=options.micro_batches
+        )
+    return Request(
+        batch=batch,
+        hardware=options.hardware,
+        stack=options.stack,
+        optimizer=options.optimizer,
+        attention=options.attention,
+        device_memory=device_memory,
+    )

@@ -1,0 +1,63 @@
+"""`planc verify`: a plan proved on real processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from planc.commands import output, shared_arguments
+from planc.diagnostic import Sink
+from planc.proof.verify import verify
+from planc.proof.verify_report import document, table
+from planc.trial import certificate
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    shared_arguments.target(parser)
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=shared_arguments.size,
+        default=4,
+        help="number of processes on this machine (default 4)",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=shared_arguments.seconds,
+        default=120.0,
+        help="total time limit (default 120)",
+    )
+    parser.add_argument(
+        "--precision",
+        action="store_true",
+        help="run the plan's own mixed precision, with a tolerance for rounding",
+    )
+    parser.add_argument("--certificate", metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def run(options: argparse.Namespace) -> int:
+    sink = Sink()
+    found = verify(
+        options.model,
+        options.plan,
+        sink,
+        world_size=options.world_size,
+        processes=options.processes,
+        settings=options.set,
+        allow_code=options.allow_code,
+        timeout=options.timeout,
+        precision=options.precision,
+    )
+    if options.format == "json":
+        print(document(found, sink), end="")
+    else:
+        output.show(sink, "full", sys.stdout, quiet=True)
+        if found.certificate:
+            print(table(found.certificate), end="")
+    if options.certificate and found.certificate:
+        written = output.write(certificate.dumps(found.certificate), options.certificate)
+        if written != output.CLEAN:
+            return written
+    return {"verified": output.CLEAN, "refuted": output.FINDINGS}.get(found.verdict, output.FAILED)

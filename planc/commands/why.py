@@ -1,0 +1,37 @@
+"""`planc why`: the lines that decide a module or a parameter."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from planc.commands import output, shared_arguments
+from planc.diagnostic import Sink
+from planc.provenance import render
+from planc.provenance.query import why
+from planc.report.color import paint, wants_color
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    shared_arguments.target(parser)
+    parser.add_argument(
+        "name", metavar="NAME", help="fully qualified name, such as model.layers.0.mlp"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def run(options: argparse.Namespace) -> int:
+    sink = Sink()
+    compiled = output.compiled(options, sink)
+    answer = why(options.name, compiled, sink)
+    output.show(sink, "full", sys.stderr, quiet=True)
+    if answer is None or compiled.lowered is None:
+        return output.exit_code(sink)
+    if options.format == "json":
+        print(json.dumps(render.document(answer, compiled.lowered), indent=2))
+    else:
+        color = wants_color(sys.stdout, os.environ)
+        print("".join(f"{paint(line, color)}\n" for line in render.lines(answer)), end="")
+    return output.CLEAN
