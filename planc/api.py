@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
     from planc.runtime.run import Run
 
 _log = logging.getLogger("planc")
+Overrides = str | Iterable[str] | Mapping[str, Any]
+"""`name=value` for mesh axes and options: one, several, or as a mapping."""
+
 _LIBRARIES = ("torch.", "transformers.", "diffusers.")
 
 
 def check(
-    model: str | nn.Module,
-    plan: str,
+    model: str | os.PathLike[str] | nn.Module,
+    plan: str | os.PathLike[str] | None = None,
     *,
     world_size: int | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Overrides = (),
     allow_code: bool = False,
     level: str = "flow",
 ) -> tuple[Diagnostic, ...]:
@@ -46,9 +49,10 @@ def check(
         model: a folder with `config.json`, a JSON file, a cached hub name, a shipped model's name,
             or a module (on any device, meta too). A module of one's own is proved as it is, on a
             copy, if it is small enough.
-        plan: a path, the name of a shipped plan, or `REV:path`.
+        plan: a path, the name of a plan, or `REV:path`; by default the plan of the model's family:
+            one of the project's own folders, else a shipped one.
         world_size: the number of ranks.
-        overrides: `name=value` for mesh axes and options.
+        overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
         allow_code: whether Python code that `model` or the plan names may be run.
         level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
 
@@ -68,11 +72,11 @@ def check(
 
 
 def lower(
-    model: str | nn.Module,
-    plan: str,
+    model: str | os.PathLike[str] | nn.Module,
+    plan: str | os.PathLike[str] | None = None,
     *,
     world_size: int | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Overrides = (),
     allow_code: bool = False,
 ) -> Lowered:
     """The lowered plan: what `apply` runs; `.findings` is what the compiler and the structural
@@ -93,9 +97,9 @@ def diff(old: Lowered, new: Lowered) -> Delta:
 
 def apply(
     model: nn.Module,
-    plan: str | Lowered,
+    plan: str | os.PathLike[str] | Lowered | None = None,
     *,
-    overrides: Iterable[str] = (),
+    overrides: Overrides = (),
     world_size: int | None = None,
     device_type: str | None = None,
     allow_code: bool = False,
@@ -110,8 +114,9 @@ def apply(
 
     Args:
         model: a module with parameters on meta, CPU or CUDA that is not parallel yet.
-        plan: a path, the name of a shipped plan, a lowered JSON file, or a lowered plan.
-        overrides: `name=value` for mesh axes and options.
+        plan: a path, the name of a plan, a lowered JSON file, or a lowered plan; by default the
+            plan of the model's family.
+        overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
         world_size: the number of ranks; by default that of the process group, else that of
             torchrun's environment, else 1.
         device_type: `cpu` or `cuda`; by default the device of the model.
@@ -140,12 +145,12 @@ def apply(
     from planc.trial.verdict_store import recall
 
     known_requirement(require)
-    if prove and not isinstance(plan, str):
+    if prove and isinstance(plan, Lowered):
         raise ValueError("prove takes the plan by its path or name, not a lowered one")
     try:
         require_not_parallel(model)
         facts = _facts_of(model)
-        if isinstance(plan, str):
+        if not isinstance(plan, Lowered):
             size = world_size or _of_the_run("WORLD_SIZE", 1)
             compiled, sink = _compiled(facts, plan, size, overrides, allow_code)
             lowered = _lowered(compiled, sink)
@@ -209,19 +214,32 @@ def _lowered(compiled: Compiled, sink: Sink) -> Lowered:
 
 
 def _compiled(
-    model: str | nn.Module | Facts,
-    plan: str,
+    model: str | os.PathLike[str] | nn.Module | Facts,
+    plan: str | os.PathLike[str] | None,
     world_size: int | None,
-    settings: Iterable[str],
+    overrides: Overrides,
     allow_code: bool,
 ) -> tuple[Compiled, Sink]:
     sink = Sink()
-    facts = _facts(model)
-    settings = tuple(settings)
     compiled = compile_plan(
-        facts, plan, sink, world_size=world_size, settings=settings, allow_code=allow_code
+        _facts(model),
+        None if plan is None else os.fspath(plan),
+        sink,
+        world_size=world_size,
+        settings=tuple(_settings(overrides)),
+        allow_code=allow_code,
     )
     return compiled, sink
+
+
+def _settings(overrides: Overrides) -> Iterator[str]:
+    if isinstance(overrides, str):
+        yield overrides
+    elif isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            yield f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+    else:
+        yield from overrides
 
 
 def _facts(model: Any) -> str | Facts:

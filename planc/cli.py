@@ -22,6 +22,7 @@ COMMANDS = {
     "verify": "prove a plan on real processes, with a small model",
     "fmt": "rewrite plans in the canonical layout, comments kept",
     "explain": "explain a diagnostic code",
+    "list": "list the plans and models that planc knows by name",
 }
 """Each is a module of `planc.commands` with `arguments(parser)` and `run(options)`."""
 
@@ -29,8 +30,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 clean, 1 findings, 2 could not run."""
     gc.set_threshold(50_000, 20, 20)  # what is imported and parsed stays until the end
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(arguments or ["--help"])
         code: int = import_module(f"planc.commands.{options.command}").run(options)
         sys.stdout.flush()
         return code

@@ -84,14 +84,16 @@ def compile(
 
 def compile_plan(
     model: str | Facts,
-    plan: str,
+    plan: str | None,
     sink: Sink,
     *,
     world_size: int | None = None,
     settings: Sequence[str] = (),
     allow_code: bool = False,
 ) -> Compiled:
-    """Reads a plan, loads a model (by name, unless it is at hand), and compiles the two."""
-    files = read(plan, sink)
+    """Reads a plan (None for that of the model's family), loads a model, and compiles the two."""
+    files = read(plan, sink) if plan else None
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
+    if plan is None and facts is not None:
+        files = plan_files.read_for(facts.family, sink)
     return compile(files, facts, sink, world_size=world_size, settings=settings)

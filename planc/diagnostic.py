@@ -7,8 +7,9 @@ that `planc explain` prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from planc.source import Span
@@ -51,6 +52,18 @@ class Diagnostic:
     facts: tuple[str, ...] = ()
     help: str | None = None
 
+    @property
+    def edit(self) -> tuple[Span, str] | None:
+        """What to replace by what, where the help corrects a name that the first label shows."""
+        if not isinstance(self.help, DidYouMean) or not self.labels:
+            return None
+        span = self.labels[0].span
+        found = list(re.finditer(rf"(?<!\w){re.escape(self.help.written)}(?!\w)", span.text))
+        if len(found) != 1:
+            return None
+        start = span.start + found[0].start()
+        return span.source.span(start, start + len(self.help.written)), self.help.meant
+
 
 @dataclass(slots=True)
 class Sink:
@@ -65,6 +78,22 @@ class Sink:
 
     def add(self, diagnostic: Diagnostic) -> None:
         self._found.setdefault(diagnostic)
+
+    def adjusted(self, severity: Mapping[str, str]) -> Sink:
+        """The findings that stand, with the severities that a user gives to some codes.
+
+        Args:
+            severity: by code: `error`, `warning`, `info` or `ignore`. An error stays an error: the
+                plan is wrong, whoever reads it.
+        """
+        result = Sink()
+        for found in self:
+            asked = severity.get(found.code, found.severity)
+            if found.severity is Severity.ERROR:
+                asked = found.severity
+            if asked != "ignore":
+                result.add(replace(found, severity=Severity(asked)))
+        return result
 
     def overrule(self, codes: Iterable[str]) -> None:
         """Records that a proof decides the findings of some codes: it shows them to be wrong, or
@@ -175,10 +204,26 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ..
     return tuple(difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6))
 
 
+class DidYouMean(str):
+    """A help that asks whether a name was misspelled.
+
+    Attributes:
+        written, meant: the name, and the known one that looks most like it.
+    """
+
+    __slots__ = ("meant", "written")
+    written: str
+    meant: str
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
     """The help for a misspelled name: the known names that look like it, else another help."""
-    close = [f"`{c}`" for c in nearest(name, known)]
-    return f"did you mean {one_of(close)}?" if close else otherwise
+    close = nearest(name, known)
+    if not close:
+        return otherwise
+    result = DidYouMean(f"did you mean {one_of(f'`{c}`' for c in close)}?")
+    result.written, result.meant = name, close[0]
+    return result
 
 
 def one_of(names: Iterable[str], *, last: str = "or") -> str:

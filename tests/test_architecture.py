@@ -15,6 +15,7 @@ FLOORS = {
     "source": 0,
     "codes": 0,
     "diagnostic": 0,
+    "project": 0,
     "resources": 0,
     "atomic_write": 0,
     "syntax": 1,

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from console import call
 
+import planc
+from planc.ops.document import digest
+
 GOOD = ["llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8"]
 PLANS = Path(__file__).parent.parent / "plans"
 
@@ -247,10 +250,32 @@ def test_fmt_imports_no_stage_behind_the_syntax(tmp_path):
         "cli",
         "commands",
         "diagnostic",
+        "project",
         "source",
         "resources",
         "syntax",
     } | {"atomic_write"}
+
+
+def test_what_python_passes_is_what_the_command_line_takes(tmp_path, monkeypatch):
+    """Paths, one override as a text, a mapping of values; and the plan of the family."""
+    monkeypatch.chdir(tmp_path)
+    plan = tmp_path / "own.plan"
+    plan.write_text((PLANS / "llama.plan").read_text())
+    words = ["tp=4", "sequence_parallel=false"]
+    want = planc.lower("llama-3.1-8b", "llama", world_size=8, overrides=words)
+    as_mapping = {"tp": 4, "sequence_parallel": False}
+    model = PLANS / "models" / "llama-3.1-8b.json"
+    for given in (words, tuple(words), as_mapping):
+        found = planc.lower(model, plan, world_size=8, overrides=given)
+        assert digest(found) == digest(want)
+    assert digest(planc.lower(model, world_size=8, overrides=as_mapping)) == digest(want)
+    one = planc.lower(model, world_size=8, overrides="tp=4")
+    assert one.axis_size("tp") == 4 and digest(one) != digest(want)
+    (tmp_path / "pyproject.toml").write_text("[tool.planc]\nplans = ['.']\n")
+    unit = "fsdp on dp_shard {\n root : unit\n}\n"
+    plan.write_text(f"plan own for llama\nmesh {{\n dp_shard = auto\n}}\n{unit}")
+    assert planc.lower(model, world_size=8).plan == "own"
 
 
 def test_python_runs_the_package_as_the_command():

@@ -1,21 +1,28 @@
-"""`planc check`: what is wrong with a plan for a model."""
+"""`planc check`: what is wrong with plans for models."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from planc.commands import output, shared_arguments
+from planc.commands import edits, output, shared_arguments, watch
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
+from planc.project import ProjectError, Target, project
 from planc.report import FORMATS
-from planc.report.json_document import findings
+from planc.report.json_document import document, findings
 from planc.trial import certificate
 from planc.trial.certificate import Certificate
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments.target(parser)
+    shared_arguments.model(parser, nargs="?", otherwise="the targets in pyproject.toml")
+    shared_arguments.plan(parser, nargs="*", otherwise="that of the model's family")
+    shared_arguments.common(parser)
     parser.add_argument(
         "--device-memory",
         metavar="SIZE",
@@ -32,11 +39,87 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="flow",
         help="structure skips the simulated run of a small model (flow)",
     )
+    parser.add_argument("--fix", action="store_true", help="correct misspelled names in the plans")
+    parser.add_argument("--watch", action="store_true", help="check again when a plan changes")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Checked:
+    """A target and what was found.
+
+    Args:
+        compiled: how far the compiler came.
+        sink: the findings that stand, with the severities of the project.
+        also: the fields of the JSON document beside the findings.
+        lines: what follows the findings in the full format.
+    """
+
+    target: Target
+    compiled: Compiled
+    sink: Sink
+    also: dict[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.watch:
+        return watch.repeat(lambda: _run(options))
+    return _run(options)[0]
+
+
+def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
+    """The exit code, and what was compiled."""
     sink = Sink()
-    compiled = output.compiled(options, sink)
+    try:
+        severity = project().severity
+        targets = list(_targets(options))
+    except ProjectError as error:
+        sink.error("PL021", str(error))
+        severity, targets = {}, []
+    if not targets and not sink.failed:
+        sink.error(
+            "PL023",
+            "no model is named, and no pyproject.toml has [[tool.planc.targets]]",
+            help="name a MODEL, or list targets as docs/ci.md shows",
+        )
+    if not targets:
+        output.show(sink, options.format, sys.stdout)
+        return output.exit_code(sink), []
+    every = []
+    for number, target in enumerate(targets, 1):
+        of = f"{number}/{len(targets)} " if len(targets) > 1 else ""
+        with output.waiting(f"checking {of}{target.text}"):
+            every.append(_checked(target, options, severity))
+        if options.format in ("full", "concise"):
+            _print(every[-1], options.format, alone=len(targets) == 1)
+    if options.format not in ("full", "concise"):
+        _document(every, options.format)
+    if options.fix:
+        edits.correct([finding for one in every for finding in one.sink])
+    codes = [output.exit_code(one.sink, strict=options.strict) for one in every]
+    if len(targets) > 1 and options.format == "full":
+        clean = codes.count(output.CLEAN)
+        print(f"\n{clean} of {len(codes)} targets are clean")
+    return max(codes), [one.compiled for one in every]
+
+
+def _targets(options: argparse.Namespace) -> Iterator[Target]:
+    """The models and plans of the command line, else the project's targets."""
+    if options.model is None:
+        yield from project().targets
+        return
+    for plan in options.plan or (None,):
+        yield Target(
+            model=options.model,
+            plan=plan,
+            world_size=options.world_size,
+            set=tuple(options.set),
+        )
+
+
+def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str, str]) -> _Checked:
+    sink = Sink()
+    compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
     checked, verdict = "structure", None
     if options.level == "flow" and compiled.lowered:
         from planc.proof.layout_flow import flow
@@ -48,9 +131,8 @@ def run(options: argparse.Namespace) -> int:
     if options.device_memory and compiled.applied and compiled.lowered:
         from planc.estimate.answer import answer, judge_fit
 
-        found = answer(
-            *compiled.applied, shared_arguments.request(options, options.device_memory), sink
-        )
+        asked = shared_arguments.request(options, options.device_memory)
+        found = answer(*compiled.applied, asked, sink)
         if found:
             judge_fit(found, compiled.applied[1], sink)
         checked += ", memory" if options.batch and options.seq else ", memory without activations"
@@ -60,14 +142,32 @@ def run(options: argparse.Namespace) -> int:
         "certificate": proof,
         "overruled": findings(sink.overruled),
     }
-    output.show(sink, options.format, sys.stdout, also=also)
-    if options.format == "full" and compiled.lowered and compiled.plan:
+    lines: tuple[str, ...] = ()
+    if compiled.lowered and compiled.plan:
         mesh = " | ".join(f"{a.name} {a.size}" for a in compiled.plan.mesh.axes)
-        print(f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to ", end="")
-        print(f"{compiled.digest[:12]}")
-        print(f"checked: {checked}; ", end="")
-        print(certificate.summary(proof) if proof else "not checked: real processes")
-    return output.exit_code(sink, strict=options.strict)
+        head = f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to "
+        real = certificate.summary(proof) if proof else "not checked: real processes"
+        lines = f"{head}{compiled.digest[:12]}", f"checked: {checked}; {real}"
+    stand = sink.adjusted(severity)
+    return _Checked(target=target, compiled=compiled, sink=stand, also=also, lines=lines)
+
+
+def _print(one: _Checked, format: str, *, alone: bool) -> None:
+    if not alone:
+        print(f"\n# planc check {one.target.text}" if format == "full" else f"# {one.target.text}")
+    output.show(one.sink, format, sys.stdout)
+    for line in one.lines if format == "full" else ():
+        print(line)
+
+
+def _document(every: list[_Checked], format: str) -> None:
+    """Findings for programs; one JSON document for several targets."""
+    if format == "json" and len(every) > 1:
+        runs = [{"target": o.target.text, **document(o.sink), **o.also} for o in every]
+        print(json.dumps({"format_version": 1, "targets": runs}, indent=2))
+        return
+    also = every[0].also if len(every) == 1 else None
+    output.show([d for one in every for d in one.sink], format, sys.stdout, also=also)
 
 
 def _proof(compiled: Compiled, sink: Sink) -> Certificate | None:

@@ -21,8 +21,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    facts = load(options.model, sink, allow_code=options.allow_code)
-    drafted = draft(facts, sink) if facts else None
+    with output.waiting(f"drafting and proving a plan for {options.model}"):
+        facts = load(options.model, sink, allow_code=options.allow_code)
+        drafted = draft(facts, sink) if facts else None
     if sink.diagnostics:
         output.show(sink, "full", sys.stderr)
     if drafted is None:

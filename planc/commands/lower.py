@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from pathlib import Path
 
 from planc.commands import output, shared_arguments
 from planc.diagnostic import Sink
+from planc.ops.lowered import Lowered
+from planc.project import ProjectError, Target, project
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments.target(parser)
+    shared_arguments.model(parser, nargs="?", otherwise="with --save or --check, all targets")
+    shared_arguments.plan(parser)
+    shared_arguments.common(parser)
     parser.add_argument("--format", choices=("text", "json", "python"), default="text")
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
+    )
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument(
+        "--save", action="store_true", help="write the lowered plans of the project's targets"
+    )
+    kept.add_argument(
+        "--check", action="store_true", help="compare the targets with what --save wrote"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
+    if options.save or options.check:
+        return _of_targets(options, sink)
+    if options.model is None:
+        sink.error("PL023", "no model is named", help="write planc lower MODEL")
+        output.show(sink, "full", sys.stderr)
+        return output.exit_code(sink)
     compiled = output.compiled(options, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
@@ -36,3 +55,64 @@ def run(options: argparse.Namespace) -> int:
 
         text = plain.render(compiled.lowered, digest=compiled.digest)
     return output.write(text, options.output)
+
+
+def _of_targets(options: argparse.Namespace, sink: Sink) -> int:
+    """Writes or compares the lowered plan of each of the project's targets."""
+    try:
+        found = project()
+    except ProjectError as error:
+        sink.error("PL021", str(error))
+        output.show(sink, "full", sys.stderr)
+        return output.FAILED
+    if found.lowered is None or not found.targets or options.model is not None:
+        why = "no model is named with --save or --check" if options.model else None
+        sink.error(
+            "PL023",
+            why or "no pyproject.toml names `lowered` and [[tool.planc.targets]]",
+            help="it takes the targets of the project, and the folder `lowered` for their plans",
+        )
+        output.show(sink, "full", sys.stderr)
+        return output.FAILED
+    act = _save if options.save else _compare
+    return max(act(target, found.lowered / target.file_name, options) for target in found.targets)
+
+
+def _lowered(target: Target, options: argparse.Namespace) -> tuple[Lowered | None, int]:
+    """The lowered plan of a target, and the exit code of its findings."""
+    sink = Sink()
+    compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
+    output.show(sink, "full", sys.stderr, quiet=True)
+    return compiled.lowered, output.exit_code(sink)
+
+
+def _save(target: Target, path: Path, options: argparse.Namespace) -> int:
+    from planc.ops.document import dumps
+
+    lowered, code = _lowered(target, options)
+    if lowered is None:
+        return code
+    with contextlib.suppress(OSError):  # writing says so
+        path.parent.mkdir(parents=True, exist_ok=True)
+    code = output.write(dumps(lowered), str(path))
+    print(f"wrote {path}\n" * (code == output.CLEAN), end="")
+    return code
+
+
+def _compare(target: Target, path: Path, options: argparse.Namespace) -> int:
+    from planc.diffing import compare, render
+    from planc.lowering import lowered_file
+
+    sink = Sink()
+    before = lowered_file.read(str(path), sink) if path.exists() else None
+    new, code = _lowered(target, options)
+    if before is None:
+        if not sink.failed:
+            sink.error("PL006", f"there is no {path}", help="`planc lower --save` writes it")
+        output.show(sink, "full", sys.stderr)
+        return output.FAILED
+    if new is None:
+        return code
+    change = compare.compare(before.lowered, new)
+    print(f"# {target.text}\n{render.render(change)}", end="")
+    return output.CLEAN if change.same else output.FINDINGS

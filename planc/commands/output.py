@@ -5,28 +5,99 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from planc.diagnostic import Sink
 
 # Each command imports what it needs, so that `planc fmt` starts quickly.
 if TYPE_CHECKING:
     from planc.compiler import Compiled
-    from planc.diagnostic import Diagnostic, Sink
+    from planc.diagnostic import Diagnostic
+    from planc.project import Target
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
 
 
 def compiled(options: argparse.Namespace, sink: Sink) -> Compiled:
-    from planc.compiler import compile_plan
+    """The plan that a command names, compiled for the model that it names."""
+    from planc.project import Target
 
-    return compile_plan(
-        options.model,
-        options.plan,
-        sink,
+    target = Target(
+        model=options.model,
+        plan=options.plan,
         world_size=options.world_size,
-        settings=options.set,
-        allow_code=options.allow_code,
+        set=tuple(options.set),
     )
+    return compiled_target(target, sink, allow_code=options.allow_code)
+
+
+def compiled_target(target: Target, sink: Sink, *, allow_code: bool) -> Compiled:
+    """A plan compiled for a model; says on standard error which one was taken, if none is named."""
+    from planc.compiler import Compiled, compile_plan
+
+    if _swapped(target, sink):
+        return Compiled()
+    result = compile_plan(
+        target.model,
+        target.plan,
+        sink,
+        world_size=target.world_size,
+        settings=target.set,
+        allow_code=allow_code,
+    )
+    if target.plan is None and isinstance(result.files, tuple) and result.facts:
+        chosen = result.files[-1].origin.source.name
+        print(f"the plan is {chosen}, for {result.facts.family}", file=sys.stderr)
+    return result
+
+
+def _swapped(target: Target, sink: Sink) -> bool:
+    """Reports a plan in the place of the model, and a model in that of the plan."""
+    from planc.model.config import locate_config
+    from planc.syntax.plan_files import locate
+
+    model, plan = target.model, target.plan
+    if plan is None or ":" in model or locate_config(model) or not locate_config(plan):
+        return False
+    if locate(model) is None:
+        return False
+    sink.error(
+        "PL600",
+        f"{model} is a plan, and {plan} is a model: MODEL comes before PLAN",
+        help=f"write {plan} {model}",
+    )
+    return True
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Shows on a terminal what takes more than a second; nothing where standard error is no
+    terminal.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from threading import Timer
+
+    shown: list[Any] = []
+
+    def show_status() -> None:
+        from rich.console import Console
+
+        shown.append(Console(stderr=True).status(text))
+        shown[0].start()
+
+    timer = Timer(1.0, show_status)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        for status in shown:
+            status.stop()
 
 
 def show(

@@ -39,21 +39,30 @@ def memory_size(text: str) -> float:
     return value
 
 
-def model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a folder with config.json, a .json file, a cached hub name, or package.module:name",
-    )
+def model(
+    parser: argparse.ArgumentParser, *, nargs: str | None = None, otherwise: str = ""
+) -> None:
+    """`otherwise` says what is taken without one."""
+    help = "a folder with config.json, a .json file, a cached hub name, or package.module:name"
+    also = f"; by default {otherwise}" if otherwise else ""
+    parser.add_argument("model", metavar="MODEL", nargs=nargs, help=help + also)
 
 
-def target(parser: argparse.ArgumentParser) -> None:
+def plan(
+    parser: argparse.ArgumentParser,
+    *,
+    nargs: str | None = "?",
+    otherwise: str = "that of the family",
+) -> None:
+    help = "a .plan file, `-`, a plan's name, REV:path in git, or a lowered JSON file"
+    also = f"; by default {otherwise}" if nargs else ""
+    parser.add_argument("plan", metavar="PLAN", nargs=nargs, help=help + also)
+
+
+def target(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """A model, its plan, and how it is run."""
     model(parser)
-    parser.add_argument(
-        "plan",
-        metavar="PLAN",
-        help="a .plan file, `-`, a shipped plan's name, REV:path in git, or a lowered JSON file",
-    )
+    plan(parser, nargs=None if required else "?")
     common(parser)
 
 

@@ -13,7 +13,7 @@ from planc.trial import certificate
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments.target(parser)
+    shared_arguments.target(parser, required=True)
     parser.add_argument(
         "--processes",
         metavar="N",

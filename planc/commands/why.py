@@ -15,7 +15,7 @@ from planc.report.color import paint, wants_color
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments.target(parser)
+    shared_arguments.target(parser, required=True)
     parser.add_argument(
         "name", metavar="NAME", help="fully qualified name, such as model.layers.0.mlp"
     )

@@ -46,7 +46,16 @@ def _finding(diagnostic: Diagnostic) -> dict[str, Any]:
         "labels": [_label(label) for label in diagnostic.labels],
         "facts": list(diagnostic.facts),
         "help": diagnostic.help,
+        **_edit(diagnostic),
     }
+
+
+def _edit(diagnostic: Diagnostic) -> dict[str, Any]:
+    """The correction of a misspelled name, if there is one."""
+    if diagnostic.edit is None:
+        return {}
+    span, text = diagnostic.edit
+    return {"edit": _label(Label(span=span, text=text))}
 
 
 def _label(label: Label) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from planc.diagnostic import Sink, did_you_mean, one_of
+from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
 from planc.source import Source, Span
 from planc.syntax import ast
@@ -83,10 +84,15 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
     Args:
         plan: a path, `-` for standard input, the name of a shipped plan or of a family that one
             is for, or `REV:path` in git.
-        sink: receives PL006 (can't be read), PL008 (extends itself) and the parser's findings.
+        sink: receives PL006 (can't be read), PL008 (extends itself), PL021 (the project's
+            settings) and the parser's findings.
     """
     chain = _Chain(sink)
-    place = locate(plan)
+    try:
+        place = locate(plan)
+    except ProjectError as error:
+        sink.error("PL021", str(error))
+        return ()
     if place is None:
         names = shipped()
         hint = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
@@ -97,41 +103,84 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
     return tuple(chain.files)
 
 
+def read_for(family: str, sink: Sink) -> tuple[ast.File, ...] | None:
+    """The files of the plan for a family; None after PL022 (there is none) and as `read` does."""
+    before = sink.errors
+    try:
+        place = plan_of_family(family)
+    except ProjectError as error:
+        sink.error("PL021", str(error))
+        return None
+    if place is None:
+        sink.error(
+            "PL022",
+            f"no plan is for {family}",
+            help="`planc init MODEL -o my.plan` drafts one and proves it; then name it as PLAN",
+        )
+        return None
+    chain = _Chain(sink)
+    chain.add(place, None)
+    return tuple(chain.files) if sink.errors == before else None
+
+
 def shipped() -> tuple[str, ...]:
     """The names of the plans that ship with planc."""
     return tuple(sorted(p.stem for p in PLANS.glob("*.plan")))
 
 
 def families(path: Path) -> tuple[str, ...]:
-    """The families that the header of a shipped plan names."""
-    header = _HEADER.search(path.read_text(encoding="utf-8"))
+    """The families that the header of a plan names."""
+    header = _HEADER.search(path.read_text(encoding="utf-8", errors="replace"))
     return tuple(re.findall(r"[^\s,]+", header[1])) if header else ()
 
 
-def _of_family(name: str) -> Path | None:
-    """The shipped plan for a family without a file of its name, such as llama's for mistral.
+def plan_of_family(name: str) -> PlanFile | None:
+    """The plan for a family, such as llama's for mistral: one of the user's own folders, else a
+    shipped one.
 
     A plan whose name is among its families takes precedence: other plans are for a part of a
     family, such as its classifiers.
+
+    Args:
+        name: a `model_type`, or the name of a class without any.
+
+    Raises:
+        ProjectError: the project's settings cannot be used.
     """
-    those = [p for p in sorted(PLANS.glob("*.plan")) if name in families(p)]
-    return next((p for p in those if p.stem in families(p)), those[0] if those else None)
+    for folder in (*plan_folders(), PLANS):
+        those = [p for p in sorted(folder.glob("*.plan")) if name in families(p)]
+        if those:
+            path = next((p for p in those if p.stem in families(p)), those[0])
+            return PlanFile(name=shown(path), path=path)
+    return None
+
+
+def shown(path: Path) -> str:
+    """The name of a plan in messages."""
+    return f"plans/{path.name}" if path.parent == PLANS else os.path.relpath(path)
 
 
 def locate(plan: str) -> PlanFile | None:
-    """Where a plan is, or None if there is no plan with that name."""
+    """Where a plan is, or None if there is no plan with that name.
+
+    Raises:
+        ProjectError: the project's settings cannot be used.
+    """
     if plan == "-":
         return PlanFile(name="<stdin>", path=None)
     path = Path(plan)
-    known = PLANS / f"{plan}.plan"
     bare = "/" not in plan and "\\" not in plan and not plan.endswith(".plan")
     try:
-        if path.is_file() or (path.exists() and not (bare and known.is_file())):
+        folders = (*plan_folders(), PLANS) if bare else ()
+        known = next((p for f in folders if (p := f / f"{plan}.plan").is_file()), None)
+        if path.is_file() or (path.exists() and known is None):
             return PlanFile(name=plan, path=path)
-        if bare and known.is_file():
-            return PlanFile(name=f"plans/{plan}.plan", path=known)
-        if bare and (base := _of_family(plan)):
-            return PlanFile(name=f"plans/{base.name}", path=base)
+        if known:
+            return PlanFile(name=shown(known), path=known)
+        if bare and (base := plan_of_family(plan)):
+            return base
+    except ProjectError:
+        raise
     except (OSError, ValueError):  # a name too long, or with a NUL in it
         return None
     revision, colon, inside = plan.rpartition(":")

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from planc.model.small.user_model import ModelBuilder
+from planc.model.sources.huggingface import quiet
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.trial.batches import Batches, batches
@@ -44,6 +45,7 @@ class Errors:
     chooses: bool = False
 
 
+@quiet()
 def prove(
     builder: ModelBuilder,
     lowered: Lowered,

@@ -15,6 +15,7 @@ from torch import nn
 
 from planc.diagnostic import first_line
 from planc.model.small.user_model import ModelBuilder
+from planc.model.sources.huggingface import quiet
 from planc.ops import styles as ir
 from planc.ops.document import digest
 from planc.ops.lora import Adapt
@@ -42,6 +43,7 @@ SECONDS = 300.0
 """The time limit of a simulation."""
 
 
+@quiet()
 def simulate(
     builder: ModelBuilder, lowered: Lowered, *, quick: bool = False, draws: bool = False
 ) -> Outcome:

@@ -1,0 +1,44 @@
+"""Corrections of misspelled names, written into plans (`--fix`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from planc import atomic_write
+from planc.diagnostic import Diagnostic
+from planc.source import Source, Span
+
+
+def correct(found: Iterable[Diagnostic]) -> None:
+    """Makes each edit of the findings in its file, and says so.
+
+    Only a file that holds what was judged is changed: not standard input, a revision of git, or a
+    plan that ships with planc.
+    """
+    by_source: dict[Source, dict[Span, str]] = {}
+    for finding in found:
+        if finding.edit is not None:
+            span, text = finding.edit
+            by_source.setdefault(span.source, {})[span] = text
+    for source, edits in by_source.items():
+        path = Path(source.name)
+        if source.argument or not _holds(path, source.text):
+            print(f"not corrected: {source.name} is not a file of yours")
+            continue
+        text, last = source.text, len(source.text) + 1
+        for span, meant in sorted(edits.items(), key=lambda e: -e[0].start):
+            if span.end <= last:  # two findings may correct one place
+                text, last = text[: span.start] + meant + text[span.end :], span.start
+                print(f"corrected {span.place}: {span.text} -> {meant}")
+        try:
+            atomic_write.write(path, text)
+        except OSError as error:
+            print(f"not corrected: cannot write {path}: {(error.strerror or str(error)).lower()}")
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_bytes().decode("utf-8-sig") == text
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,43 @@
+"""`planc list`: the plans and models that can be named."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from planc.commands import output
+from planc.diagnostic import Sink
+from planc.model.config import shipped_models
+from planc.project import ProjectError, plan_folders
+from planc.resources import PLANS
+from planc.syntax.plan_files import families, shown
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("plans", "models"), help="what to list")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.what == "models":
+        print("\n".join(shipped_models()))
+        return output.CLEAN
+    try:
+        rows = list(_plans())
+    except ProjectError as error:
+        sink = Sink()
+        sink.error("PL021", str(error))
+        output.show(sink, "full", sys.stderr)
+        return output.FAILED
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, text in rows:
+        print(f"{name:{width}}  {text}".rstrip())
+    return output.CLEAN
+
+
+def _plans() -> Iterator[tuple[str, str]]:
+    """(name, the families it is for) of each plan, one's own first."""
+    for folder in (*plan_folders(), PLANS):
+        for path in sorted(folder.glob("*.plan")):
+            name = path.stem if folder == PLANS else shown(path)
+            yield name, ", ".join(families(path))

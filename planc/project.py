@@ -1,0 +1,175 @@
+"""What a user's repository says to planc: `[tool.planc]` in pyproject.toml, and `PLANC_PATH`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+SEVERITIES = ("error", "warning", "info", "ignore")
+
+
+class ProjectError(ValueError):
+    """`[tool.planc]` cannot be used; the message names the file and the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What `planc check` judges when no model is named.
+
+    Args:
+        model, plan: as on the command line; None for the plan of the model's family.
+        world_size: the number of ranks.
+        set: `name=value` for axes and options.
+    """
+
+    model: str
+    plan: str | None = None
+    world_size: int | None = None
+    set: tuple[str, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        """Of its lowered plan."""
+        model = Path(self.model).name.removesuffix(".json")
+        rest = replace(self, model=model, plan=Path(self.plan).stem if self.plan else None)
+        return re.sub(r"[^\w.=]+", "-", rest.text.replace("--set ", "").replace("--", "")) + ".json"
+
+    @property
+    def text(self) -> str:
+        """The target as arguments of `planc check`."""
+        words = [self.model, self.plan or ""]
+        words += [f"--world-size {self.world_size}"] if self.world_size else []
+        return " ".join(filter(None, [*words, *(f"--set {s}" for s in self.set)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Project:
+    """`[tool.planc]`; empty without any.
+
+    Args:
+        folder: of the pyproject.toml; paths in it are relative to this folder.
+        plans: folders of plans, which come before the shipped ones.
+        targets: what `planc check` and `planc lower --check` judge.
+        severity: of findings, by code: an error, a warning, an info, or ignored.
+        lowered: the folder of the lowered plans that `planc lower --save` writes.
+    """
+
+    folder: Path = field(default_factory=Path)
+    plans: tuple[Path, ...] = ()
+    targets: tuple[Target, ...] = ()
+    severity: Mapping[str, str] = field(default_factory=dict)
+    lowered: Path | None = None
+
+
+def project() -> Project:
+    """Of the nearest pyproject.toml with `[tool.planc]`, at the current folder or above it.
+
+    Raises:
+        ProjectError: it has a mistake.
+    """
+    import tomllib  # only a folder with a pyproject.toml needs it
+
+    start = Path.cwd()
+    for folder in (start, *start.parents):
+        file = Path(os.path.relpath(folder / "pyproject.toml"))
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+        if "tool.planc" not in text:
+            continue
+        try:
+            table = tomllib.loads(text).get("tool", {}).get("planc")
+        except tomllib.TOMLDecodeError as error:
+            raise ProjectError(f"{file} is not TOML: {error}") from None
+        if table is not None:
+            return _read(table, file)
+    return Project()
+
+
+def plan_folders() -> tuple[Path, ...]:
+    """The folders of plans by name: those of `PLANC_PATH`, then the project's.
+
+    Raises:
+        ProjectError: as `project`.
+    """
+    path = os.environ.get("PLANC_PATH", "")
+    return (*map(Path, filter(None, path.split(os.pathsep))), *project().plans)
+
+
+def _read(table: Any, file: Path) -> Project:
+    table = _keys(table, ("plans", "targets", "severity", "lowered"), file, "tool.planc")
+    targets = table.get("targets", [])
+    if not isinstance(targets, list):
+        raise ProjectError(f"{file}: `targets` is a list: write [[tool.planc.targets]]")
+    return Project(
+        folder=file.parent,
+        plans=tuple(_folder(p, file) for p in _texts(table, "plans", file)),
+        targets=tuple(_target(t, file) for t in targets),
+        severity=dict(_severities(table.get("severity", {}), file)),
+        lowered=_folder(_text(table, "lowered", file), file) if "lowered" in table else None,
+    )
+
+
+def _target(table: Any, file: Path) -> Target:
+    where = "tool.planc.targets"
+    table = _keys(table, ("model", "plan", "world-size", "set"), file, where)
+    if "model" not in table:
+        raise ProjectError(f"{file}: each [[{where}]] names a `model`")
+    size = table.get("world-size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise ProjectError(f"{file}: `world-size` is a positive integer, not {size!r}")
+    return Target(
+        model=_place(_text(table, "model", file), file),
+        plan=_place(_text(table, "plan", file), file) if "plan" in table else None,
+        world_size=size,
+        set=_texts(table, "set", file),
+    )
+
+
+def _folder(name: str, file: Path) -> Path:
+    return Path(os.path.relpath(file.parent / name))
+
+
+def _place(name: str, file: Path) -> str:
+    """A path relative to the pyproject.toml, as one relative to the current folder; other names as
+    they are.
+    """
+    return os.path.relpath(file.parent / name) if (file.parent / name).exists() else name
+
+
+def _severities(table: Any, file: Path) -> Iterator[tuple[str, str]]:
+    if not isinstance(table, dict):
+        raise ProjectError(f"{file}: `severity` is a table of codes, such as PL104 = 'error'")
+    for code, severity in table.items():
+        if not re.fullmatch(r"PL\d{3}", code):
+            raise ProjectError(f"{file}: `severity` names {code!r}, which is not a code")
+        if severity not in SEVERITIES:
+            raise ProjectError(f"{file}: the severity of {code} is one of {', '.join(SEVERITIES)}")
+        yield code, severity
+
+
+def _keys(table: Any, known: tuple[str, ...], file: Path, where: str) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ProjectError(f"{file}: `{where}` is a table")
+    for key in table:
+        if key not in known:
+            raise ProjectError(f"{file}: [{where}] has no key `{key}`; it has {', '.join(known)}")
+    return table
+
+
+def _text(table: dict[str, Any], key: str, file: Path) -> str:
+    if not isinstance(table[key], str):
+        raise ProjectError(f"{file}: `{key}` is a text, not {table[key]!r}")
+    return str(table[key])
+
+
+def _texts(table: dict[str, Any], key: str, file: Path) -> tuple[str, ...]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise ProjectError(f"{file}: `{key}` is a list of texts, not {value!r}")
+    return tuple(value)
