@@ -33,9 +33,9 @@ from planc.proof.layout_flow import flow
 
 ROOT = Path(__file__).parent.parent.parent
 WORLD = 4
-CONTRADICTIONS = frozenset({"PL411", "PL441", "PL451"})
+CONTRADICTIONS = frozenset({"PL411", "PL441", "PL451", "PL453"})
 """Errors that ask for one of two lines, whatever they train: a unit of ignored parameters, a style
-for ignored ones, a train rule without effect."""
+for ignored ones, a train rule without effect, one of two tied parameters frozen."""
 AHEAD = 6
 """Plans that the truth is asked about while checks go on."""
 
