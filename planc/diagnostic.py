@@ -5,8 +5,6 @@ business of `planc.report`. The text behind each code is a page of `docs/diagnos
 that `planc explain` prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """PL180, PL182 to PL184, PL186: LoRA on unsupported layers, or with a rank that saves nothing."""
 
-from __future__ import annotations
-
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules

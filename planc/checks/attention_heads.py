@@ -1,7 +1,5 @@
 """PL201: attention heads that do not divide by the size of the tensor axis."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd

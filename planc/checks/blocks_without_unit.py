@@ -1,7 +1,5 @@
 """PL412: a block outside every unit while other blocks of its list are units."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from planc.diagnostic import Label, Sink

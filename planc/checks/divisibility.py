@@ -1,7 +1,5 @@
 """PL202, PL203: a dim that does not divide evenly, as an error or as a cost."""
 
-from __future__ import annotations
-
 from planc.checks.queries import (
     active,
     axis_label,

@@ -1,7 +1,5 @@
 """PL451, PL452, PL453: freezing without effect, with nothing left to train, or across a tie."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops.freeze import Freeze

@@ -1,7 +1,5 @@
 """PL440, PL441: ignored parameters that train, or that another rule decides too."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.ops.styles import Attributes, Input, Output

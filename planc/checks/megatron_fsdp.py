@@ -7,8 +7,6 @@ dropped or would train another model.
 Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

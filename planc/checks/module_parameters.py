@@ -2,8 +2,6 @@
 rule.
 """
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.ops.styles import Experts, MlaKv, Parameters, Replicated, Shard, style_name

@@ -1,7 +1,5 @@
 """PL410, PL411: FSDP units that contain each other, or contain no parameters."""
 
-from __future__ import annotations
-
 from planc.checks.queries import holds
 from planc.diagnostic import Sink
 from planc.model.facts import Facts

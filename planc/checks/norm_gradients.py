@@ -1,7 +1,5 @@
 """PL161, PL162: norms without a rule whose input is sharded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """PL151, by structure: a linear with twice the width of the layer that takes its sharded output."""
 
-from __future__ import annotations
-
 from planc.checks.packed_by_name import FUSED
 from planc.checks.queries import (
     active,

@@ -1,7 +1,5 @@
 """PL220, PL221, PL223: packed parts of a weight that cannot be sharded as the plan says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.checks.queries import active, axis_label, legal, ranks, weighted

@@ -1,7 +1,5 @@
 """PL417: a partial reshard whose size does not divide the unit's ranks."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
 from planc.plan.ir import Plan, SpreadRule, Unit

@@ -2,8 +2,6 @@
 list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from planc.diagnostic import Label, Sink

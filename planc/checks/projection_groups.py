@@ -1,7 +1,5 @@
 """PL205: projections that feed the same operation with different output layouts."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, axis_label, inside, parents, ranks, splits_output
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules

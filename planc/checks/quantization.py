@@ -1,7 +1,5 @@
 """PL680 to PL684: 4-bit weights that a plan would corrupt, or shard where it cannot."""
 
-from __future__ import annotations
-
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules

@@ -1,7 +1,5 @@
 """Questions that several rules ask about a plan and a model: containment, units, active styles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from planc.diagnostic import Label, one_of

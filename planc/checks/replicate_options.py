@@ -1,7 +1,5 @@
 """PL450: options of sharded units on a replicated model."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan

@@ -1,7 +1,5 @@
 """PL162, PL163: norms whose input is sharded on the sequence dim, and rules whose input is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from planc.checks.queries import active, axis_label, ranks, splits_output

@@ -1,7 +1,5 @@
 """PL384: a `spread` rule that applies to no FSDP unit's parameters."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.plan.ir import Plan, SpreadRule

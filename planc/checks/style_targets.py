@@ -1,7 +1,5 @@
 """PL150: a style on a module that cannot take it."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Module
 from planc.ops.styles import (

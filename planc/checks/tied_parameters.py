@@ -1,7 +1,5 @@
 """PL401, PL402: tied parameters that the plan would separate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """PL152, PL433: modules that are never called, and a checkpointed root."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.diagnostic import Sink

@@ -1,7 +1,5 @@
 """PL442, PL443, PL381 to PL383: axes and shard dims that a unit cannot have."""
 
-from __future__ import annotations
-
 from math import prod
 
 from planc.checks.queries import active

@@ -1,7 +1,5 @@
 """PL416: a precision that no unit uses."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan

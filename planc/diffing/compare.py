@@ -5,8 +5,6 @@ sets that it overlaps on the other side, so `layers[0:32]` against `layers[0:16]
 `layers[16:32]` and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

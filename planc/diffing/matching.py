@@ -1,7 +1,5 @@
 """Matches entries of two lowered plans that are on the same modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A delta as text and as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from planc.diffing.compare import Change, Delta

@@ -1,7 +1,5 @@
 """The text of each difference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Renders a draft as the text of a plan."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A recipe has two sets of rules: without and with sequence parallelism, under whi
 residuals are sharded over the sequence.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

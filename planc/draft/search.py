@@ -5,8 +5,6 @@ the run refutes it: a gradient that is not all-reduced gets a rule that reduces 
 wrong outputs gets its next recipe. Every step uses up a candidate, so the search terminates.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

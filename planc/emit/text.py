@@ -3,8 +3,6 @@
 Sections are in the order in which `apply` runs them; each operation writes its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.ops import phrases

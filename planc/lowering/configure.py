@@ -1,7 +1,5 @@
 """Changes to the model's configuration that training needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from planc.model.facts import Facts

@@ -1,7 +1,5 @@
 """FSDP units -> `fully_shard` operations in topological order, and the settings of units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

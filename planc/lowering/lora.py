@@ -1,7 +1,5 @@
 """The adapters section -> operations: LoRA on layers, and their weights in 4 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """A lowered plan from a file, and whether it fits a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ They are counted on the compressed module table, so the cost does not grow with 
 belongs to the innermost unit that contains it; a tied parameter counts once, at its first name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod

@@ -1,7 +1,5 @@
 """Where the ranks of a tensor axis draw the same random numbers, and where others by rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import assert_never
 

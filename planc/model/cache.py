@@ -5,8 +5,6 @@ of its own content. A truncated, foreign, stale or damaged entry counts as missi
 folder disables the cache. An entry is written by renaming a file, so no process reads half of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Locates, reads and validates the configuration of a model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ The configuration is read as JSON, validated by a schema and looked up in the ca
 configuration that is not in the cache is built as a model, on the meta device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from planc.diagnostic import Sink, did_you_mean, one_of

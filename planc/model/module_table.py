@@ -1,7 +1,5 @@
 """Builds the module table of an nn.Module. Reads no tensor data, so the model may be on meta."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """A field of the model's configuration that training needs changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Self

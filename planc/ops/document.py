@@ -1,7 +1,5 @@
 """The lowered plan as JSON: versioned, validated by a schema, deterministic."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

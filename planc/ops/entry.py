@@ -1,7 +1,5 @@
 """The unit of comparison of a diff: what an operation states about a set of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`fully_shard`, and the settings of its units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby

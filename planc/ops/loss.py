@@ -1,7 +1,5 @@
 """The loss of a causal language model, in chunks of tokens and with a sharded vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Self

@@ -1,7 +1,5 @@
 """`megatron_fsdp.fully_shard_model`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self

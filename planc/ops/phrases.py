@@ -1,7 +1,5 @@
 """Text that operations share: sizes, tables, and names merged with braces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from os.path import commonprefix
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 `python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is that output.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -3,8 +3,6 @@
 Arguments at their defaults are left out.
 """
 
-from __future__ import annotations
-
 from typing import assert_never
 
 from planc.ops.call import FunctionCall, Items, Keywords, Table, Value, given

@@ -1,7 +1,5 @@
 """Tensor-parallel styles and layouts, with torch's names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, assert_never
 

@@ -1,7 +1,5 @@
 """`parallelize_module`, and the weight ties that it breaks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile

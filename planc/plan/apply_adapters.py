@@ -5,8 +5,6 @@ layer keeps its name and gets them as children, so that a rule means the same mo
 without adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod

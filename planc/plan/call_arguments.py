@@ -2,8 +2,6 @@
 finding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Expressions -> values. Evaluation is total: no loops, no external calls; a mistake is PL109."""
 
-from __future__ import annotations
-
 import re
 from typing import assert_never
 

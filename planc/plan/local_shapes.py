@@ -1,7 +1,5 @@
 """Local shapes under tensor parallelism, which FSDP shards further."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from planc.model.facts import Modules, Parameter

@@ -1,7 +1,5 @@
 """Settings: lines that set one value of a section, once unless a later line overrides it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

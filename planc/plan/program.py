@@ -1,7 +1,5 @@
 """Combines the files of a plan: extended files first, overrides applied, `when`s decided."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A selector is a path of steps. Each step maps a set of modules to the sets one l
 `**`, any number of levels); where a step matches nothing, the help names what exists there.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator

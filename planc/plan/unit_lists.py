@@ -1,7 +1,5 @@
 """Lists of FSDP units: the blocks of a model, along which parameters can be prefetched."""
 
-from __future__ import annotations
-
 from planc.model.facts import Facts, Modules, Segment
 from planc.model.indices import Indices
 from planc.plan.ir import Plan

@@ -6,8 +6,6 @@ cached by the configuration, the library versions and planc's sources, so a warm
 import torch.
 """
 
-from __future__ import annotations
-
 import json
 
 from planc.model import cache

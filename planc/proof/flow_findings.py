@@ -2,8 +2,6 @@
 line.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Set
 

@@ -5,8 +5,6 @@ configuration's per-layer lists (such as `layer_types`). The small model has one
 its result holds for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ plan. The outcome is cached by the digest of the small lowered plan, the configu
 versions and planc's own sources, so a warm check does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@ the ranks have drawn, so outputs and gradients can be compared; where ranks hold
 activations, their numbers must be the same, and where they hold shards, others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

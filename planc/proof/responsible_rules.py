@@ -1,7 +1,5 @@
 """The lines of a plan that are responsible for a module, for layout flow and verify."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from planc.diagnostic import Label

@@ -1,7 +1,5 @@
 """Reduces the mesh of a run to a few processes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from math import prod
 

@@ -1,7 +1,5 @@
 """`planc verify`: proves on real processes that a plan trains the same model."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

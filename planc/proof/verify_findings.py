@@ -1,7 +1,5 @@
 """Reports the result of a proof at the responsible lines of the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The answer is built from the lowered plan, which is what `apply` runs. The IR ad
 lowering drops because they have no effect, and the text of each line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 from math import prod

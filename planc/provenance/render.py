@@ -1,7 +1,5 @@
 """The answer of `planc why` as lines of text and as a JSON document."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace

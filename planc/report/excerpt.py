@@ -1,7 +1,5 @@
 """Draws one source line with the labels that point into it, on a grid of terminal cells."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Findings as blocks for people: the message, the source lines, the facts, the help."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -3,8 +3,6 @@
 Source of the escapes: actions/toolkit, packages/core/src/command.ts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Findings as a JSON document; its schema is `grammars/diagnostics.schema.json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

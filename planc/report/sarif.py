@@ -4,8 +4,6 @@ Source: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html; the nu
 are its sections.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import PurePath

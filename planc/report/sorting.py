@@ -1,7 +1,5 @@
 """Selects, sorts and counts the findings of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic, Label, Severity

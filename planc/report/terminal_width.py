@@ -4,8 +4,6 @@ Plans, paths and model configurations are untrusted: control characters and char
 the reading order are replaced by visible ones.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

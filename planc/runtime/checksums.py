@@ -1,7 +1,5 @@
 """Checksums of tensors, computed where the tensors are, so that ranks can compare them."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -2,8 +2,6 @@
 CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Runs a lowered plan on a model: exactly the operations of the list, in its order."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

@@ -1,7 +1,5 @@
 """Refuses `inputs_embeds` where the plan shards the output of the embedding along the sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

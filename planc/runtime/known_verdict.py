@@ -1,7 +1,5 @@
 """What earlier proofs say of the plan that is about to run; imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """LoRA by peft: what it requires, and the initial values of adapters that were on meta."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Models that Megatron-FSDP shards: what they require, and the methods of `Run` for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec

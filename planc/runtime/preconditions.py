@@ -1,7 +1,5 @@
 """Checks before a model is changed: on this rank, and across ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

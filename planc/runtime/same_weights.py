@@ -5,8 +5,6 @@ from another seed, the parts are of different models: copies are never equal aga
 not belong together.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

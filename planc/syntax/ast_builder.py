@@ -1,7 +1,5 @@
 """Parse tree -> AST: one method per grammar rule, each node with its span."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

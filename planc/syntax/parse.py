@@ -5,8 +5,6 @@ braces that belong to blocks around it) and the rest is parsed again, until no e
 each diagnostic is one real mistake, and the valid statements still give an AST.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 

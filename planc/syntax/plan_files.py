@@ -4,8 +4,6 @@ Reading a plan runs none of its code. The plans that it extends are read relativ
 its git revision, or else from the plans that ship with planc.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

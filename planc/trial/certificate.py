@@ -5,8 +5,6 @@ of what it certifies: the lowered plan, the model's configuration, the library v
 own sources. `planc check` finds it by that name, and a new torch invalidates it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Finds where two models diverge: the first module, in execution order, whose output differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ thread before that, so forking is safe. Standard input stays open as long as the
 it closes, for whatever reason, every process ends.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -4,8 +4,6 @@ The processes are a session of their own, started by `fork_server`. However a pr
 verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

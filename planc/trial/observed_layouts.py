@@ -5,8 +5,6 @@ tensors of all ranks and the full tensor of the plain run are available, so the 
 the values. A DTensor has its layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

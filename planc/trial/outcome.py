@@ -1,7 +1,5 @@
 """The outcome of a simulation, as data that can be cached; imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank of a proof on processes: the trial program, and its distance from a single process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

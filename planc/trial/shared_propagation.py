@@ -7,8 +7,6 @@ is a third of a simulation, so here the first rank's result serves all. What may
 ranks (sizes of local shards, masks of an embedding) is not shared.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ partial, a wrong divisor or a mix of local tensors and DTensors shows in the num
 exception of the real code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 

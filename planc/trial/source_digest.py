@@ -1,7 +1,5 @@
 """A digest of planc's own sources for cache keys: a fix in planc invalidates earlier verdicts."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from functools import cache

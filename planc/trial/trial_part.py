@@ -1,7 +1,5 @@
 """The part of a lowered plan that a trial runs; imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ the digest of its content: a damaged one counts as missing, and one that is olde
 sources is never found. Imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import replace

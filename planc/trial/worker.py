@@ -1,7 +1,5 @@
 """One rank of a proof, from its fork to the result in the folder."""
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import json

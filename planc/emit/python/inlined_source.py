@@ -4,8 +4,6 @@ They are read as text from the files that `apply` imports, so a script computes 
 and needs torch only. Annotations are removed: they use names that a script does not import.
 """
 
-from __future__ import annotations
-
 import ast
 import symtable
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The load section in emitted Python: the function `load_weights`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.emit.python.layout import Group, lay, literal

@@ -1,7 +1,5 @@
 """Prints calls as Python: the steps of one operation as the body of a function."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never

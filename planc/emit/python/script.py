@@ -4,8 +4,6 @@ The file imports torch alone. It has one function per kind of operation, in orde
 lines of the `.plan` file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby

@@ -4,8 +4,6 @@ Each part of a configuration (`text_config`, `vision_config`) is shrunk separate
 shrinks the sizes that must agree between parts, and those of images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ Fields are recognized by meaning, under the names that all families of transform
 family is likely to shrink too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, lcm

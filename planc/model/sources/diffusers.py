@@ -4,8 +4,6 @@ The class is looked up by `_class_name` in the installed diffusers; code in a mo
 never run. diffusers is optional: `pip install 'planc[diffusers]'`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

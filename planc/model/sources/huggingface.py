@@ -3,8 +3,6 @@
 Code in a model's folder (`auto_map`) runs only if the user allows it, and only from that folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -4,8 +4,6 @@ A config.json can name kernels and backbones of the hub, which transformers woul
 it builds the model, and sizes for which building would take hours.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

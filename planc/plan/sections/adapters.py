@@ -1,7 +1,5 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
-from __future__ import annotations
-
 from planc.plan.call_arguments import Arguments, unknown, word
 from planc.plan.evaluate import describe
 from planc.plan.ir import AdapterRule, Adapters

@@ -1,7 +1,5 @@
 """Units that are found by parameter count or dtype. The result is a list of explicit units."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 

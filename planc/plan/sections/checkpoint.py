@@ -1,7 +1,5 @@
 """The checkpoint and compile sections: activation checkpointing and torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

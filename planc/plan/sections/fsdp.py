@@ -1,7 +1,5 @@
 """The fsdp section, or the replicate section that replaces it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

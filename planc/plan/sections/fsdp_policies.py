@@ -1,7 +1,5 @@
 """Settings of an fsdp section that apply to all its units: precision, prefetch, offload, divide."""
 
-from __future__ import annotations
-
 from planc.ops.fsdp import Divide, Prefetch
 from planc.plan.call_arguments import Arguments
 from planc.plan.evaluate import size

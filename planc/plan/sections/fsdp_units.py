@@ -1,7 +1,5 @@
 """The rules of an fsdp section -> units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

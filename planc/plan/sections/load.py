@@ -1,7 +1,5 @@
 """The load section -> where weights start, how they are loaded, and their dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.diagnostic import did_you_mean, one_of

@@ -1,7 +1,5 @@
 """`lora(...)` and `qlora(...)`: the arguments of an adapter."""
 
-from __future__ import annotations
-
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize
 from planc.plan.call_arguments import Arguments

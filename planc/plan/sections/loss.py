@@ -1,7 +1,5 @@
 """The loss section -> the head whose loss is computed in chunks of tokens."""
 
-from __future__ import annotations
-
 from planc.model.logits import scale_of, softcap_of
 from planc.ops.loss import ChunkLoss
 from planc.plan.call_arguments import Arguments, unknown

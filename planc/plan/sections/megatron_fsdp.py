@@ -3,8 +3,6 @@
 Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolicy`, version 0.6.1.
 """
 
-from __future__ import annotations
-
 from planc.diagnostic import one_of
 from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
 from planc.plan.call_arguments import Arguments, word

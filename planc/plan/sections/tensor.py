@@ -1,7 +1,5 @@
 """Tensor sections -> styles on modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.model.facts import Modules

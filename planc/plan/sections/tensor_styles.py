@@ -1,7 +1,5 @@
 """The styles of a plan -> styles of the IR."""
 
-from __future__ import annotations
-
 from planc.ops.styles import (
     Attributes,
     Colwise,

@@ -1,7 +1,5 @@
 """The train sections -> which parameters take gradients."""
 
-from __future__ import annotations
-
 from planc.ops.freeze import Freeze
 from planc.plan.call_arguments import Arguments, unknown
 from planc.plan.program import Program

@@ -1,7 +1,5 @@
 """Loads weights from files: all are checked first, then each rank reads its own slices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path

@@ -4,8 +4,6 @@ Keys are `state.NAME.exp_avg` and `param_groups.NAME.lr`. A name is the same und
 a parameter's index and its shards are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

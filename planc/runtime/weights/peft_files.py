@@ -1,7 +1,5 @@
 """Saves and loads adapters in peft's file format, and merges them into the weights."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Loads a model and its optimizer from a torch.distributed.checkpoint folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args

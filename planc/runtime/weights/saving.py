@@ -1,7 +1,5 @@
 """Checkpoints that another plan can resume from, and exports that transformers reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

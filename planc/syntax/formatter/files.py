@@ -1,7 +1,5 @@
 """`planc fmt`: plan files and their canonical layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@
 - There is at most one blank line in a row, and none at the edges of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
