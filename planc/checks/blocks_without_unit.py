@@ -8,9 +8,7 @@ from planc.plan.ir import Plan
 
 
 def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The parameters of such a block belong to the root unit, which stays gathered for a whole
-    step.
-    """
+    """The parameters of such a block are in the root unit, which is gathered for a whole step."""
     if plan.fsdp is None or "fsdp" in plan.broken:
         return
     members = [(m, u) for u in plan.fsdp.units for m in u.members]

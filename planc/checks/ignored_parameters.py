@@ -8,8 +8,7 @@ from planc.plan.parameter_owners import Owned, owned
 
 
 def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP neither shards nor reduces ignored parameters, so over several ranks they must be
-    frozen.
+    """FSDP neither shards nor reduces ignored parameters: over several ranks they must be frozen.
 
     Source: `ignored_params` of `fully_shard` in torch.
     """
@@ -41,9 +40,7 @@ def _trained(own: Owned) -> list[str]:
 
 
 def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
-    """A style makes weights DTensors and a unit shards them, so either that rule or `ignore` is
-    wrong.
-    """
+    """A style makes weights DTensors and a unit shards them: that rule or `ignore` is wrong."""
     assert plan.fsdp is not None
     said = [
         (member, unit.origin, "a unit")

@@ -158,9 +158,7 @@ def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts) -> Iterat
 
 
 def _resharding(unit: Unit, own: MegatronShard) -> Iterator[_Finding]:
-    """Megatron-FSDP reshards units after forward and keeps root parameters unsharded (ZeRO-3
-    only).
-    """
+    """Megatron-FSDP reshards units after forward and keeps root parameters whole (ZeRO-3 only)."""
     if "reshard" not in unit.explicit:
         return
     gathers = own.strategy == _WHOLE and not unit.root
@@ -207,9 +205,7 @@ def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:
 
 
 def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
-    """Rules of other sections that conflict with its handling of DTensors, meta tensors and other
-    axes.
-    """
+    """Rules of other sections that conflict with how it treats DTensors, meta and other axes."""
     if plan.load is not None and (plan.load.meta or plan.load.weights):
         name = "meta" if plan.load.meta else "weights"
         message = "Megatron-FSDP needs a model with allocated weights"

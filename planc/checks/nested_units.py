@@ -7,9 +7,7 @@ from planc.plan.ir import Plan, Unit
 
 
 def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A group is one set of parameters, so no member can be inside another; every unit needs
-    some.
-    """
+    """A group is one set of parameters: no member is inside another, and every unit needs some."""
     if plan.fsdp is None:
         return
     for unit in plan.fsdp.units:

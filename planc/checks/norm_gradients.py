@@ -16,8 +16,7 @@ _OF_HEADS = re.compile(r"(^|_)[qkv](_|$)|query|key|value")
 
 
 def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A replicated weight applied to a shard of the heads or of the sequence gets a partial
-    gradient.
+    """A replicated weight applied to a shard of heads or of the sequence gets a partial gradient.
 
     Without a rule nothing all-reduces these gradients, and the copies of the weight diverge.
     Observed on qwen3 (tp 2, torch 2.13) without a rule for q_norm: losses look right, and after

@@ -19,8 +19,7 @@ _ATTENTION = ("head_dim", "num_heads", "num_attention_heads", "num_key_value_gro
 
 
 def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A linear that outputs twice the next layer's input width holds two projections, whatever its
-    name.
+    """A linear that outputs twice the next layer's input width holds two projections.
 
     The model splits its output in the middle, which is the wrong place in a rank's local output
     (observed on four processes with GLM, torch 2.13: nothing fails, the logits are wrong). As a

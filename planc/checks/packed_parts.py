@@ -18,9 +18,7 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A rank holds a shard of each part, so every part must divide and the parts must cover the
-    dim.
-    """
+    """A rank holds a shard of each part: every part divides, and the parts cover the dim."""
     for rule in weighted(plan.tensor):
         if _gathers(rule, sink):
             continue
@@ -78,9 +76,7 @@ def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, si
 
 
 def _gathers(rule: TensorRule, sink: Sink) -> bool:
-    """Whether a packed weight would be gathered or sharded by a layout that does not know its
-    parts.
-    """
+    """Whether a layout that does not know its parts would gather or shard a packed weight."""
     style = rule.style
     if not isinstance(style, Colwise | Rowwise) or style.parts == 1 or style.interleaved:
         return False

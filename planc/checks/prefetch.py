@@ -1,6 +1,4 @@
-"""PL444, PL445, PL449: prefetching without a list of units, into frozen units, or the whole
-list.
-"""
+"""PL444, PL445, PL449: prefetching without a list of units, into frozen units, or all units."""
 
 from collections.abc import Iterable
 

@@ -59,9 +59,7 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
 
 
 def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
-    """FSDP casts gathered parameters to the unit's `param` dtype, and would cast packed bytes
-    too.
-    """
+    """FSDP casts gathered parameters to the unit's `param` dtype, packed bytes too."""
     quant = rule.quantize
     if plan.fsdp is None or quant is None:
         return
@@ -93,8 +91,7 @@ def _trained(rule: AdapterRule, own: Owned, sink: Sink) -> None:
 
 
 def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
-    """Each rank quantizes its own shard, which gives equal weights only where shards are whole
-    blocks.
+    """Each rank quantizes its own shard: the weights are equal only where shards are whole blocks.
 
     Scales that are quantized themselves depend on the whole weight.
     """

@@ -7,9 +7,7 @@ from planc.plan.parameter_owners import owned
 
 
 def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`spread(...)` changes the placement of parameters inside a unit, so a unit must contain
-    them.
-    """
+    """`spread(...)` changes how parameters of a unit are placed, so a unit must contain them."""
     section = plan.fsdp
     if section is None or not section.spreads or "fsdp" in plan.broken:
         return

@@ -49,9 +49,7 @@ def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
 
 
 def _over_features(module: Module) -> tuple[str, str] | None:
-    """A factor corrects an RMS norm over sharded features; a norm that subtracts the mean has no
-    such fix.
-    """
+    """A factor corrects an RMS norm over sharded features; one that subtracts the mean has none."""
     weights = [p.name for p in module.parameters]
     if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
         return ("it is not an RMS norm with one weight", "gather its input, and replicate the norm")

@@ -92,9 +92,7 @@ def _styled(
 
 
 def _met(rule: TensorRule, modules: Modules) -> Modules | None:
-    """The modules' parameters that a rule decides; `replicate(gradient = sum)` covers all
-    inside.
-    """
+    """The modules' parameters that a rule decides: all inside for `replicate(gradient = sum)`."""
     inside = isinstance(rule.style, Replicated)
     return modules.inside(rule.modules) if inside else modules.overlap(rule.modules)
 

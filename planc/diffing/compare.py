@@ -142,9 +142,7 @@ def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
 
 
 def _stated(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
-    """The lines that set some axes' sizes; `auto` axes are left out, they follow from the
-    others.
-    """
+    """The lines that set some axes' sizes, without `auto` axes, which follow from the others."""
     changed = (axes[name] for name in names if name in axes)
     return ", ".join(dict.fromkeys(a.place for a in changed if a.place and not a.inferred))
 

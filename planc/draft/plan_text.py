@@ -154,8 +154,7 @@ def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
 
 
 def braced(names: list[str]) -> list[str]:
-    """Names that differ in one place as one selector: `mlp.gate_proj`, `mlp.up_proj` ->
-    `mlp.{gate,up}_proj`."""
+    """Names that differ in one place as one selector: `mlp.{gate,up}_proj`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         holder, _, last = name.rpartition(".")

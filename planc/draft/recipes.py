@@ -119,9 +119,7 @@ def _projections(
 
 
 def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
-    """Rules for parameters of the attention module itself with one number per head: attention
-    sinks.
-    """
+    """Rules for the attention module's own parameters with one number per head: attention sinks."""
     if holder is None or not projections.attention:
         return {}
     per_head = [p.name for p in holder.parameters if len(p.shape) == 1]
@@ -149,9 +147,7 @@ def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRule
 
 
 def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[str]:
-    """The sizes of query, key and value in one packed weight, as expressions over the
-    configuration.
-    """
+    """The sizes of query, key and value in a packed weight, as expressions of the configuration."""
     query, rest = rowwise.inputs, linear.outputs - rowwise.inputs
     if rest <= 0 or rest % 2:
         return []

@@ -255,9 +255,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
 def _by_run(
     names: list[str], first: str, path: str, rows: frozenset[str], ran: RunRecord
 ) -> list[str]:
-    """The names in execution order; modules that did not run (an expert without tokens) come
-    last.
-    """
+    """The names in execution order; modules that did not run (experts without tokens) are last."""
     order: dict[str, int] = {}
     for i, name in enumerate(ran.order):
         if name.startswith(f"{first}."):
@@ -266,9 +264,7 @@ def _by_run(
 
 
 def _useful(name: str, module: Module) -> bool:
-    """Whether splitting the linear can pay off: routers and linears to one number stay
-    replicated.
-    """
+    """Whether splitting the linear can pay off: not for routers and linears to one number."""
     if not module.parameters or len(module.parameters[0].shape) != 2:
         return False
     return not ROUTER.search(name) and min(module.parameters[0].shape) >= 8
@@ -319,9 +315,7 @@ def _near(one: str, two: str) -> bool:
 
 
 def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
-    """Whether another linear takes its output: a low-rank pair, whose first half stays
-    replicated.
-    """
+    """Whether another linear takes its output: a low-rank pair's first half stays replicated."""
     if linear.outputs == width:
         return False
     for other in others:

@@ -112,9 +112,7 @@ class Search:
         return outcome
 
     def with_sequence(self) -> Outcome | None:
-        """Tries sequence parallelism with the settled recipes; the draft offers it if it is
-        proved.
-        """
+        """Tries sequence parallelism with the settled recipes; the draft offers it if proved."""
         rules = self._sequence_rules()
         if rules is None:
             return None
@@ -182,9 +180,7 @@ class Search:
     # Taking back ---------------------------------------------------------------------------------
 
     def _step_back(self, outcome: Outcome) -> bool:
-        """Adds a reduction or takes the next recipe where an outcome is wrong; False if none is
-        left.
-        """
+        """Adds a reduction or takes the next recipe where an outcome is wrong; False if none."""
         if outcome.verdict == "refuted" and self._summed(outcome, None):
             return True
         blamed = self._blamed(outcome)
@@ -249,9 +245,7 @@ class Search:
     # Sequence parallelism ------------------------------------------------------------------------
 
     def _sequence_rules(self) -> dict[str, dict[str, str]] | None:
-        """The rules with norms and residuals sharded over the sequence, or None if there are
-        none.
-        """
+        """The rules with norms and residuals sharded over the sequence; None if there are none."""
         if self.ran is None or len(self.parts) != 1 or not self.roles.embedding:
             return None
         if any(c.recipe.name == "whole" for c in self.outside):
@@ -284,9 +278,7 @@ class Search:
                 yield name
 
     def _of_top(self, path: str, top: str, choices: list[SplitChoice]) -> dict[str, str] | None:
-        """The rules for one child of a block: those of its recipe, or the sequence gathered
-        around it.
-        """
+        """The rules for one child of a block: its recipe's, or the sequence gathered around it."""
         assert self.ran is not None
         if not top or (len(choices) == 1 and choices[0].recipe.sequence is not None):
             rules: dict[str, str] = {}
@@ -308,9 +300,7 @@ class Search:
 
 
 def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
-    """Errors of the compiler as discrepancies; the selectors of the labeled rules are the
-    subjects.
-    """
+    """Errors of the compiler as discrepancies; the subjects are the labeled rules' selectors."""
     rules = [node for node in _rules(file.statements) if isinstance(node, ast.Rule)]
     for found in sink:
         if found.severity is Severity.ERROR:

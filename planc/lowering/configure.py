@@ -7,8 +7,7 @@ from planc.ops.configure import Configure
 
 
 def configure(facts: Facts) -> Iterator[Configure]:
-    """Disables the key/value cache, which costs memory and breaks activation checkpointing in
-    training.
+    """Disables the key/value cache: it costs memory and breaks activation checkpointing.
 
     A multimodal model has the field in the configuration of each part (`text_config`).
     """

@@ -39,9 +39,7 @@ class Holding:
     count: int
 
     def sharded(self, ranks: int) -> int:
-        """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 is padded, as by
-        torch.chunk).
-        """
+        """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
         first, *rest = self.local or (1,)
         width = DTYPE_BYTES.get(self.parameter.dtype, 4)
         placement = self.spread or self.unit

@@ -46,9 +46,7 @@ class Config:
 
     @property
     def own_code(self) -> dict[str, str]:
-        """The classes defined in the model's folder (`auto_map`), by the auto class they stand
-        for.
-        """
+        """The classes that the model's folder defines, by the auto class they stand for."""
         found = self.values.get("auto_map")
         if not isinstance(found, dict):
             return {}
@@ -63,9 +61,7 @@ class Config:
         return next(iter((*first, *(n for n in names if n == "AutoModelForCausalLM"), *names)), "")
 
     def valid(self, sink: Sink) -> bool:
-        """Whether the configuration fits the schema; each field that does not is a finding
-        (PL603).
-        """
+        """Whether the configuration fits the schema; each field that does not is PL603."""
 
         schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
         if is_diffusers(self.values):

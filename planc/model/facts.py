@@ -96,9 +96,7 @@ class Module:
 
     @property
     def container(self) -> bool:
-        """Whether the module has no forward: an nn.ModuleList or ModuleDict. nn.Sequential has
-        one.
-        """
+        """Whether it is an nn.ModuleList or ModuleDict, which have no forward."""
         return self.kind == "dict" or (self.kind == "list" and self.cls == "ModuleList")
 
     def fact(self, name: str) -> int | None:
@@ -328,9 +326,7 @@ class Facts:
         return at
 
     def source(self, field_name: str) -> str:
-        """The origin of a configuration value, for messages: the file or the defaults of the
-        family.
-        """
+        """The origin of a configuration value, for messages: the file or the family's defaults."""
         return self.config_name if field_name in self.stated_fields else f"default of {self.family}"
 
 

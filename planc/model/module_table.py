@@ -117,9 +117,7 @@ class _Table:
         return self._known[key]
 
     def _keep_in_fp32(self, path: str, name: str) -> str:
-        """When a cast leaves the parameter in float32; the stronger condition if two patterns
-        match.
-        """
+        """When a cast leaves the parameter in float32: the stronger condition of two patterns."""
         return max((word for p, word in self._fp32_patterns if p.search(path + name)), default="")
 
     def _parameter(self, name: str, parameter: Any, keep_in_fp32: str) -> Parameter:

@@ -83,9 +83,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A list of pairs: the index of a block in the outermost list, and a module inside that
-    block.
-    """
+    """Pairs: the index of a block in the outermost list, and a module inside that block."""
 
     modules: Modules
 

@@ -297,8 +297,7 @@ def _one_text(shape: Shape) -> bool:
 
 @dataclass(slots=True)
 class Reader:
-    """Builds values from JSON that the schema accepts, and collects problems that no schema can
-    state.
+    """Builds values from JSON that the schema accepts; collects problems that no schema can state.
 
     Args:
         problems: where in the document, and a message.

@@ -15,9 +15,7 @@ Words = Mapping[str, tuple[str, Callable[[Any], str]]]
 
 
 class Fact(NamedTuple):
-    """A statement with its name in the lowered JSON; `usual` for a default that the JSON leaves
-    out.
-    """
+    """A statement with its name in the lowered JSON; `usual` for a default that is left out."""
 
     name: str
     value: Value

@@ -72,9 +72,7 @@ class _Definitions:
         return {"$ref": f"#/$defs/{form.name}"}
 
     def _either(self, shape: Either) -> Schema:
-        """The schema of a union of plain types: keywords of JSON Schema apply to their own type
-        only.
-        """
+        """The schema of a union of plain types: keywords of JSON Schema are for their own type."""
         bodies = [self._resolved(self.of(s)) for s in (*shape.plain, shape.listed) if s]
         values = [v for body in bodies for v in body.get("enum", ())]
         if values:

@@ -56,8 +56,7 @@ class Rowwise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """A replicated weight applied to an activation that is sharded along `dim`; its gradient is
-    summed.
+    """A replicated weight applied to an activation sharded along `dim`; its gradient is summed.
 
     torch's `SequenceParallel`; its defaults are dim 1, not local.
     """
@@ -79,8 +78,7 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """torch's `PrepareModuleInput`: positional arguments in order (None: unchanged), and keyword
-    arguments.
+    """torch's `PrepareModuleInput`: positional arguments (None: unchanged), and keyword arguments.
 
     By default the module receives a DTensor, so the gradients of several consumers are summed once.
     """
@@ -174,9 +172,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """An RMS norm over sharded features: the weight is sharded, the mean is taken over all
-    ranks.
-    """
+    """An RMS norm over sharded features: the weight is sharded, the mean taken over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +233,7 @@ def style_name(style: Style) -> str:
 
 
 def mesh_dims(style: Style) -> int:
-    """The number of mesh dimensions that a style takes: 1 for all of torch 2.13's
-    `ParallelStyle`s.
-    """
+    """The number of mesh dimensions that a style takes: 1 for torch 2.13's `ParallelStyle`s."""
     return 1
 
 

@@ -81,9 +81,7 @@ class Parallelize(Op):
 
     @property
     def layouts(self) -> str:
-        """The style's arguments, and whether its output is a local tensor or a DTensor where not
-        default.
-        """
+        """The style's arguments, and whether it outputs a local tensor, where not the default."""
         return style_arguments(self.style, "local", "dtensor")
 
     @property
@@ -131,8 +129,7 @@ def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie(Op):
-    """Ties two parameters again (`parameter = source`), because `parallelize_module` creates new
-    ones.
+    """Ties two parameters again (`parameter = source`): `parallelize_module` creates new ones.
 
     Both are torch names of parameters, such as `lm_head.weight`.
     """

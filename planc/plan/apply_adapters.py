@@ -137,9 +137,7 @@ def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
 
 
 def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
-    """A child with adapters; the entries of a list are split where only some of them are
-    adapted.
-    """
+    """A child with adapters; a list's entries are split where only some of them are adapted."""
     if child.indices is None:
         inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
         yield replace(child, module=_module(child.module, inner, kept))

@@ -1,6 +1,4 @@
-"""Reads the arguments of a call one by one, each with a type; any argument left over is a
-finding.
-"""
+"""Reads a call's arguments one by one, each with a type; any argument left over is a finding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

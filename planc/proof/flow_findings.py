@@ -1,6 +1,4 @@
-"""Reports the discrepancies of layout flow at the lines of the plan, with the model's source
-line.
-"""
+"""Reports the discrepancies of layout flow at the plan's lines, with the model's source line."""
 
 import re
 from collections.abc import Callable, Iterable, Set

@@ -80,9 +80,7 @@ def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Lay
 def _not_used(
     small: Compiled, blocks: list[str], ran: set[str], missing_inputs: str
 ) -> Iterator[LayerVerdict]:
-    """Modules outside of block lists that a rule applies to and the run neither calls nor
-    trains.
-    """
+    """Modules outside of block lists with a rule that the run neither calls nor trains."""
     assert small.plan is not None
     for rule in small.plan.tensor:
         names = [n for n in rule.modules.names() if not any(_in(n, b) for b in blocks)]

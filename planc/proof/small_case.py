@@ -63,9 +63,7 @@ class SmallModel:
         return bool(self.code) or self.own is not None
 
     def builder(self) -> ModelBuilder:
-        """The object that builds the model and its inputs; imports torch. Raises as
-        `builder_of`.
-        """
+        """The builder of the model and its inputs; imports torch. Raises as `builder_of`."""
         from planc.model.small.user_model import builder_of
 
         return builder_of(self.values, self.code, self.own, dropout=self.dropout)

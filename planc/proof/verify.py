@@ -90,8 +90,7 @@ def verify(
     timeout: float = TIMEOUT,
     precision: bool = False,
 ) -> Proof:
-    """Proves on real processes, with a small model of the family, that a plan trains the same
-    model.
+    """Proves on real processes, with a small model of the family, that a plan trains the same.
 
     Args:
         model: as for `planc.model.load.load`.
@@ -220,9 +219,7 @@ def _remember(case: _Case, certificate: store.Certificate) -> None:
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:
-    """Why the small model's verdict may not hold for the original: only one of them fails a
-    check.
-    """
+    """Why the small model's verdict may not hold for the original: only one fails a check."""
     real, small = (
         set(case.check_codes) - set(case.small_check_codes),
         set(case.small_check_codes) - set(case.check_codes),

@@ -255,9 +255,7 @@ class _Question:
         return [op for op in ops if self.at.inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:
-        """What freezes or unfreezes the module: the last operation on it or an ancestor is in
-        force.
-        """
+        """What freezes or unfreezes the module: the last operation on it or an ancestor."""
         for op in self._freezing()[-1:]:
             what = "trains" if op.trainable else "frozen"
             yield self._reason(what, self._part(len(op.modules.path)), op)

@@ -28,9 +28,7 @@ class Mark:
 
 @dataclass(slots=True)
 class _Canvas:
-    """Rows of cells; a wide character has its text in the first cell and empty strings in the
-    others.
-    """
+    """Rows of cells; the text of a wide character is in the first of its cells."""
 
     rows: list[dict[int, StyledText]] = field(default_factory=list)
 

@@ -18,9 +18,7 @@ def text_sum(text: str) -> int:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether the tensor has bytes of its own here: it is not on meta, and of no subclass such as
-    DTensor.
-    """
+    """Whether the tensor has bytes of its own here: not on meta, no subclass such as DTensor."""
     own = type(tensor) in (Tensor, nn.Parameter)
     return own and not tensor.is_meta and tensor.layout is torch.strided
 

@@ -1,6 +1,4 @@
-"""Refuses the one way to recompute attention in compiled modules that torch cannot run on the
-CPU.
-"""
+"""Refuses the one way to recompute attention in compiled modules that torch lacks on the CPU."""
 
 from collections.abc import Iterator
 

@@ -135,9 +135,7 @@ def brackets(text: str, ends: Collection[int] = ()) -> Brackets:
 
 
 def guessed(text: str) -> list[Unclosed]:
-    """The blocks that are not closed according to the indentation, whatever the number of
-    braces.
-    """
+    """The blocks that are not closed by the indentation, whatever the number of braces."""
     return [u for u in Brackets(text).scan(indented=True).unclosed if u.end is not None]
 
 

@@ -35,9 +35,7 @@ class Runs:
     implicit: list[Implicit] = field(default_factory=list)
 
     def views(self) -> Iterator[View]:
-        """Yields what the ranks that read the same rows computed in a pass, beside the right
-        one.
-        """
+        """Yields what the ranks of equal rows computed in a pass, beside the right one."""
         names = [one.name for one in self.batches.steps[0]]
         for number, name in enumerate(names):
             for right in self.reference.passes:
@@ -298,9 +296,7 @@ def _line(calls: list[ModuleCall | None]) -> str:
 
 
 def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
-    """The outcome of ranks that did not end: unknown if the simulation itself failed, else
-    refuted.
-    """
+    """The outcome of ranks that did not end: unknown if the simulation failed, else refuted."""
     error = failure.error
     if error is None:
         ranks = [r.phase for r in runs.results if r.phase != "done"]

@@ -1,6 +1,4 @@
-"""Records the inputs and outputs of every module in one run, and the model's line that called
-it.
-"""
+"""Records inputs and outputs of every module in one run, and the model's line that called it."""
 
 from __future__ import annotations
 

@@ -67,9 +67,7 @@ def imported() -> dict[str, str]:
 
 @cache
 def definitions() -> dict[str, str]:
-    """The source of each function, class and constant in the standalone files, without
-    annotations.
-    """
+    """The source of each standalone function, class and constant, without annotations."""
     found: dict[str, str] = {}
     for text in map(without_types, _texts()):
         lines = text.splitlines()

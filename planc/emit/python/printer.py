@@ -152,8 +152,7 @@ class Printer:
         return comprehension("[", modules, 0, close="]", entry=index)
 
     def _imported(self, path: str) -> str:
-        """The name of an imported object: its name for torch and `standalone`, `module.name` for
-        others.
+        """The name of an imported object: its own for torch and `standalone`, else `module.name`.
 
         Definitions of `standalone` are inlined.
         """

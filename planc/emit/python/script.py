@@ -186,7 +186,5 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
 
 
 def _key(modules: Modules, depth: int) -> str:
-    """A module's name relative to a block, as `parallelize_module` takes it; empty for the
-    block.
-    """
+    """A module's name relative to a block, for `parallelize_module`; empty for the block itself."""
     return ".".join(str(s) for s in modules.path[depth:])

@@ -96,9 +96,7 @@ class _RandomInputs:
 
 
 def _wan(config: DiffusersFields, made: _RandomInputs) -> Inputs:
-    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image if the model takes
-    one.
-    """
+    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image for models with one."""
     frames, high, wide = config["patch_size"]
     space = (2 * frames, 2 * high, made.length // 4 * wide)
     text = _WAN_TEXT if config.get("added_kv_proj_dim") else _TEXT

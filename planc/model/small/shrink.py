@@ -236,9 +236,7 @@ def _token(value: Any, vocabulary: int, used: set[int]) -> Any:
 
 
 def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
-    """Fields for a size of another part: `hidden_size_global` is `global_config`'s
-    `hidden_size`.
-    """
+    """Fields for a size of another part, as `hidden_size_global` for `global_config`'s."""
     nested = (n for n, v in config.items() if n.endswith("_config") and isinstance(v, Mapping))
     parts = {name.removesuffix("_config"): name for name in nested}
     for part in parts.values():

@@ -182,9 +182,7 @@ def _loss(logits: Any, labels: Any) -> Any:
 
 
 def _causal_output(loss: Any, logits: Any) -> Any:
-    """The outputs as a type that torch registers as a pytree: FSDP's hooks look for tensors in
-    it.
-    """
+    """The outputs as a type that is a pytree for torch: FSDP's hooks look for tensors in it."""
     from transformers.modeling_outputs import CausalLMOutput
 
     return CausalLMOutput(loss=loss, logits=logits)

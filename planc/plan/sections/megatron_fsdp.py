@@ -72,9 +72,7 @@ def _word(item: SectionLine | None, words: tuple[str, ...], default: str, scope:
 def _directive(
     item: SectionLine | None, scope: Scope
 ) -> tuple[dict[str, str | None], tuple[tuple[str, bool], ...]]:
-    """`megatron(main_params = bf16, nccl_ub = true)`: dtypes, and options that differ from the
-    default.
-    """
+    """`megatron(main_params = bf16, nccl_ub = true)`: dtypes, and options that are not defaults."""
     if not isinstance(item, ast.Directive):
         return {}, ()
     arguments = Arguments(item.call, scope, (*DTYPE_WORDS, *OPTIONS))

@@ -227,8 +227,7 @@ def _mismatches(
 
 
 def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
-    """PL189 for an export without a choice for adapters, or that cannot merge them; PL686 for
-    4-bit weights."""
+    """PL189: an export without a choice for adapters, or that cannot merge them; PL686: 4-bit."""
     if four := next(iter(four_bit_layers(model)), None):
         text = f"{four} is in 4 bits, and no export can restore the original weights"
         how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"

@@ -112,9 +112,7 @@ def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
 
 
 def _separator(line: OutputLine) -> tuple[tuple[object, ...], int] | None:
-    """The kind of a line that has a head, and the index of the part between the head and the
-    rest.
-    """
+    """The kind of a line that has a head, and the index between the head and the rest."""
     kinds = [p.kind if isinstance(p, PlanToken) else "" for p in line.parts]
     if "COLON" in kinds:
         return ("COLON",), kinds.index("COLON")

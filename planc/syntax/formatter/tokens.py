@@ -179,9 +179,7 @@ class TokenReader:
         return self.tokens_of[self.at - 1]
 
     def read(self) -> list[OutputLine]:
-        """The lines of a text that matches the grammar, each statement and each brace on its
-        own.
-        """
+        """The lines of a text that matches the grammar, each statement and brace on its own."""
         indent = 0
         starts_statement = True
         while (token := self.next()) is not None:
