@@ -62,7 +62,6 @@ class Config:
 
     def valid(self, sink: Sink) -> bool:
         """Whether the configuration fits the schema; each field that does not is PL603."""
-
         schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
         if is_diffusers(self.values):
             schema["required"] = [CLASS]
@@ -75,10 +74,9 @@ class Config:
                     help = 'add it: `"model_type": "llama"`, for example'
                     sink.error("PL603", f"{self.name} lacks `{field}`", help=help)
                 continue
-            wanted = _wanted(dict(problem.schema))
+            wanted = " or ".join(dict.fromkeys(_words(dict(problem.schema))))
             shown = _shown(problem.instance)
-            message = f"`{where}` is {shown} in {self.name}; it must be {wanted}"
-            sink.error("PL603", message)
+            sink.error("PL603", f"`{where}` is {shown} in {self.name}; it must be {wanted}")
         return not problems
 
 
@@ -111,12 +109,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _wanted(schema: dict[str, Any]) -> str:
-    """What a part of the schema requires, in words."""
-    return " or ".join(dict.fromkeys(_words(schema)))
-
-
 def _words(schema: dict[str, Any]) -> Iterator[str]:
+    """What a part of the schema allows, each in words."""
     names = {
         "integer": "an integer",
         "number": "a number",
@@ -135,11 +129,8 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
     for option in schema.get("anyOf", ()):
         yield from _words(option)
     if "minimum" in schema and schema.get("type") == "integer":
-        yield (
-            f"an integer from {schema['minimum']:,} to {schema.get('maximum', 'any'):,}"
-            if ("maximum" in schema)
-            else f"an integer from {schema['minimum']}"
-        )
+        end = f" to {schema['maximum']:,}" if "maximum" in schema else ""
+        yield f"an integer from {schema['minimum']:,}{end}"
         return
     kinds = schema.get("type", [])
     for kind in [kinds] if isinstance(kinds, str) else kinds:

@@ -48,20 +48,14 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
         facts = store.read(key, config_name=config.name, stated_fields=frozenset(config.values))
         if facts is not None:
             return facts
-    facts = _build_facts(config, sink)
+    if is_diffusers(config.values):
+        from planc.model.sources.diffusers import from_config
+    else:
+        from planc.model.sources.huggingface import from_config
+    facts = from_config(config, sink)
     if facts is not None and cache:
         store.write(key, facts)
     return facts
-
-
-def _build_facts(config: Config, sink: Sink) -> Facts | None:
-    if is_diffusers(config.values):
-        from planc.model.sources import diffusers
-
-        return diffusers.from_config(config, sink)
-    from planc.model.sources import huggingface
-
-    return huggingface.from_config(config, sink)
 
 
 def load_values(values: dict[str, Any], name: str, sink: Sink, *, folder: str = "") -> Facts | None:

@@ -1,21 +1,18 @@
 """Builds a small diffusion transformer with weights and inputs, to be run in a proof."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from planc.diagnostic import PlanError, Sink
 from planc.model.config import CLASS, config_of
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.sample_inputs import Inputs
-from planc.model.small.transformers_model import SPREAD
+from planc.model.small.transformers_model import spread_weights
 from planc.model.sources.diffusers import build, class_of, quiet
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 HEAD = 16
 """The width of a head."""
@@ -77,21 +74,15 @@ class _RandomInputs:
     """
 
     def __init__(self, shape: BatchShape) -> None:
-        import torch
-
         self.rows, self.length = shape.rows, shape.length
         self._generator = torch.Generator().manual_seed(shape.seed)
 
     def normal(self, *size: int) -> torch.Tensor:
         """Normally distributed values, [rows, *size]."""
-        import torch
-
         return torch.randn((self.rows, *size), generator=self._generator)
 
     def times(self) -> torch.Tensor:
         """Uniform values in [0, 1), [rows]."""
-        import torch
-
         return torch.rand(self.rows, generator=self._generator)
 
 
@@ -119,8 +110,6 @@ def _flux(config: DiffusersFields, made: _RandomInputs) -> Inputs:
 
     Positions are the same for all rows, so the model takes those of one row.
     """
-    import torch
-
     axes = len(config["axes_dims_rope"])
     places = torch.zeros(made.length, axes)
     places[:, 1] = torch.arange(made.length) // 4
@@ -180,16 +169,10 @@ class DiffusersBuilder:
         Args:
             seed: the seed of the weights; the same seed gives the same weights in every process.
         """
-        import torch
-        from torch import nn
-
         torch.manual_seed(seed)
         with quiet():
             made: nn.Module = build(self._kind, self._values)
-        generator = torch.Generator().manual_seed(seed + 1)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        spread_weights(made, seed + 1)
         for module in made.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0

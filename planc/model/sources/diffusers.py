@@ -32,9 +32,11 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     kind = class_of(config, sink)
     if kind is None or not _complete(kind, config, sink):
         return None
-    with quiet(), isolated():
+    import torch
+
+    with quiet(), isolated(), torch.device("meta"):
         try:
-            made = _on_meta(kind, config.values)
+            made = build(kind, config.values)
         except Exception as error:
             from planc.model.sources.huggingface import reason
 
@@ -65,10 +67,7 @@ def class_of(config: Config, sink: Sink) -> Any | None:
         )
         return None
     kind = None
-    with (
-        quiet(),
-        contextlib.suppress(ImportError, RuntimeError),
-    ):  # the class may need packages that are missing
+    with quiet(), contextlib.suppress(ImportError, RuntimeError):  # it may need other packages
         kind = getattr(diffusers, name, None)
     if isinstance(kind, type) and issubclass(kind, ModelMixin):
         return kind
@@ -94,13 +93,6 @@ def normal(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def build(kind: Any, values: Mapping[str, Any]) -> Any:
     """Builds a model of a diffusers class from the fields of a configuration."""
     return kind.from_config({k: v for k, v in values.items() if not k.startswith("_")})
-
-
-def _on_meta(kind: Any, values: Mapping[str, Any]) -> Any:
-    import torch
-
-    with torch.device("meta"):
-        return build(kind, values)
 
 
 @contextlib.contextmanager

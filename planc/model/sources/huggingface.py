@@ -8,7 +8,7 @@ import gc
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
-from planc.model.sources.isolation import import_models, isolated, without_kernels
+from planc.model.sources.isolation import import_models, isolated, replaced, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields that a file must state: the family defaults would mean another model."""
@@ -38,7 +38,9 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
         return None
     cls, part = prepared
     with quiet(), _refusals(config, sink), isolated():
-        return _facts(_on_meta(lambda: cls._from_config(part)), part, config)
+        made = _on_meta(lambda: cls._from_config(part))
+        stated_fields = frozenset(config.values)
+        return facts_of(made, config=part, config_name=config.name, stated_fields=stated_fields)
     return None
 
 
@@ -137,18 +139,14 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
     """The facts of the model that a user's factory builds on the meta device.
 
     Args:
-        module: the Python module; the current folder is searched first.
-        factory: a function or class of the module, called without arguments.
+        module, factory: a Python module, and a function or class of it without arguments.
         sink: receives PL608 if importing or calling it fails.
     """
     with _importing():
         import torch
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     name = f"{module}:{factory}"
     try:
-        made = _on_meta(getattr(importlib.import_module(module), factory))
+        made = _on_meta(user_factory(name))
         if not isinstance(made, torch.nn.Module):
             kind = type(made).__name__
             raise TypeError(f"it returned an object of type {kind}, not an nn.Module")
@@ -158,6 +156,20 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
         advice = "it is called without arguments, on the meta device, and returns an nn.Module"
         sink.error("PL608", f"{name} failed: {reason(error)}", help=advice)
         return None
+
+
+def user_factory(code: str) -> Callable[[], Any]:
+    """What `package.module:factory` names, which the user allows planc to run.
+
+    Raises:
+        Exception: whatever importing the module raises; the current folder is searched first.
+    """
+    module, _, factory = code.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    found: Callable[[], Any] = getattr(importlib.import_module(module), factory)
+    return found
 
 
 def reason(error: BaseException) -> str:
@@ -293,7 +305,11 @@ def _on_meta(make: Any) -> Any:
     """Builds a model on the meta device, without initializing weights, and ties its weights."""
     import torch
 
-    with torch.device("meta"), _no_init():
+    with torch.device("meta"), contextlib.ExitStack() as stack:
+        if "transformers" in sys.modules:
+            from transformers.initialization import no_init_weights
+
+            stack.enter_context(no_init_weights())
         module = make()
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
@@ -301,35 +317,10 @@ def _on_meta(make: Any) -> Any:
     return module
 
 
-def _no_init() -> contextlib.AbstractContextManager[Any]:
-    if "transformers" not in sys.modules:
-        return contextlib.nullcontext()
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:
-        return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = no_init_weights()
-    return context
-
-
-def _facts(module: Any, resolved: Any, config: Config) -> Facts:
-    stated_fields = frozenset(config.values)
-    return facts_of(module, config=resolved, config_name=config.name, stated_fields=stated_fields)
-
-
-@contextlib.contextmanager
-def one_sequence_a_row() -> Iterator[None]:
+def one_sequence_a_row() -> contextlib.AbstractContextManager[None]:
     """Each row of a batch counts as one sequence: to find several, transformers reads data, which
     fake tensors do not have.
     """
     from transformers import masking_utils
 
-    name = "find_packed_sequence_indices"
-    found = getattr(masking_utils, name, None)
-    if found is not None:
-        setattr(masking_utils, name, lambda *_args, **_kwargs: None)
-    try:
-        yield
-    finally:
-        if found is not None:
-            setattr(masking_utils, name, found)
+    return replaced(masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None)

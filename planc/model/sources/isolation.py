@@ -60,9 +60,9 @@ def isolated() -> Iterator[None]:
             raise TooLargeError(f"the model has more than {MAX_PARTS:,} modules and parameters")
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(constants, "HF_HUB_OFFLINE", True))
+        stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
         if hasattr(hub_kernels, "get_kernel_hub"):  # where the package `kernels` is installed
-            stack.enter_context(_replaced(hub_kernels, "get_kernel_hub", _refused))
+            stack.enter_context(replaced(hub_kernels, "get_kernel_hub", _refused))
         for register in (
             hooks.register_module_module_registration_hook,
             hooks.register_module_parameter_registration_hook,
@@ -89,12 +89,13 @@ def import_models() -> None:
 
     with contextlib.ExitStack() as stack:
         if read is not None:
-            stack.enter_context(_replaced(import_utils, name, remembered))
+            stack.enter_context(replaced(import_utils, name, remembered))
         import transformers.models
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value in a block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
