@@ -8,6 +8,7 @@ that `planc explain` prints.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypedDict, Unpack
 
 from planc.source import Span
 
@@ -48,6 +49,13 @@ class Diagnostic:
     labels: tuple[Label, ...] = ()
     facts: tuple[str, ...] = ()
     help: str | None = None
+
+
+class _More(TypedDict, total=False):
+    """What a finding may say besides its message and its places."""
+
+    facts: Iterable[str]
+    help: str | None
 
 
 @dataclass(slots=True)
@@ -92,47 +100,24 @@ class Sink:
         facts: Iterable[str] = (),
         help: str | None = None,
     ) -> None:
-        labels = tuple(w if isinstance(w, Label) else Label(span=w) for w in where)
-        self.add(
-            Diagnostic(
-                code=code,
-                severity=severity,
-                message=message,
-                labels=labels,
-                facts=tuple(facts),
-                help=help,
-            )
+        finding = Diagnostic(
+            code=code,
+            severity=severity,
+            message=message,
+            labels=tuple(w if isinstance(w, Label) else Label(span=w) for w in where),
+            facts=tuple(facts),
+            help=help,
         )
+        self.add(finding)
 
-    def error(
-        self,
-        code: str,
-        message: str,
-        *where: Span | Label,
-        facts: Iterable[str] = (),
-        help: str | None = None,
-    ) -> None:
-        self.report(Severity.ERROR, code, message, *where, facts=facts, help=help)
+    def error(self, code: str, message: str, *where: Span | Label, **more: Unpack[_More]) -> None:
+        self.report(Severity.ERROR, code, message, *where, **more)
 
-    def warning(
-        self,
-        code: str,
-        message: str,
-        *where: Span | Label,
-        facts: Iterable[str] = (),
-        help: str | None = None,
-    ) -> None:
-        self.report(Severity.WARNING, code, message, *where, facts=facts, help=help)
+    def warning(self, code: str, message: str, *where: Span | Label, **more: Unpack[_More]) -> None:
+        self.report(Severity.WARNING, code, message, *where, **more)
 
-    def info(
-        self,
-        code: str,
-        message: str,
-        *where: Span | Label,
-        facts: Iterable[str] = (),
-        help: str | None = None,
-    ) -> None:
-        self.report(Severity.INFO, code, message, *where, facts=facts, help=help)
+    def info(self, code: str, message: str, *where: Span | Label, **more: Unpack[_More]) -> None:
+        self.report(Severity.INFO, code, message, *where, **more)
 
     @property
     def errors(self) -> int:

@@ -85,7 +85,8 @@ def compare(old: Lowered, new: Lowered) -> Delta:
     changed = _together(_both(a, b, why) for a, b in pairs.changed)
     totals = {"parameters": (old.parameters, new.parameters)}
     totals["gathered"] = (old.gathered, new.gathered)
-    changed = (*_whole(old, new), *changed)
+    data = _differing("data", {"axes": (old.data, new.data)})
+    changed = (*_model(old, new), *_mesh(old, new), *data, *changed)
     if not (added or removed or changed):
         changed = tuple(_differing("model", totals))
     return Delta(added=added, removed=removed, changed=changed, **totals)
@@ -108,12 +109,6 @@ def _differing(
     parts = tuple(worded(*each, _WORDS[kind]) for each in differing)
     if parts:
         yield Change(kind=kind, parts=parts, summary=summary(parts), **more)
-
-
-def _whole(old: Lowered, new: Lowered) -> Iterator[Change]:
-    yield from _model(old, new)
-    yield from _mesh(old, new)
-    yield from _differing("data", {"axes": (old.data, new.data)})
 
 
 def _model(old: Lowered, new: Lowered) -> Iterator[Change]:
