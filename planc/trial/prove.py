@@ -78,10 +78,8 @@ def prove(
     train_rank(model, run, data, result, traced=False, draws=reference.draws)
     report("compare")
     if reference.draws:
-        ranks = _drawn_by_all(result)
-        reference = train_single(
-            alone(builder.build(seed).to(device), lowered), data, lowered, ranks
-        )
+        single = alone(builder.build(seed).to(device), lowered)
+        reference = train_single(single, data, lowered, _drawn_by_all(result))
     if precision:
         return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
     return compare(result, reference)

@@ -66,15 +66,10 @@ def simulate(
     except SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
-        return Outcome(
-            verdict="unknown", reason=f"the small model does not run: {first_line(error)}"
-        )
-    runs = Runs(
-        lowered=lowered,
-        batches=data,
-        reference=reference,
-        results=[RankResult() for _ in models],
-    )
+        reason = f"the small model does not run: {first_line(error)}"
+        return Outcome(verdict="unknown", reason=reason)
+    results = [RankResult() for _ in models]
+    runs = Runs(lowered=lowered, batches=data, reference=reference, results=results)
     failure = _run(models, runs)
     if failure is None and reference.draws:
         plain = alone(builder.build(0), trained)
@@ -90,10 +85,8 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
         model, result = models[number], runs.results[number]
         seed_rank(number)
         with RankRandom() if runs.reference.draws else nullcontext():
-            run = apply_lowered(
-                model, runs.lowered, digest=name, device_type="cpu", allow_code=True
-            )
-            draws = runs.reference.draws
+            plan, draws = runs.lowered, runs.reference.draws
+            run = apply_lowered(model, plan, digest=name, device_type="cpu", allow_code=True)
             train_rank(model, run, runs.batches, result, traced=True, draws=draws)
 
     def current() -> Trace | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -21,19 +22,24 @@ SOURCES = (
 @cache
 def source_digest() -> str:
     """The sha256 of these files, computed once per process; takes about a millisecond."""
+    return digest_of(files())
+
+
+def digest_of(paths: Iterable[str]) -> str:
+    """The sha256 of files of the package: of their names and contents."""
     found = hashlib.sha256()
-    for path in files():
+    for path in paths:
         found.update(f"{path.removeprefix(str(PACKAGE))}\n".encode())
         with open(path, "rb", buffering=0) as stream:  # noqa: PTH123, half the time of pathlib
             found.update(stream.read())
     return found.hexdigest()
 
 
-def files() -> list[str]:
-    """The paths of the files, in a fixed order."""
-    places = [f"{PACKAGE}/{name}" for name in SOURCES]
+def files(names: Iterable[str] = SOURCES) -> list[str]:
+    """The paths of the files in some folders of the package, in a fixed order."""
+    places = [f"{PACKAGE}/{name}" for name in names]
     found = [place for place in places if place.endswith(".py")]
     for place in places:
-        for folder, _, names in os.walk(place):
-            found += [f"{folder}/{name}" for name in names if name.endswith(".py")]
+        for folder, _, inside in os.walk(place):
+            found += [f"{folder}/{name}" for name in inside if name.endswith(".py")]
     return sorted(found)

@@ -94,7 +94,9 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
         limits = found["limits"] = errors.limits or job.limits
         found["chooses"] = errors.chooses
         everyone: list[Any] = [None] * job.ranks
-        distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], limits))
+        last = found["seeds"][-1]
+        beyond = any(not last[kind] <= limit for kind, limit in limits.items())
+        distributed.all_gather_object(everyone, beyond)
         if any(everyone):
             report("locate")
             wrong = {n: e for n, e in errors.gradients.items() if e > limits["gradients"]}
@@ -110,10 +112,6 @@ def _worst(errors: Errors) -> dict[str, Any]:
         if name := max(values, key=values.__getitem__, default=""):
             out[kind], out[f"{kind}_at"] = values[name], name
     return out
-
-
-def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
-    return any(not errors[kind] <= limit for kind, limit in limits.items())
 
 
 def _locate(
