@@ -1,14 +1,7 @@
 """PL151, by structure: a linear with twice the width of the layer that takes its sharded output."""
 
 from planc.checks.packed_by_name import FUSED
-from planc.checks.queries import (
-    active,
-    axis_label,
-    inside,
-    parents,
-    splits_output,
-    takes_split,
-)
+from planc.checks.queries import active, axis_label, inside, parents, splits_output, takes_split
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.ops.styles import Colwise

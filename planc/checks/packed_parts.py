@@ -5,15 +5,7 @@ from collections.abc import Iterator
 from planc.checks.queries import active, axis_label, legal, ranks, weighted
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Parameter
-from planc.ops.styles import (
-    Colwise,
-    Replicate,
-    Rowwise,
-    Shard,
-    Split,
-    style_name,
-    weight_split,
-)
+from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, Split, style_name, weight_split
 from planc.plan.ir import Plan, TensorRule
 
 

@@ -9,8 +9,7 @@ from planc.ops.base import AxisSizes, Op, text
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step
 
 Field = Annotated[
-    str,
-    text("field", "`use_cache`, of the configuration or of a nested one", r"(\w+\.)*use_cache"),
+    str, text("field", "`use_cache`, of the configuration or of a nested one", r"(\w+\.)*use_cache")
 ]
 
 

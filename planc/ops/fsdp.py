@@ -227,8 +227,7 @@ class FullyShard(Op):
             rest = (placement,) if placement else ()
             placement = FunctionCall(f"{_FUNCTIONS}spread", (overrides, *rest))
         return given(
-            reshard_after_forward=self.reshard if self.shard else None,
-            shard_placement_fn=placement,
+            reshard_after_forward=self.reshard if self.shard else None, shard_placement_fn=placement
         )
 
     def _spread(self, spread: Spread, context: Context) -> Value:

@@ -9,15 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from planc.model.facts import (
-    DTYPE_BYTES,
-    Child,
-    Facts,
-    Module,
-    Modules,
-    Parameter,
-    Segment,
-)
+from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter, Segment
 from planc.ops.quantization import Quantize
 from planc.ops.styles import (
     Attributes,

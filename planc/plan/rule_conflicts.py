@@ -83,12 +83,7 @@ class Claims(Generic[T]):
         self.add_all([(m, value) for m in modules], aspect, origin, override=override)
 
     def add_all(
-        self,
-        decisions: Sequence[tuple[Modules, T]],
-        aspect: str,
-        origin: Span,
-        *,
-        override: bool,
+        self, decisions: Sequence[tuple[Modules, T]], aspect: str, origin: Span, *, override: bool
     ) -> None:
         """Adds a rule's claims where it decides differently for each of its sets."""
         met = False
@@ -107,10 +102,7 @@ class Claims(Generic[T]):
                     self._conflict(both, claim, origin)
                 rest.extend(_less(claim, wanted))
             own.append(wanted)
-            self.claims = [
-                *rest,
-                Claim(modules=wanted, aspect=aspect, value=value, origin=origin),
-            ]
+            self.claims = [*rest, Claim(modules=wanted, aspect=aspect, value=value, origin=origin)]
         if override and decisions and not met:
             nothing_to_override(self.sink, f"rule for `{decisions[0][0]}`", origin)
 

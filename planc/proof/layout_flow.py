@@ -22,12 +22,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
-from planc.proof.flow_findings import (
-    report_means,
-    report_refuted,
-    report_uncalled,
-    report_unstated,
-)
+from planc.proof.flow_findings import report_means, report_refuted, report_uncalled, report_unstated
 from planc.proof.judge import judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws

@@ -127,10 +127,7 @@ def small_model(
 
 
 def small_case(
-    compiled: Compiled,
-    sizes: Mapping[str, int],
-    *,
-    checks: Sink | None = None,
+    compiled: Compiled, sizes: Mapping[str, int], *, checks: Sink | None = None
 ) -> SmallCase | Unrepresented:
     """The plan for a small model on a small mesh, or the reason why there is none.
 

@@ -22,14 +22,7 @@ from planc.proof.verify_findings import report_difference, report_failure, repor
 from planc.runtime.known_verdict import Level
 from planc.trial import certificate as store
 from planc.trial import verdict_store
-from planc.trial.launcher import (
-    LIMITS,
-    SEEDS,
-    Comparison,
-    ForkServer,
-    TrialFailure,
-    fork_server,
-)
+from planc.trial.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
 from planc.trial.trial_part import left_out, rounds, trial_part
 
 PROCESSES = 4

@@ -7,13 +7,7 @@ import re
 from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic, Severity
-from planc.report.sorting import (
-    is_file,
-    labels_with_source,
-    notes,
-    primary_span,
-    sorted_findings,
-)
+from planc.report.sorting import is_file, labels_with_source, notes, primary_span, sorted_findings
 from planc.report.terminal_width import visible
 from planc.source import Span
 

@@ -143,11 +143,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _prepare(
-    model: nn.Module,
-    lowered: Lowered,
-    digest: str,
-    device: str,
-    own: Statement,
+    model: nn.Module, lowered: Lowered, digest: str, device: str, own: Statement
 ) -> tuple[dict[str, nn.Module], Meshes, Said]:
     """Checks the model and creates the meshes; on an error, destroys a process group it started."""
     started = False

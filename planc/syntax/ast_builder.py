@@ -79,10 +79,7 @@ class Builder(Transformer[Token, ast.File]):
     def style(self, meta: Meta, children: list[Any]) -> ast.Style:
         name, path = children
         return ast.Style(
-            origin=self.span(meta),
-            name=str(name),
-            name_origin=self.at(name),
-            path=_unquote(path),
+            origin=self.span(meta), name=str(name), name_origin=self.at(name), path=_unquote(path)
         )
 
     def section(self, meta: Meta, children: list[Any]) -> ast.Section:

@@ -244,10 +244,7 @@ def _at_revision(revision: str, path: Path) -> bytes:
     inside = path.as_posix() if path.is_absolute() else f"./{path.as_posix()}"
     try:
         done = subprocess.run(
-            ["git", "show", f"{revision}:{inside}"],
-            capture_output=True,
-            check=False,
-            timeout=30,
+            ["git", "show", f"{revision}:{inside}"], capture_output=True, check=False, timeout=30
         )
     except FileNotFoundError:
         raise ValueError("there is no such file, and git is not installed") from None

@@ -24,13 +24,7 @@ from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run
 from planc.trial.implicit_redistribution import redistributions
 from planc.trial.outcome import Outcome
-from planc.trial.program import (
-    RankResult,
-    SingleError,
-    seed_rank,
-    train_rank,
-    train_single,
-)
+from planc.trial.program import RankResult, SingleError, seed_rank, train_rank, train_single
 from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import RankFailure, busy, run_ranks
 from planc.trial.trace import Trace

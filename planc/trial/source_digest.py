@@ -7,15 +7,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
-SOURCES = (
-    "model",
-    "ops",
-    "plan/mesh_axes.py",
-    "plan/unit_lists.py",
-    "proof",
-    "runtime",
-    "trial",
-)
+SOURCES = ("model", "ops", "plan/mesh_axes.py", "plan/unit_lists.py", "proof", "runtime", "trial")
 """Folders and files of the package that build and run small models and judge the runs."""
 
 

@@ -74,10 +74,7 @@ def _grid(config: Any, rows: int, generator: Any) -> Inputs:
     side = 2 * merge
     width = _channels(config) * times * _patch(config) ** 2
     grid = torch.tensor([[1, side, side]] * rows)
-    return {
-        "pixel_values": _random(generator, rows * side * side, width),
-        "image_grid_thw": grid,
-    }
+    return {"pixel_values": _random(generator, rows * side * side, width), "image_grid_thw": grid}
 
 
 def _grid_of_images(config: Any, rows: int, generator: Any) -> Inputs:
@@ -91,10 +88,7 @@ def _grid_of_images(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _grid_merged(config: Any, rows: int, generator: Any) -> Inputs:
     """Patches and grids, and how many patches per side are merged into one token."""
-    return {
-        **_grid(config, rows, generator),
-        "image_merge_sizes": torch.tensor([2] * rows),
-    }
+    return {**_grid(config, rows, generator), "image_merge_sizes": torch.tensor([2] * rows)}
 
 
 def _tiles(config: Any, rows: int, generator: Any) -> Inputs:

@@ -18,13 +18,7 @@ from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import detached, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces
 from planc.runtime.standalone.load_weights import listed_names
-from planc.runtime.standalone.shards import (
-    Order,
-    irregular,
-    named_tensors,
-    rank_orders,
-    tied_names,
-)
+from planc.runtime.standalone.shards import Order, irregular, named_tensors, rank_orders, tied_names
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -48,10 +42,7 @@ def storage_order(key: str, value: Any, own: Mapping[str, Order]) -> Order | Non
 
 
 def check_state(
-    model: nn.Module,
-    optimizer: Optimizer,
-    stored: Mapping[str, Any],
-    findings: list[Diagnostic],
+    model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any], findings: list[Diagnostic]
 ) -> None:
     """Checks that an optimizer state in a checkpoint fits an optimizer.
 

@@ -137,11 +137,7 @@ class _Row:
 
 
 def _rendered(
-    parts: Sequence[TokenOrGroup],
-    indent: int,
-    *,
-    pad: tuple[int, int] | None = None,
-    end: str = "",
+    parts: Sequence[TokenOrGroup], indent: int, *, pad: tuple[int, int] | None = None, end: str = ""
 ) -> list[_Row]:
     """The rows of a statement or an item: one where it fits, else with brackets broken."""
     if not parts:
