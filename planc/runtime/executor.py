@@ -22,7 +22,6 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.registry import AnyOp
 from planc.runtime import compiled_attention, input_embeddings, megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.lora import remember, require_packages
@@ -80,7 +79,8 @@ def apply_lowered(
             try:
                 worker.run(op)
             except Exception as error:
-                raise _refused(op, worker.at, error) from error
+                what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
+                raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
     if distributed.get_rank() == 0:
         taken = time.perf_counter() - began
@@ -158,10 +158,6 @@ def _prepare(
         if isinstance(error, PlanError):
             raise
         raise stop("PL495", f"no process group or mesh on {device}: {first_line(error)}") from error
-
-
-def _refused(op: AnyOp, at: str, error: Exception) -> PlanError:
-    return stop("PL492", f"torch refused {op_name(op)} of {at or 'the model'}: {first_line(error)}")
 
 
 class Worker:
@@ -250,9 +246,8 @@ class Worker:
     def _inner(self, name: str) -> nn.Module:
         """The module without its checkpoint wrapper: the one that holds the children."""
         module = self.modules[name]
-        return (
-            module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
-        )
+        wrapped = isinstance(module, CheckpointWrapper)
+        return module._checkpoint_wrapped_module if wrapped else module
 
 
 def _no_mesh(mesh: MeshOf) -> DeviceMesh:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed, nn
 
@@ -22,6 +22,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
 
+T = TypeVar("T")
 _MOST = 8  # findings about a wrong model
 
 
@@ -41,8 +42,7 @@ def require_not_parallel(model: nn.Module) -> None:
     Raises:
         PlanError: PL493, the model is parallel already.
     """
-    found = already_parallel(model)
-    if found:
+    if found := already_parallel(model):
         raise stop(
             "PL493",
             f"this model is already parallel: {found}",
@@ -218,9 +218,8 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
         actual = None if parameter is None else tuple(parameter.shape)
         if actual != shape.shape:
             shown = list(actual) if actual is not None else "missing"
-            yield (
-                f"{name}.{shape.name} is {shown}, and the plan was lowered for {list(shape.shape)}"
-            )
+            wanted = f"the plan was lowered for {list(shape.shape)}"
+            yield f"{name}.{shape.name} is {shown}, and {wanted}"
 
 
 # All ranks ---------------------------------------------------------------------------------------
@@ -239,16 +238,21 @@ class _RankStatus:
     also: Any = None
 
 
+def of_all_ranks(own: T) -> list[T]:
+    """What every rank gives, by rank; a collective where there are several."""
+    every = [own] * distributed.get_world_size()
+    if len(every) > 1 and distributed.get_backend() != "fake":
+        distributed.all_gather_object(every, own)
+    return every
+
+
 def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:
     """Raises on every rank unless all ranks have the same digest and no findings; returns what
     each rank says besides, by rank.
     """
     first = findings[0] if findings else None
     mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings), also)
-    everyone: list[Any] = [mine]
-    if distributed.get_world_size() > 1 and distributed.get_backend() != "fake":
-        everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, mine)
+    everyone = of_all_ranks(mine)
     lowered = all(status.digest for status in everyone)
     if lowered and len({status.digest for status in everyone}) > 1:
         different = one_of(_digests([status.digest for status in everyone]), last="and")
@@ -278,9 +282,8 @@ def _in_one_line(findings: list[Diagnostic]) -> str:
 def _digests(digests: list[str]) -> Iterator[str]:
     """Each digest, with enough digits to be unique, and the ranks that have it."""
     different = set(digests)
-    length = next(
-        (n for n in range(12, 64) if len({d[:n] for d in different}) == len(different)), 64
-    )
+    enough = (n for n in range(12, 64) if len({d[:n] for d in different}) == len(different))
+    length = next(enough, 64)
     for digest in dict.fromkeys(digests):
         ranks = [i for i, d in enumerate(digests) if d == digest]
         names = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")

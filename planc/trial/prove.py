@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import distributed
@@ -11,6 +10,7 @@ from torch import distributed
 from planc.model.small.user_model import ModelBuilder
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.preconditions import of_all_ranks
 from planc.trial.batches import Batches, batches
 from planc.trial.numerics import errors_by_name, relative
 from planc.trial.precision import NEGLIGIBLE, Operations, norm_error, tolerance
@@ -96,8 +96,7 @@ def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> Operation
 
 def _drawn_by_all(own: RankResult) -> list[RankResult]:
     """The data rank and the random numbers of each rank."""
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, (own.data_rank, own.drawn))
+    found = of_all_ranks((own.data_rank, own.drawn))
     return [RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
 
 

@@ -79,21 +79,17 @@ def empty_flat_state(
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
-            same = shape == tuple(parameter.shape)
-            out[key] = (
-                empty_shard(parameter, dtype, own.get(_owner(key)))
-                if same
-                else torch.empty(shape, dtype=dtype)
-            )
+            if shape == tuple(parameter.shape):
+                out[key] = empty_shard(parameter, dtype, own.get(_owner(key)))
+            else:
+                out[key] = torch.empty(shape, dtype=dtype)
     return out
 
 
 def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     """Loads a flattened state dict into an optimizer."""
-    numbers: dict[int, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            numbers[id(parameter)] = len(numbers)
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers = {id(parameter): number for number, parameter in enumerate(every)}
     names = {name: p for name, p, _ in _parameters(model, optimizer)}
     state: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
