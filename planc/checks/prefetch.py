@@ -61,7 +61,8 @@ def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) ->
 def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
     """The frozen units at the start of a list that has a trainable entry later."""
     members = list(owned(plan, facts))
-    at = next(i for i, s in enumerate(units[0].path) if not isinstance(s, str))
+    at = units[0].list_at
+    assert at is not None
     first: int | None = None
     reached = False
     for own in members:
@@ -79,8 +80,7 @@ def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | 
     frozen = type(every).of(i for i in every if i < first)
     if not frozen:
         return None
-    path = (*units[0].path[:at], frozen, *units[0].path[at + 1 :])
-    return Modules(path, units[0].module)
+    return units[0].with_entries(frozen)
 
 
 def _frozen(gap: Modules, plan: Plan) -> list[Label]:

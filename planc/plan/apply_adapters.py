@@ -189,9 +189,8 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
         two = lora_modules(replace(rule, modules=part))
         for half, style in zip(two, derived, strict=True):
             if style is not None:
-                found.append(
-                    TensorRule(modules=half, axis=base.axis, style=style, origin=rule.origin)
-                )
+                own = TensorRule(modules=half, axis=base.axis, style=style, origin=rule.origin)
+                found.append(own)
     return tuple(found)
 
 

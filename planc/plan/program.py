@@ -156,17 +156,16 @@ def _define(
     if statement.override and not earlier:
         what = f"{kind} `{statement.name}`"
         nothing_to_override(program.sink, what, statement.name_origin)
-    program.scope.define(
-        Definition(
-            name=statement.name,
-            kind=kind,
-            value=statement.value,
-            origin=statement.name_origin,
-            given=given.get(statement.name) if kind == "option" else None,
-        )
+    own = given.get(statement.name) if kind == "option" else None
+    definition = Definition(
+        name=statement.name,
+        kind=kind,
+        value=statement.value,
+        origin=statement.name_origin,
+        given=own,
     )
-    if kind == "option":
-        _same_type(statement, program, given.get(statement.name))
+    program.scope.define(definition)
+    _same_type(statement, program, own)
 
 
 def _same_type(
@@ -253,25 +252,16 @@ def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
             continue
         has = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}" if known else None
         hint = did_you_mean(name, known, has)
-        source = literal.origin.source
-        program.sink.error(
-            "PL106",
-            f"`--set {name}` names no option and no mesh axis of the plan",
-            source.span(0, len(name)),
-            help=hint,
-        )
+        message = f"`--set {name}` names no option and no mesh axis of the plan"
+        program.sink.error("PL106", message, literal.origin.source.span(0, len(name)), help=hint)
 
 
 def _unused(files: Sequence[ast.File], program: Program) -> None:
     used = {name.partition(".")[0] for file in files for name in mentioned(file.statements)}
     for name, definition in program.scope.definitions.items():
         if name not in used:
-            program.sink.warning(
-                "PL104",
-                f"{definition.kind} `{name}` is never used",
-                definition.origin,
-                help="use it or remove it",
-            )
+            message = f"{definition.kind} `{name}` is never used"
+            program.sink.warning("PL104", message, definition.origin, help="use it or remove it")
 
 
 _LATER = {
@@ -299,9 +289,8 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
             continue
         hint = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
         hint = _ITEMS.get(section.name, hint)
-        program.sink.error(
-            "PL011", f"there is no section `{section.name}`", section.name_origin, help=hint
-        )
+        message = f"there is no section `{section.name}`"
+        program.sink.error("PL011", message, section.name_origin, help=hint)
 
 
 def require(program: Program) -> None:

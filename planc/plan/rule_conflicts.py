@@ -97,10 +97,11 @@ class Claims(Generic[T]):
                     continue
                 met = True
                 if any(both.overlap(earlier) for earlier in own):
-                    self._twice(both, aspect, origin)
+                    message = f"this rule decides the {aspect} of `{both}` twice"
+                    self.sink.error("PL102", message, origin, help="name it once")
                 elif not override:
                     self._conflict(both, claim, origin)
-                rest.extend(_less(claim, wanted))
+                rest += (replace(claim, modules=left) for left in claim.modules.minus(wanted))
             own.append(wanted)
             self.claims = [*rest, Claim(modules=wanted, aspect=aspect, value=value, origin=origin)]
         if override and decisions and not met:
@@ -114,20 +115,7 @@ class Claims(Generic[T]):
             if claim.value is not None
         )
 
-    def _twice(self, both: Modules, aspect: str, origin: Span) -> None:
-        self.sink.error(
-            "PL102",
-            f"this rule decides the {aspect} of `{both}` twice",
-            origin,
-            help="name it once",
-        )
-
     def _conflict(self, both: Modules, claim: Claim[T], origin: Span) -> None:
         count = f", {len(both)} modules" if len(both) > 1 else ""
         what = f"the {claim.aspect} of `{both}`{count}"
         conflict(self.sink, "rule", what, origin, claim.origin)
-
-
-def _less(claim: Claim[T], wanted: Modules) -> Iterator[Claim[T]]:
-    for left in claim.modules.minus(wanted):
-        yield Claim(modules=left, aspect=claim.aspect, value=claim.value, origin=claim.origin)

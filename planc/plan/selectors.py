@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from planc.diagnostic import did_you_mean, one_of
-from planc.model.facts import Modules
+from planc.model.facts import Modules, merged
 from planc.model.indices import Indices
 from planc.plan.scope import Failed, Scope
 from planc.syntax import ast
@@ -87,7 +87,7 @@ def select(
                 _report(selector, each, scope)
                 return ()
         found.extend(() if isinstance(matched, _Miss) else matched)
-    return _merged(found)
+    return tuple(merged(found, alike=True))
 
 
 def _every_alternative(
@@ -108,8 +108,7 @@ def _every_alternative(
 
 def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[SelectorStep, ...]]:
     """The patterns that braces expand to, each as steps."""
-    prefix: tuple[SelectorStep, ...] = ()
-    prefixes: list[tuple[SelectorStep, ...]] = [prefix]
+    prefixes: list[tuple[SelectorStep, ...]] = [()]
     path = selector.path
     if path.startswith("$"):
         match = re.match(r"\$(\w+)\.?", path)
@@ -224,9 +223,8 @@ def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]
 
 
 def _contains(at: Modules, has: ast.Selector, scope: Scope) -> bool:
-    return any(
-        not isinstance(_walk(at, steps, scope), _Miss) for steps in _every_alternative(has, scope)
-    )
+    every = _every_alternative(has, scope)
+    return any(not isinstance(_walk(at, steps, scope), _Miss) for steps in every)
 
 
 def _length(at: Modules) -> int:
@@ -253,25 +251,6 @@ def _integer(digits: str) -> int:
     return int(digits) if len(digits) < 1_000 else 2**63
 
 
-def _merged(found: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of the same structure, merged where their paths differ in one set of indices only."""
-    result: list[Modules] = []
-    for modules in found:
-        current = modules
-        for i, other in enumerate(result):
-            union = _union(other, current)
-            if union is not None:
-                result[i] = union
-                break
-        else:
-            result.append(current)
-    return tuple(result)
-
-
-def _union(one: Modules, two: Modules) -> Modules | None:
-    return one.union(two) if one.module == two.module else None
-
-
 def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
     written = selector.path + (f"<{selector.cls}>" if selector.cls else "")
     at = miss.at[0]
@@ -289,16 +268,13 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
             reason += f", none of them in `{text}`" if length else ""
         case Kept(cls, has):
             found = one_of(dict.fromkeys(m.module.cls for m in miss.at), last="and")
-            reason = f"the modules there are {found}" if cls else f"none of them has `{_path(has)}`"
+            reason = f"the modules there are {found}"
+            if cls is None and has is not None:
+                reason = f"none of them has `{has.path}`"
         case _:
             reason = f"{where} has no modules inside"
-    scope.sink.error(
-        "PL101", f"`{written}` matches nothing: {reason}", selector.origin, facts=facts, help=hint
-    )
-
-
-def _path(selector: ast.Selector | None) -> str:
-    return selector.path if selector else ""
+    message = f"`{written}` matches nothing: {reason}"
+    scope.sink.error("PL101", message, selector.origin, facts=facts, help=hint)
 
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:

@@ -41,7 +41,6 @@ from planc.ops.call import (
     mesh_source,
     values_of,
 )
-from planc.plan.unit_lists import entry
 
 
 class Printer:
@@ -143,7 +142,7 @@ class Printer:
 
     def _numbered(self, value: Numbered) -> Source:
         modules = value.modules
-        at = entry(modules)
+        at = modules.list_at
         segment = modules.path[at] if at is not None else None
         assert isinstance(segment, Indices)
         index = "i" if len(segment) > 1 else str(segment.first)

@@ -7,12 +7,12 @@ from planc.diagnostic import did_you_mean, one_of
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import GROUPS, Save, like, listed, seen
 from planc.ops.compile import Compile
-from planc.plan.call_arguments import Arguments, unknown, word
+from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import evaluate
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, flatten
+from planc.plan.rule_conflicts import Claims
 from planc.plan.scope import Failed, Scope
-from planc.plan.sections.tensor import modules_of, no_axes, rule_of
+from planc.plan.sections.tensor import modules_of, no_axes, rules_of
 from planc.syntax import ast
 
 T = TypeVar("T")
@@ -64,13 +64,7 @@ def _claim(
     """
     for section in program.named(name):
         no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, name, program)
-            if rule is None:
-                continue
-            if rule.action.name not in known:
-                unknown(rule.action, known, f"way to {name}", program.scope)
-                continue
+        for rule, placed in rules_of(section, known, f"way to {name}", program):
             value = read(rule.action)
             if value is not None:
                 found = modules_of(rule, placed, program.scope)

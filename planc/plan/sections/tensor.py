@@ -51,9 +51,8 @@ def tensor(program: Program) -> Iterator[TensorRule]:
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
     for axis, held in claims.items():
         for claim in held.claims:
-            yield TensorRule(
-                modules=claim.modules, axis=axis, style=claim.value, origin=claim.origin
-            )
+            modules, style = claim.modules, claim.value
+            yield TensorRule(modules=modules, axis=axis, style=style, origin=claim.origin)
 
 
 def _claim(
@@ -67,12 +66,11 @@ def _claim(
         own = kind if kind in ("embedding", "conv1d") else "other"
         by_kind.setdefault(own, []).append(modules)
     for i, (kind, group) in enumerate(by_kind.items()):
-        own_style = program.styles.get(rule.action.name)
-        style = (
-            custom(rule.action, own_style.path, program.scope)
-            if own_style
-            else style_of(rule.action, program.scope, kind=kind)
-        )
+        style: Style | None
+        if own_style := program.styles.get(rule.action.name):
+            style = custom(rule.action, own_style.path, program.scope)
+        else:
+            style = style_of(rule.action, program.scope, kind=kind)
         if style is None:
             return
         override = rule.override and i == 0
@@ -91,6 +89,23 @@ def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
         help=f"it holds rules: `{_EXAMPLES[section]}`",
     )
     return None
+
+
+def rules_of(
+    section: ast.Section, known: tuple[str, ...], what: str, program: Program
+) -> Iterator[tuple[ast.Rule, Placed]]:
+    """The rules of a section with one of its actions; anything else is PL011 or PL105.
+
+    Args:
+        known: the actions.
+        what: what an action is, for a message.
+    """
+    for placed in flatten(section, program.scope):
+        rule = rule_of(placed, section.name, program)
+        if rule is not None and rule.action.name in known:
+            yield rule, placed
+        elif rule is not None:
+            unknown(rule.action, known, what, program.scope)
 
 
 def modules_of(rule: ast.Rule, placed: Placed, scope: Scope) -> tuple[Modules, ...]:

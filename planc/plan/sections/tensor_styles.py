@@ -81,8 +81,7 @@ def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | No
     local = arguments.truth("local", True)
     parts, interleaved = _parts(arguments)
     default = Colwise() if call.name == "colwise" else Rowwise()
-    source = default.input
-    target = default.output
+    source, target = default.input, default.output
     if isinstance(default, Rowwise) and kind == "embedding":
         source = Replicate()
     if arguments.positional:
@@ -274,8 +273,7 @@ def _held(expression: ast.Expr, arguments: Arguments) -> ParameterLayout | None:
         inner.wrong(expression, "`shard` names the dim that it splits", "write `shard(1)`")
         arguments.ok = False
         return None
-    good = inner.done(positional=1)
-    arguments.ok = arguments.ok and good
-    return (
-        ParameterLayout(layout=Shard(dim), parts=parts, interleaved=interleaved) if good else None
-    )
+    if not inner.done(positional=1):
+        arguments.ok = False
+        return None
+    return ParameterLayout(layout=Shard(dim), parts=parts, interleaved=interleaved)
