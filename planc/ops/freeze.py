@@ -12,7 +12,9 @@ from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freeze(Op):
-    """`module.requires_grad_(trainable)` for each module; a later one may be on a submodule."""
+    """`module.requires_grad_(trainable)` for each module; a later operation may be on a
+    submodule.
+    """
 
     modules: Modules
     trainable: bool = False

@@ -26,7 +26,8 @@ HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapt(Op):
-    """peft's `inject_adapter_in_model` with one `LoraConfig`; all but the adapters is frozen.
+    """peft's `inject_adapter_in_model` with one `LoraConfig`; all parameters but adapters are
+    frozen.
 
     Args:
         members: the layers of one rule.

@@ -56,7 +56,8 @@ class Rowwise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """A replicated weight applied to an activation sharded along `dim`; its gradient is summed.
+    """A replicated weight applied to an activation that is sharded along `dim`; its gradient is
+    summed.
 
     torch's `SequenceParallel`; its defaults are dim 1, not local.
     """
@@ -78,7 +79,8 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """torch's `PrepareModuleInput`: positional arguments (None: unchanged), and keyword arguments.
+    """torch's `PrepareModuleInput`: positional arguments in order (None: unchanged), and keyword
+    arguments.
 
     By default the module receives a DTensor, so the gradients of several consumers are summed once.
     """
@@ -172,7 +174,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """An RMS norm over sharded features: the weight is sharded, the mean taken over all ranks."""
+    """An RMS norm over sharded features: the weight is sharded, the mean is taken over all
+    ranks.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,8 @@ def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie(Op):
-    """Ties two parameters again (`parameter = source`): `parallelize_module` creates new ones.
+    """Ties two parameters again (`parameter = source`), because `parallelize_module` creates new
+    ones.
 
     Both are torch names of parameters, such as `lm_head.weight`.
     """
