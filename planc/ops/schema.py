@@ -49,9 +49,8 @@ class _Definitions:
             case Leaf():
                 return self._named(shape.form, {**shape.form.schema})
             case Many():
-                return self._named(
-                    shape.form, {"type": "array", "items": self.of(shape.item), **shape.form.schema}
-                )
+                body: Schema = {"type": "array", "items": self.of(shape.item)}
+                return self._named(shape.form, {**body, **shape.form.schema})
             case Named():
                 body = {"propertyNames": self.of(shape.name)}
                 body["additionalProperties"] = self.of(shape.item)
@@ -91,15 +90,9 @@ class _Definitions:
             tagged = {shape.key: {"enum": [kind]}}
             only = {"type": "object", "required": [shape.key], "properties": tagged}
             rules.append({"if": only, "then": self._record(record, {shape.key: {"const": kind}})})
-        return self._named(
-            Form(name=shape.key if shape.key != "name" else "style"),
-            {
-                "type": "object",
-                "required": [shape.key],
-                "properties": {shape.key: {"enum": list(shape.kinds)}},
-                "allOf": rules,
-            },
-        )
+        body: Schema = {"type": "object", "required": [shape.key]}
+        body |= {"properties": {shape.key: {"enum": list(shape.kinds)}}, "allOf": rules}
+        return self._named(Form(name="style" if shape.key == "name" else shape.key), body)
 
     def _record(self, record: Record, extra: Schema) -> Schema:
         if record.row:

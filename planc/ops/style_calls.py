@@ -40,10 +40,8 @@ def style_call(style: Style) -> FunctionCall:
         case Colwise() | Rowwise():
             return _weighted(style)
         case Sequence():
-            dim = style.dim if style.dim != 1 else None
-            return FunctionCall(
-                f"{_TORCH}SequenceParallel", (), given(sequence_dim=dim, **_local(style))
-            )
+            keywords = given(sequence_dim=style.dim if style.dim != 1 else None, **_local(style))
+            return FunctionCall(f"{_TORCH}SequenceParallel", (), keywords)
         case Input():
             return _input(style)
         case Output():
@@ -88,9 +86,8 @@ def _weighted(style: Colwise | Rowwise) -> FunctionCall:
     if not style.transposed and parts == 1:
         return made
     name = "TransposedParallel" if style.transposed else "PackedParallel"
-    return FunctionCall(
-        f"{_OTHER}{name}", (made,), given(parts=_sizes(parts) if parts != 1 else None)
-    )
+    sizes = given(parts=_sizes(parts) if parts != 1 else None)
+    return FunctionCall(f"{_OTHER}{name}", (made,), sizes)
 
 
 def _sizes(parts: Parts) -> Value:
