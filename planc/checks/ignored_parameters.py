@@ -42,17 +42,10 @@ def _trained(own: Owned) -> list[str]:
 def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
     """A style makes weights DTensors and a unit shards them: that rule or `ignore` is wrong."""
     assert plan.fsdp is not None
-    said = [
-        (member, unit.origin, "a unit")
-        for unit in plan.fsdp.units
-        for member in unit.members
-        if member.path
-    ]
-    said += [
-        (rule.modules, rule.origin, "a style")
-        for rule in plan.tensor
-        if not isinstance(rule.style, Attributes | Input | Output)
-    ]
+    units = ((member, u.origin) for u in plan.fsdp.units for member in u.members)
+    said = [(member, origin, "a unit") for member, origin in units if member.path]
+    rules = (r for r in plan.tensor if not isinstance(r.style, Attributes | Input | Output))
+    said += [(rule.modules, rule.origin, "a style") for rule in rules]
     for modules, origin, what in said:
         if modules.within(one.modules):
             sink.error(

@@ -97,9 +97,8 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
     wrong = [f"{name} is {dtype}" for dtype, name in kept.items() if dtype != said.param]
     if said.param and wrong:
         message = f"Megatron-FSDP computes in the dtype of the parameters, not in {said.param}"
-        told = (
-            f"write `load {{ dtype = {_SHORT[said.param]} }}`; the optimizer keeps separate weights"
-        )
+        cast = f"load {{ dtype = {_SHORT[said.param]} }}"
+        told = f"write `{cast}`; the optimizer keeps separate weights"
         yield _Finding(message, said.origin, told, tuple(sorted(wrong)))
 
 
@@ -108,18 +107,15 @@ def _strategies(section: Fsdp, own: MegatronShard, copies: int) -> Iterator[_Fin
     at = own.origin_of("outer") or own.origin
     if own.outer != "no_shard" and not section.replicate:
         told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or remove it"
-        yield _Finding(
-            "`outer_strategy` applies to replicate axes, and the plan has none", at, told
-        )
+        message = "`outer_strategy` applies to replicate axes, and the plan has none"
+        yield _Finding(message, at, told)
     if own.outer != "no_shard" and own.strategy != _WHOLE:
         message = f"`outer_strategy = {own.outer}` needs `strategy = {_WHOLE}`"
         yield _Finding(message, at, f"remove it, or write `strategy = {_WHOLE}`")
     summed = section.divide is not None and section.divide.factor == 1
     if own.outer != "no_shard" and copies > 1 and not summed:
-        message = (
-            "Megatron-FSDP 0.6 sums gradients instead of averaging them with "
-            f"`outer_strategy = {own.outer}`"
-        )
+        outer = f"`outer_strategy = {own.outer}`"
+        message = f"Megatron-FSDP 0.6 sums gradients instead of averaging them with {outer}"
         told = "write `divide = 1`, and divide the loss by the number of ranks, or remove it"
         yield _Finding(message, at, told, ("it averages them with every other strategy",))
     at = own.origin_of("strategy") or own.origin

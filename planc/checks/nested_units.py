@@ -12,10 +12,8 @@ def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     for unit in plan.fsdp.units:
         for member in unit.members:
-            outer = next(
-                (o for o in unit.members if o.path != member.path and holds(o, member)), None
-            )
-            if outer is not None:
+            around = (o for o in unit.members if o.path != member.path and holds(o, member))
+            if (outer := next(around, None)) is not None:
                 sink.error(
                     "PL410",
                     f"`{member}` is inside `{outer}`, a member of the same group",

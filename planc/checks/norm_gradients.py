@@ -86,13 +86,8 @@ def _is_block(parent: Modules) -> bool:
 
 def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
     """Whether some submodule outputs a sharded sequence, as under sequence parallelism."""
-    return any(
-        isinstance(r.style, Rowwise)
-        and isinstance(r.style.output, Shard)
-        and r.style.output.dim == 1
-        and r.modules.within(parent)
-        for r in rules
-    )
+    split = (r for r in rules if isinstance(r.style, Rowwise) and r.style.output == Shard(1))
+    return any(r.modules.within(parent) for r in split)
 
 
 def _on_heads(norms: list[Modules], split: Spans, sink: Sink) -> None:

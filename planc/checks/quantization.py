@@ -117,25 +117,20 @@ def _unaligned(
     assert rule.quantize is not None
     block, high = rule.quantize.block, f"blocks of {rule.quantize.block}"
     if not isinstance(base.style, Colwise | Rowwise):
-        return (
-            f"its style, `{style_text(base.style)}`, is unknown for 4-bit weights",
-            "write `lora(...)` for it, or use `colwise` or `rowwise`",
-        )
+        text = f"its style, `{style_text(base.style)}`, is unknown for 4-bit weights"
+        return text, "write `lora(...)` for it, or use `colwise` or `rowwise`"
     if rule.quantize.double:
         return "with `double`, scales depend on the full weight", "write `double = false`"
     weight = next(p for p in part.module.parameters if p.name == "weight")
     split = weight_split(base.style, "linear", "weight", 2)
     if split is None:
         return None
-    sizes = (
-        part_sizes(split, weight.shape[split.dim]) if split.packed else (weight.shape[split.dim],)
-    )
+    size = weight.shape[split.dim]
+    sizes = part_sizes(split, size) if split.packed else (size,)
     inner = weight.shape[1] if split.dim == 0 else 1  # numbers that a step along the dim passes
     for size in sizes:
         if size % count or size // count * inner % block:
             what = f"{size:,} {'rows' if split.dim == 0 else 'columns'} over {count} ranks"
-            return (
-                f"{what} do not form whole {high}",
-                "write `lora(...)` for it, or a smaller block",
-            )
+            fix = "write `lora(...)` for it, or a smaller block"
+            return f"{what} do not form whole {high}", fix
     return None

@@ -72,14 +72,8 @@ def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _rule(half: Half, plan: Plan) -> TensorRule | None:
     _, modules, parameter = half
-    return next(
-        (
-            r
-            for r in active(plan)
-            if r.modules.overlap(modules) and split_dim(r, parameter) is not None
-        ),
-        None,
-    )
+    own = (r for r in active(plan) if r.modules.overlap(modules))
+    return next((r for r in own if split_dim(r, parameter) is not None), None)
 
 
 def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:

@@ -45,11 +45,8 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
         return
     # what `ep_shard` has of one rank splits nothing, whatever the section is on
     one = {a.name for a in plan.mesh.axes if a.size == 1 and not set(known).isdisjoint(unit.shard)}
-    wrong = [
-        a
-        for i, a in enumerate(unit.shard)
-        if (a not in known and a not in one) or a in unit.shard[:i]
-    ]
+    either = {*known, *one}
+    wrong = [a for i, a in enumerate(unit.shard) if a not in either or a in unit.shard[:i]]
     if wrong and section.shard:
         named = one_of((f"`{a}`" for a in known), last="and")
         said = "named twice" if wrong[0] in known else "no axis of the section"

@@ -90,9 +90,8 @@ def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
         mismatch, subject = group[0], generic(group[0].subject)
         before, after = mismatch.layouts
         change = f"{before} -> {after} (for {mismatch.op})"
-        message = (
-            f"implicit redistribution in `{subject or 'the model'}`, which no rule states: {change}"
-        )
+        where = f"`{subject or 'the model'}`"
+        message = f"implicit redistribution in {where}, which no rule states: {change}"
         labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
         advice = "state it with a style, `input(...)` or `output(...)`, or keep it implicit"
         facts = [*_source(mismatch), _SEEN]
@@ -172,16 +171,16 @@ def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
     mismatch = group[0]
     measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
     facts = [*tie.facts, measured, *_source(mismatch), _SEEN]
-    module, help = _module(group), TiedStyles.HELP
+    where, help = f"`{_module(group)}`", TiedStyles.HELP
     match mismatch.kind:
         case "crash":
-            message = f"{tie.message}: the model raises in `{module}`"
+            message = f"{tie.message}: the model raises in {where}"
             sink.error("PL503", message, *tie.labels, facts=facts, help=help)
         case "output":
-            message = f"{tie.message}: the output of `{module}` is wrong"
+            message = f"{tie.message}: the output of {where} is wrong"
             sink.error("PL501", message, *tie.labels, facts=facts, help=help)
         case _:
-            message = f"{tie.message}: the gradient of `{module}` is wrong"
+            message = f"{tie.message}: the gradient of {where} is wrong"
             sink.error("PL502", message, *tie.labels, facts=facts, help=help)
 
 
@@ -190,10 +189,9 @@ def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> lis
     if not mismatch.before:
         return labels
     marked = {label.span for label in labels}
-    before = [
-        label.span for label in rule_labels(mismatch.before, small) if label.span not in marked
-    ]
-    return [*labels, *(Label(span=span, text="ended just before") for span in before)]
+    before = (label.span for label in rule_labels(mismatch.before, small))
+    more = (Label(span=span, text="ended just before") for span in before if span not in marked)
+    return [*labels, *more]
 
 
 def _crash(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
@@ -256,12 +254,9 @@ def _later(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
-    message = (
-        f"`{subject}` gets {mismatch.detail}: the length of a local shard, not of the sequence"
-    )
     sink.error(
         "PL507",
-        message,
+        f"`{subject}` gets {mismatch.detail}: the length of a local shard, not of the sequence",
         *rule_labels(mismatch.subject, small),
         facts=[*_source(mismatch), _SEEN],
         help="return the sharded activations as a DTensor, which has the global size: `local = "

@@ -188,9 +188,9 @@ def flow(
         outcome, small = _judge_all(compiled, axes)
     if not axes and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
-    layers = (
-        () if isinstance(small, Unrepresented) else layer_verdicts(facts, small.compiled, outcome)
-    )
+    layers: tuple[LayerVerdict, ...] = ()
+    if isinstance(small, SmallCase):
+        layers = layer_verdicts(facts, small.compiled, outcome)
     released_early = bool(outcome.recomputed) and _released(lowered, ir, outcome, small)
     verdict = Verdict(
         outcome=outcome,
@@ -250,9 +250,8 @@ def _draws(
         facts, small = compiled.facts, case.compiled.plan
         wrong = report_draws(outcome, small, facts, sink, strict=strict)
         verdict = outcome.verdict if wrong or outcome.verdict != "refuted" else "unknown"
-        yield SectionVerdict(
-            name="random numbers", verdict=verdict, by="simulation", reason=outcome.reason
-        )
+        name, by = "random numbers", "simulation"
+        yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)
 
 
 def _report(outcome: Outcome, small: Compiled, real: Compiled, sink: Sink) -> bool:
@@ -282,12 +281,9 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
         return Verdict(outcome=nothing, sections=sections)
     ran, reason = called_modules(facts)
     if ran is None:
-        sections = tuple(
-            replace(s, verdict="unknown", reason=f"whether its units are called: {reason}")
-            if s.data
-            else s
-            for s in sections
-        )
+        why = f"whether its units are called: {reason}"
+        unknown = (replace(s, verdict="unknown", reason=why) if s.data else s for s in sections)
+        sections = tuple(unknown)
     gathered = ran is None or not report_uncalled(ran, ir, sink)
     return Verdict(outcome=nothing, sections=sections, gathered=gathered)
 
@@ -339,9 +335,8 @@ def _sections(
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))
     for axes in every:
-        yield SectionVerdict(
-            name=f"tensor on {' * '.join(axes)}", verdict=run, by=by, reason=outcome.reason
-        )
+        name = f"tensor on {' * '.join(axes)}"
+        yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
     if any(isinstance(op, Checkpoint) for op in lowered.ops):
         reason, verdict = outcome.reason, run
         if run == "refuted":
@@ -359,10 +354,8 @@ def _sections(
         else:
             yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
     if ir.fsdp is not None and is_megatron(lowered):
-        on = " * ".join(ir.fsdp.shard)
-        yield SectionVerdict(
-            name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN, data=True
-        )
+        name, by = f"fsdp on {' * '.join(ir.fsdp.shard)}", "structure"
+        yield SectionVerdict(name=name, verdict="unknown", by=by, reason=UNSEEN, data=True)
     for left in left_out(lowered):
         name, _, reason = left.partition(": ")
         yield SectionVerdict(name=name, verdict="left out", by="structure", reason=reason)

@@ -213,10 +213,8 @@ def _remember(case: _Case, certificate: store.Certificate) -> None:
 
 def _doubt(case: _Case, verdict: str) -> str | None:
     """Why the small model's verdict may not hold for the original: only one fails a check."""
-    real, small = (
-        set(case.check_codes) - set(case.small_check_codes),
-        set(case.small_check_codes) - set(case.check_codes),
-    )
+    every, reduced = set(case.check_codes), set(case.small_check_codes)
+    real, small = every - reduced, reduced - every
     if verdict == "verified" and real:
         codes = one_of(sorted(real), last="and")
         return f"planc check finds {codes} at the real sizes, and not at the small ones"
@@ -233,7 +231,7 @@ def _certificate(
     found: Comparison | None = None,
     places: tuple[str, ...] = (),
 ) -> store.Certificate:
-    first = found.first if found else None
+    first, parts = found.first if found else None, ("what", "name", "error")
     return {
         "format_version": store.FORMAT_VERSION,
         "verdict": verdict,
@@ -251,8 +249,7 @@ def _certificate(
         "limits": dict(found.limits if found else LIMITS),
         "errors": found.errors if found else None,
         "worst": found.worst if found else None,
-        "first": first
-        and {**{n: first[n] for n in ("what", "name", "error")}, "places": list(places)},
+        "first": first and {**{n: first[n] for n in parts}, "places": list(places)},
         "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
         "left_out": list(left_out(case.lowered, precision=case.precision)),
