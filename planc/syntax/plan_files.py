@@ -48,13 +48,8 @@ class _Chain:
     def add(self, place: PlanFile, origin: Span | None) -> None:
         key = (os.path.realpath(place.path) if place.path else "-", place.revision)
         if key in self.open:
-            where = [origin] if origin else []
-            self.sink.error(
-                "PL008",
-                f"{place.name} extends itself",
-                *where,
-                help="remove one `extend` of the cycle",
-            )
+            where, help = [origin] if origin else [], "remove one `extend` of the cycle"
+            self.sink.error("PL008", f"{place.name} extends itself", *where, help=help)
             return
         if key in self.done:
             return
@@ -68,8 +63,7 @@ class _Chain:
         file = parse(Source(place.name, content), self.sink)
         for statement in file.statements:
             if isinstance(statement, ast.Extend):
-                base = _base(place, statement.path)
-                self.add(base, statement.origin)
+                self.add(_base(place, statement.path), statement.origin)
         self.open.pop()
         self.done.add(key)
         self.files.append(file)
@@ -195,15 +189,13 @@ def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
     """
     where = [origin] if origin else []
     try:
-        data = _bytes(place)
+        return _bytes(place).decode("utf-8-sig", errors="replace")
     except OSError as error:
-        reason = error.strerror or str(error)
-        sink.error("PL006", f"cannot read {place.name}: {reason.lower()}", *where)
-        return None
+        reason = (error.strerror or str(error)).lower()
     except ValueError as error:
-        sink.error("PL006", f"cannot read {place.name}: {error}", *where)
-        return None
-    return data.decode("utf-8-sig", errors="replace")
+        reason = str(error)
+    sink.error("PL006", f"cannot read {place.name}: {reason}", *where)
+    return None
 
 
 def _bytes(place: PlanFile) -> bytes:

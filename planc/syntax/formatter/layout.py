@@ -104,11 +104,8 @@ def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
             width = len(_flat(line.parts[:position]))
             if width <= _WIDEST:
                 runs[-1].append((at, position, width))
-    return {
-        at: (position, max(w for _, _, w in run) - width)
-        for run in runs
-        for at, position, width in run
-    }
+    widest = ((run, max((width for _, _, width in run), default=0)) for run in runs)
+    return {at: (position, most - w) for run, most in widest for at, position, w in run}
 
 
 def _separator(line: OutputLine) -> tuple[tuple[object, ...], int] | None:
@@ -214,7 +211,7 @@ def _space(before: TokenOrGroup, part: TokenOrGroup) -> str:
     if isinstance(part, BracketGroup):
         tight = part.call
     else:
-        tight = part.kind in ("COMMA", "CLASS") or part.kind == "RBRACE"
+        tight = part.kind in ("COMMA", "CLASS", "RBRACE")
     return "" if tight or (isinstance(before, PlanToken) and before.unary) else " "
 
 
