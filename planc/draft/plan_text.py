@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from textwrap import wrap
 
 from planc.draft.roles import TOWER
 
@@ -50,7 +51,7 @@ def render(draft: Draft) -> str:
     family = draft.family if re.fullmatch(r"[A-Za-z_][\w.]*", draft.family) else f'"{draft.family}"'
     lines = [f"plan {draft.name} for {family}", ""]
     for paragraph in draft.comment:
-        lines += [f"# {line}" for line in _wrapped(paragraph)]
+        lines += [f"# {line}" for line in wrap(paragraph, 98)]
         lines.append("#")
     if draft.comment:
         lines[-1] = ""
@@ -100,12 +101,6 @@ def block_names(blocks: Iterable[str]) -> list[str]:
     return names
 
 
-def _wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 98)
-
-
 def _tensor(draft: Draft) -> Iterable[str]:
     """The tensor rules: those of both variants first, then those that differ."""
     sequence = draft.sequence
@@ -116,9 +111,8 @@ def _tensor(draft: Draft) -> Iterable[str]:
         if inner:
             yield from [f"${name} {{", *(f"    {line}" for line in inner), "}"]
     plain = draft.plain.get("", {})
-    yield from _both_variants(
-        plain, None if sequence is None else sequence.get("", {}), draft.notes
-    )
+    other = None if sequence is None else sequence.get("", {})
+    yield from _both_variants(plain, other, draft.notes)
 
 
 def _both_variants(
@@ -149,7 +143,7 @@ def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
     for (style, note), names in by_style.items():
         if note and note not in noted:
             noted.add(note)
-            yield from (f"# {line}" for line in _wrapped(note))
+            yield from (f"# {line}" for line in wrap(note, 98))
         yield from (f"{target} : {style}" for target in braced(names))
 
 

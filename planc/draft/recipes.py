@@ -89,19 +89,14 @@ def _projections(
     linear = projections.colwise[0]
     alone = len(projections.colwise) == 1
     sinks = _sinks(projections, holder)
-    packed = alone and (
-        PACKED.search(linear.name) or linear.outputs == 2 * projections.rowwise.inputs
-    )
-    fused = (
-        alone
-        and projections.attention
-        and (FUSED.search(linear.name) or linear.outputs > linear.inputs)
-    )
+    twice = linear.outputs == 2 * projections.rowwise.inputs
+    packed = alone and (PACKED.search(linear.name) or twice)
+    fused = alone and (FUSED.search(linear.name) or linear.outputs > linear.inputs)
     if packed and not projections.attention:
         recipes.append(_split(projections, "packed", "parts = 2", sinks))
     if not any(linear.kind == "conv1d" for linear in projections.linears):
         recipes.append(_split(projections, "heads", "", sinks))
-    if fused:
+    if fused and projections.attention:
         for parts in _parts(linear, projections.rowwise, config):
             recipes.append(_split(projections, "packed", f"parts = {parts}", sinks))
     if any(linear.kind == "conv1d" for linear in projections.linears):
@@ -129,9 +124,8 @@ def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
 
 
 def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRules) -> SplitRecipe:
-    plain = {
-        linear.name: f"colwise({parts})" if parts else "colwise" for linear in projections.colwise
-    }
+    style = f"colwise({parts})" if parts else "colwise"
+    plain = {linear.name: style for linear in projections.colwise}
     plain[projections.rowwise.name] = "rowwise"
     lead = f"{parts}, " if parts else ""
     sequence: StyleRules = {}

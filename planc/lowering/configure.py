@@ -11,9 +11,7 @@ def configure(facts: Facts) -> Iterator[Configure]:
 
     A multimodal model has the field in the configuration of each part (`text_config`).
     """
-    inner = {
-        f"{name}.": value for name, value in facts.config.items() if isinstance(value, Mapping)
-    }
+    inner = {f"{n}.": part for n, part in facts.config.items() if isinstance(part, Mapping)}
     for owner, values in {"": facts.config, **inner}.items():
         if values.get("use_cache") is True:
             reason = "training keeps no key/value cache"

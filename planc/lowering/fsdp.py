@@ -18,10 +18,8 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
         nbytes, gathered = holdings.of_unit(unit, precision)
         ignored = [i for i in section.ignored if _leaves(unit, i.modules)]
         spreads = _spreads(unit, section, holdings)
-        named: list[tuple[str, Meaning | None]] = [
-            ("precision", precision),
-            ("offload", section.offload),
-        ]
+        named: list[tuple[str, Meaning | None]]
+        named = [("precision", precision), ("offload", section.offload)]
         named += [(f"ignored.{i}", rule) for i, rule in enumerate(ignored)]
         named += [(f"spreads.{i}", rule) for i, rule in enumerate(spreads)]
         yield FullyShard(
@@ -104,15 +102,13 @@ def _inner_first(units: Iterable[Unit]) -> list[Unit]:
     rest = list(units)
     ordered: list[Unit] = []
     while rest:
-        ready = next(
-            (u for u in rest if not any(_holds(u, o) for o in rest if o is not u)), rest[0]
-        )
+        free = (u for u in rest if not any(_holds(u, o) for o in rest if o is not u))
+        ready = next(free, rest[0])
         ordered.append(ready)
         rest.remove(ready)
     return ordered
 
 
 def _holds(outer: Unit, inner: Unit) -> bool:
-    return any(
-        len(i.path) > len(o.path) and i.within(o) for o in outer.members for i in inner.members
-    )
+    pairs = ((o, i) for o in outer.members for i in inner.members)
+    return any(len(i.path) > len(o.path) and i.within(o) for o, i in pairs)

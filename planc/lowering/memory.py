@@ -92,10 +92,8 @@ class Holdings:
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
-        return sum(
-            h.count * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)))
-            for h in self.all
-        )
+        sizes = (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)) for h in self.all)
+        return sum(h.count * size for h, size in zip(self.all, sizes, strict=True))
 
 
 def _local(
@@ -130,10 +128,8 @@ class _Tied:
 
     def __init__(self, facts: Facts) -> None:
         self.names = {name for group in facts.ties for name in group[1:]}
-        self.keys = {
-            tuple("[]" if part.isdecimal() else part for part in name.split("."))
-            for name in self.names
-        }
+        parts = (name.split(".") for name in self.names)
+        self.keys = {tuple("[]" if p.isdecimal() else p for p in name) for name in parts}
 
     def own(self, modules: Modules, parameter: Parameter) -> int:
         """The number of modules that own the parameter."""

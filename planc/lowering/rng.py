@@ -1,6 +1,7 @@
 """Where the ranks of a tensor axis draw the same random numbers, and where others by rank."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import assert_never
 
 from planc.model.facts import Facts, Modules
@@ -57,15 +58,8 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
             # only an adapter draws inside of a layer, on the layer's own input
             inside = inside if any(rule.modules.overlap(one) for one in adapted) else None
         if inside is not None or after is not None:
-            found.append(
-                DrawByRank(
-                    modules=rule.modules,
-                    axis=rule.axis,
-                    inside=inside,
-                    after=after,
-                    origin=rule.origin,
-                )
-            )
+            own = DrawByRank(modules=rule.modules, axis=rule.axis, inside=inside, after=after)
+            found.append(replace(own, origin=rule.origin))
     if any(op.inside or op.after for op in found):
         yield from found
         whole = Modules((), facts.root)
