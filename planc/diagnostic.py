@@ -151,11 +151,11 @@ class PlanError(Exception):
         super().__init__("\n".join(lines))
 
 
-def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
+def nearest(name: str, known: Iterable[str]) -> list[str]:
     """The known names that look most like a misspelled one, best first."""
     import difflib  # only a mistake needs it
 
-    return tuple(difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6))
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:

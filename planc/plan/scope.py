@@ -98,10 +98,6 @@ class Scope:
         self.definitions[definition.name] = definition
         self._values.pop(definition.name, None)
 
-    def option(self, name: str) -> Definition | None:
-        found = self.definitions.get(name)
-        return found if found and found.kind == "option" else None
-
     def knows(self, name: str) -> bool:
         return name in self.definitions or bool(axes_of(name, self.axis_names))
 
