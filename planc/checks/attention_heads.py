@@ -22,11 +22,7 @@ from planc.source import Span
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """A projection whose output features are heads.
-
-    Args:
-        count: its number of heads.
-    """
+    """A projection whose output features are heads."""
 
     rule: TensorRule
     name: str

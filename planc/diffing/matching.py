@@ -12,9 +12,6 @@ from planc.ops.entry import Entry, Fact
 class Pairs:
     """The entries of two sides, matched.
 
-    Args:
-        old, new: all entries of each side.
-
     Attributes:
         changed: pairs of entries that differ, cut to the modules that both sides have.
         removed, added: entries cut to the modules that the other side lacks.

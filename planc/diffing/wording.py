@@ -11,11 +11,7 @@ _BYTES = {"nbytes", "gathered", "parameters"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A difference, named as in the lowered JSON; None where one side has no such value.
-
-    Args:
-        text: the difference as text.
-    """
+    """A difference, named as in the lowered JSON; None where one side has no such value."""
 
     name: str
     old: Value

@@ -88,11 +88,7 @@ def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
 
 
 def block_names(blocks: Iterable[str]) -> list[str]:
-    """The name of each block list in the plan: `block`, or `tower` for the lists of a tower.
-
-    Args:
-        blocks: their paths.
-    """
+    """The name of each block list in the plan: `block`, or `tower` for the lists of a tower."""
     names: list[str] = []
     for path in blocks:
         kind = "tower" if TOWER.search(path) else "block"

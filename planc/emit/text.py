@@ -13,12 +13,7 @@ _WIDTH = 100
 
 
 def render(lowered: Lowered, *, digest: str) -> str:
-    """The text of a lowered plan; deterministic.
-
-    Args:
-        lowered: the plan.
-        digest: its digest in hex; the first 12 digits are printed.
-    """
+    """The text of a lowered plan; deterministic."""
     return "".join(f"{line.rstrip()}\n" for line in _lines(lowered, digest))
 
 

@@ -32,13 +32,7 @@ def buildable(values: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A configuration as read from its file.
-
-    Args:
-        name: its name in messages.
-        path: the file.
-        values: the fields.
-    """
+    """A configuration as read from its file."""
 
     name: str
     path: Path

@@ -40,12 +40,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of a small model and its mesh, for the numbers in arguments.
-
-    Args:
-        config: the configuration of the small model.
-        axes: the size of each mesh axis.
-    """
+    """The sizes of a small model and its mesh, for the numbers in arguments."""
 
     config: Mapping[str, Any]
     axes: Mapping[str, int]

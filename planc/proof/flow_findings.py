@@ -27,12 +27,6 @@ def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], si
     as all of them do of random numbers that differ, and of one cause only one finding: an input
     with another layout than the plan states (PL505), or tied parameters of which one is replicated.
     The latter replaces PL401, which says the same from structure alone.
-
-    Args:
-        outcome: what the run of the small model showed.
-        small: the plan for the small model.
-        ties: the tied parameters that the plan shards differently.
-        sink: receives the findings.
     """
     groups = _groups(outcome, small)
     first = [g for g in groups if g[0].kind in ("output", "crash")][:1]

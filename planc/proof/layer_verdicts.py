@@ -51,13 +51,7 @@ class _Group:
 
 
 def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[LayerVerdict, ...]:
-    """The verdict on each kind of layer of a model, from a run of the small model.
-
-    Args:
-        facts: the facts of the model.
-        small: the plan for the small model that was run.
-        outcome: the outcome of the run.
-    """
+    """The verdict on each kind of layer of a model, from a run of the small model."""
     if outcome.verdict not in ("proved", "refuted") or small.facts is None or small.plan is None:
         return ()
     groups = {key: group.modules for key, group in _groups(small.facts, facts)}

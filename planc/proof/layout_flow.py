@@ -215,12 +215,7 @@ def flow(
 
 
 def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | Unrepresented]:
-    """The outcome over all small meshes, and the case that decided it.
-
-    Args:
-        compiled: the plan.
-        split: the axes of tensor parallelism.
-    """
+    """The outcome over all small meshes, and the case that decided it."""
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     axes = compiled.plan.mesh.axes

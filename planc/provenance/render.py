@@ -132,12 +132,7 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
 
 
 def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
-    """The answer in the form of `grammars/why.schema.json`.
-
-    Args:
-        answer: of `why`.
-        lowered: the plan; each reason gets its operation.
-    """
+    """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
     fields = asdict(answer)

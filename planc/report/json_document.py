@@ -34,12 +34,7 @@ def findings(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
 
 
 def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:
-    """The document as ASCII text, which any terminal and codec can handle.
-
-    Args:
-        diagnostics: the findings.
-        also: fields beside the findings.
-    """
+    """The document as ASCII text, which any terminal and codec can handle."""
     return json.dumps({**document(diagnostics), **(also or {})}, indent=2) + "\n"
 
 

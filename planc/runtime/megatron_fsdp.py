@@ -20,10 +20,6 @@ DEVICES = ("cuda",)
 def require(lowered: Lowered, device: str) -> None:
     """Checks that a plan with `backend = megatron` can run here.
 
-    Args:
-        lowered: the plan.
-        device: the device type of the run.
-
     Raises:
         PlanError: PL499, megatron_fsdp cannot be imported, or the device is not CUDA.
     """

@@ -117,14 +117,7 @@ def compare(result: RankResult, reference: Reference) -> Errors:
 def compare_rounded(
     result: RankResult, reference: Reference, lowered: Lowered, operations: Operations
 ) -> Errors:
-    """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits.
-
-    Args:
-        result: of the rank, which has ended.
-        reference: of the single process, in float32.
-        lowered: the plan for the small model.
-        operations: of a forward pass.
-    """
+    """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits."""
     right, gradients = reference.passes[result.data_rank], reference.gradients
     floor = NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
     limit = tolerance(lowered, operations.count)

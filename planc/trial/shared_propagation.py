@@ -41,11 +41,7 @@ def shared_propagation() -> Iterator[None]:
 
 
 class _Shared:
-    """torch's function, whose results are kept for other ranks.
-
-    Args:
-        propagate: torch's function.
-    """
+    """torch's function, whose results are kept for other ranks."""
 
     def __init__(self, propagate: Callable[[OpSchema], OutputSharding]) -> None:
         self._propagate = propagate

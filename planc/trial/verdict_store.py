@@ -39,14 +39,7 @@ _SAID: dict[Proof, tuple[Level, ...]] = {
 def remember(
     lowered: Lowered, facts: Facts, level: Level, text: str, *, by: Proof = "layout flow"
 ) -> None:
-    """Writes the verdict of a proof; a no-op if the cache folder cannot be written.
-
-    Args:
-        lowered: the lowered plan.
-        facts: the model that it was lowered for.
-        level, text: of the `KnownVerdict`.
-        by: the proof.
-    """
+    """Writes the verdict of a proof; a no-op if the cache folder cannot be written."""
     cache.keep(_key(lowered, facts, by), {"level": level, "text": text})
 
 

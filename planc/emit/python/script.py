@@ -36,10 +36,6 @@ def render(lowered: Lowered, *, digest: str) -> str:
     """Python source with `build_mesh` and `parallelize`; deterministic.
 
     It is laid out as `ruff format` would.
-
-    Args:
-        lowered: the plan.
-        digest: its digest in hex, for the docstring.
     """
     known: list[str] = []
     functions: list[str] = []

@@ -142,9 +142,6 @@ class DiffusersBuilder:
     """Builds the same small diffusers model several times, with the interface of a model with a
     loss: the mean squared error between its output and `target`.
 
-    Args:
-        values: the fields of the configuration.
-
     Raises:
         PlanError: diffusers is not installed or has no such class.
         ValueError: the inputs of its forward are not known.
@@ -164,11 +161,7 @@ class DiffusersBuilder:
         self._kind, self._values = found, values
 
     def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in float32, in training mode, without dropout.
-
-        Args:
-            seed: the seed of the weights; the same seed gives the same weights in every process.
-        """
+        """The model on the CPU in float32, in training mode, without dropout."""
         torch.manual_seed(seed)
         with quiet():
             made: nn.Module = build(self._kind, self._values)

@@ -36,12 +36,7 @@ class BatchShape:
     ends: int = 0
 
     def text(self, vocabulary: int, least: int = 0) -> Inputs:
-        """Random `input_ids` and `labels`, [rows, length].
-
-        Args:
-            vocabulary: the vocabulary size.
-            least: the least tokens per row.
-        """
+        """Random `input_ids` and `labels`, [rows, length]."""
         generator = torch.Generator().manual_seed(self.seed)
         high = max(self.ends + 1, vocabulary - self.ends)
         low = min(max(1, self.ends), high - 1)

@@ -32,12 +32,7 @@ _TOWERS = ("vision_config", "audio_config", "high_res_vision_config")
 
 
 def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Makes the parts of a small configuration agree, in place.
-
-    Args:
-        config: the original configuration.
-        small: the configuration whose parts were shrunk separately; it is changed.
-    """
+    """Makes the parts of a small configuration agree, in place."""
     text = _width(config.get("text_config"))
     new = _width(small.get("text_config"))
     tower = config.get("vision_config")

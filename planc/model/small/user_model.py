@@ -85,11 +85,7 @@ class UserModelBuilder:
         self.vocabulary = int(max(tables, default=64))
 
     def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in float32, in training mode, without dropout unless it is kept.
-
-        Args:
-            seed: the seed of the weights; the same seed gives the same weights in every process.
-        """
+        """The model on the CPU in float32, in training mode, without dropout unless it is kept."""
         torch.manual_seed(seed)
         made = self._make()
         spread_weights(made, seed + 1)
@@ -106,11 +102,7 @@ class UserModelBuilder:
     """A user's own model is run on tokens only."""
 
     def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
-        """Token ids and labels, [rows, length] each.
-
-        Args:
-            shape: the batch.
-        """
+        """Token ids and labels, [rows, length] each."""
         return (shape or BatchShape()).text(self.vocabulary)
 
     def _rename_inputs(

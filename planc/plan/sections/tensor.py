@@ -94,12 +94,7 @@ def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
 def rules_of(
     section: ast.Section, known: tuple[str, ...], what: str, program: Program
 ) -> Iterator[tuple[ast.Rule, Placed]]:
-    """The rules of a section with one of its actions; anything else is PL011 or PL105.
-
-    Args:
-        known: the actions.
-        what: what an action is, for a message.
-    """
+    """The rules of a section with one of its actions; anything else is PL011 or PL105."""
     for placed in flatten(section, program.scope):
         rule = rule_of(placed, section.name, program)
         if rule is not None and rule.action.name in known:
