@@ -10,22 +10,8 @@ from dataclasses import replace
 from math import prod
 
 from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter, Segment
+from planc.ops import styles as ir
 from planc.ops.quantization import Quantize
-from planc.ops.styles import (
-    Attributes,
-    Colwise,
-    Input,
-    MlaKv,
-    Output,
-    Partial,
-    Redistribution,
-    Replicate,
-    Replicated,
-    Rowwise,
-    Sequence,
-    Shard,
-    Style,
-)
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
 NAME = "default"  # peft's default name of an adapter
@@ -35,7 +21,7 @@ FOUR_BIT = "FourBit"  # the class of a quantized layer
 KINDS = ("linear", "conv1d", "embedding")
 """The kinds of modules that can have an adapter; an embedding's is parameters, not modules."""
 
-PARAMETERLESS = (Input, Output, MlaKv, Attributes)
+PARAMETERLESS = (ir.Input, ir.Output, ir.MlaKv, ir.Attributes)
 """Styles that change the inputs or outputs of a layer and its adapter, and no weights."""
 
 _Kept = Callable[[Parameter], str]
@@ -206,7 +192,7 @@ def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, 
                 yield rule, base, part
 
 
-def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str:
+def of_layer(style: ir.Style, kind: str) -> tuple[ir.Style | None, ir.Style | None] | str:
     """The styles of lora_A and lora_B for a layer's style, or why there are none.
 
     The adapter's output must have the layout of the layer's output, to which it is added.
@@ -226,39 +212,39 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
     if kind == "embedding":
         return _of_embedding(style)
     match style:
-        case Colwise(input=Replicate()):
-            whole = Redistribution(Replicate(), Replicate())
-            return Input(positional=(whole,), local=True), replace(style, transposed=False)
-        case Colwise(input=Shard() as shard) if not _features(shard):
-            return Sequence(dim=shard.dim), replace(style, transposed=False)
-        case Rowwise(output=Replicate()):
-            whole = Redistribution(Replicate(), Replicate())
-            kept = None if style.local else Output(positional=(whole,), local=False)
+        case ir.Colwise(input=ir.Replicate()):
+            whole = ir.Redistribution(ir.Replicate(), ir.Replicate())
+            return ir.Input(positional=(whole,), local=True), replace(style, transposed=False)
+        case ir.Colwise(input=ir.Shard() as shard) if not _features(shard):
+            return ir.Sequence(dim=shard.dim), replace(style, transposed=False)
+        case ir.Rowwise(output=ir.Replicate()):
+            whole = ir.Redistribution(ir.Replicate(), ir.Replicate())
+            kept = None if style.local else ir.Output(positional=(whole,), local=False)
             return replace(style, local=True, transposed=False), kept
-        case Rowwise(output=Shard() as shard) if _features(shard):
-            a = replace(style, output=Replicate(), local=True, transposed=False)
-            return a, Colwise(output=shard, local=style.local)
-        case Rowwise(output=Shard() as shard):
+        case ir.Rowwise(output=ir.Shard() as shard) if _features(shard):
+            a = replace(style, output=ir.Replicate(), local=True, transposed=False)
+            return a, ir.Colwise(output=shard, local=style.local)
+        case ir.Rowwise(output=ir.Shard() as shard):
             a = replace(style, local=True, transposed=False)
-            return a, Sequence(dim=shard.dim, local=style.local)
-        case Sequence():
-            return Sequence(dim=style.dim), Sequence(dim=style.dim, local=style.local)
-        case Replicated():
+            return a, ir.Sequence(dim=shard.dim, local=style.local)
+        case ir.Sequence():
+            return ir.Sequence(dim=style.dim), ir.Sequence(dim=style.dim, local=style.local)
+        case ir.Replicated():
             return (style, style) if style.summed else (None, None)
-        case Colwise() | Rowwise():
-            split = style.output if isinstance(style.output, Partial) else style.input
+        case ir.Colwise() | ir.Rowwise():
+            split = style.output if isinstance(style.output, ir.Partial) else style.input
             return f"the two steps of an adapter cannot have the layout `{split}`"
     return "it is not a style of a linear layer"
 
 
-def _of_embedding(style: Style) -> tuple[None, None] | str:
+def _of_embedding(style: ir.Style) -> tuple[None, None] | str:
     """peft's adapter of an embedding is two parameters, which no torch style can shard."""
     match style:
-        case Colwise() | Rowwise() if style.output == Replicate() and style.local:
+        case ir.Colwise() | ir.Rowwise() if style.output == ir.Replicate() and style.local:
             return None, None
     return "the adapter of an embedding is replicated, so the embedding's output must be, too"
 
 
-def _features(shard: Shard) -> bool:
+def _features(shard: ir.Shard) -> bool:
     """Whether a layout shards the features; activations are [batch, sequence, features]."""
     return shard.dim in (-1, 2)
