@@ -27,12 +27,9 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
         if names:
             more = ", ..." if len(names) > 3 else ""
             shown = ", ".join(f"`{n}`" for n in names[:3]) + more
-            sink.error(
-                "PL440",
-                f"FSDP does not reduce the gradients of {shown}, which are ignored and train",
-                one.origin,
-                help=f"freeze them: `train {{` and in it `{one.modules} : frozen`",
-            )
+            message = f"FSDP does not reduce the gradients of {shown}, which are ignored and train"
+            help = f"freeze them: `train {{` and in it `{one.modules} : frozen`"
+            sink.error("PL440", message, one.origin, help=help)
 
 
 def _trained(own: Owned) -> list[str]:

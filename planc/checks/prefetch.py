@@ -21,12 +21,9 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     found = lists(plan, facts)
     if not found:
-        sink.error(
-            "PL444",
-            "`prefetch` has no effect: no entries of a module list are units",
-            section.prefetch.origin,
-            help="make the blocks units: `model.layers.* : unit`",
-        )
+        message = "`prefetch` has no effect: no entries of a module list are units"
+        help = "make the blocks units: `model.layers.* : unit`"
+        sink.error("PL444", message, section.prefetch.origin, help=help)
     _deep(section.prefetch, found, sink)
     if not section.prefetch.backward or "train" in plan.broken:
         return

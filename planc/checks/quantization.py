@@ -50,12 +50,9 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
         own = [name for name in group if rule.modules.has(name.rpartition(".")[0])]
         if own and rule.modules.module.kind == "linear":
             other = next(name for name in group if name != own[0])
-            sink.error(
-                "PL682",
-                f"`{own[0]}` cannot be quantized: it is tied to `{other}`",
-                rule.origin,
-                help="write `lora(...)` for it, which does not quantize its weight",
-            )
+            message = f"`{own[0]}` cannot be quantized: it is tied to `{other}`"
+            help = "write `lora(...)` for it, which does not quantize its weight"
+            sink.error("PL682", message, rule.origin, help=help)
 
 
 def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:

@@ -117,12 +117,8 @@ def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
     if len(ignored) == 1:
         own, half = ignored[0]
         other = two if half is one else one
-        sink.error(
-            "PL402",
-            f"`{half[0]}` and `{other[0]}` are tied, and only one of them is ignored",
-            own.origin,
-            help=f"ignore `{other[1]}` too, or neither",
-        )
+        message = f"`{half[0]}` and `{other[0]}` are tied, and only one of them is ignored"
+        sink.error("PL402", message, own.origin, help=f"ignore `{other[1]}` too, or neither")
     return bool(ignored)
 
 

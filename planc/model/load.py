@@ -96,11 +96,8 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
         from planc.model.sources.huggingface import from_factory
 
         return from_factory(module, factory, sink)
-    sink.error(
-        "PL607",
-        f"{module}:{factory} names Python code, which planc runs only with --allow-code",
-        help="review the code, then pass --allow-code",
-    )
+    message = f"{module}:{factory} names Python code, which planc runs only with --allow-code"
+    sink.error("PL607", message, help="review the code, then pass --allow-code")
     return None
 
 

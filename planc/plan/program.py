@@ -129,12 +129,9 @@ def _style(statement: ast.Style, program: Program) -> None:
             help="choose another name",
         )
     elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", statement.path):
-        program.sink.error(
-            "PL171",
-            f'"{statement.path}" names no class',
-            statement.origin,
-            help=f'write `style {name} = python "package.module:Class"`',
-        )
+        message = f'"{statement.path}" names no class'
+        help = f'write `style {name} = python "package.module:Class"`'
+        program.sink.error("PL171", message, statement.origin, help=help)
     else:
         program.styles[name] = statement
 
@@ -202,12 +199,9 @@ def _section(section: ast.Section, program: Program) -> None:
             nothing_to_override(program.sink, what, section.name_origin)
         program.sections = [s for s in program.sections if not replaced(s)]
     if section.name == "mesh" and program.sized:
-        program.sink.error(
-            "PL309",
-            "the mesh cannot depend on the size of one of its own axes",
-            section.name_origin,
-            help="decide it by an option or a config field",
-        )
+        message = "the mesh cannot depend on the size of one of its own axes"
+        help = "decide it by an option or a config field"
+        program.sink.error("PL309", message, section.name_origin, help=help)
         return
     program.sections.append(section)
 
@@ -220,11 +214,8 @@ def _branch(when: ast.When, program: Program, given: dict[str, ast.Literal]) -> 
         if isinstance(statement, ast.Let | ast.Require | ast.Section | ast.When):
             _add(statement, program, given)
         else:
-            program.sink.error(
-                "PL011",
-                "this stands at the top of a file, not inside a `when`",
-                statement.origin,
-            )
+            message = "this stands at the top of a file, not inside a `when`"
+            program.sink.error("PL011", message, statement.origin)
     program.scope.axis_names = _axis_names(program)
 
 

@@ -130,12 +130,8 @@ class Scope:
         return value
 
     def _too_long(self, name: ast.Name) -> Value:
-        self.sink.error(
-            "PL108",
-            f"the value of `{name.path}` goes through too many others",
-            name.origin,
-            help="shorten the chain of definitions",
-        )
+        message = f"the value of `{name.path}` goes through too many others"
+        self.sink.error("PL108", message, name.origin, help="shorten the chain of definitions")
         return FAILED
 
     def _module_path(self, value: ast.Expr) -> Value:
@@ -191,12 +187,9 @@ class Scope:
             )
             return FAILED
         if not path:
-            self.sink.error(
-                "PL100",
-                "`config` stands for no value itself",
-                name.origin,
-                help="name a field: `config.hidden_size`",
-            )
+            message = "`config` stands for no value itself"
+            help = "name a field: `config.hidden_size`"
+            self.sink.error("PL100", message, name.origin, help=help)
             return FAILED
         return _plain(value)
 

@@ -97,12 +97,8 @@ def _every_alternative(
     try:
         return tuple(_alternatives(selector, scope))
     except RecursionError:
-        scope.sink.error(
-            "PL108",
-            f"`{selector.path}` goes through too many `let`s, or through itself",
-            selector.origin,
-            help="a `let` can't use its own name",
-        )
+        message = f"`{selector.path}` goes through too many `let`s, or through itself"
+        scope.sink.error("PL108", message, selector.origin, help="a `let` can't use its own name")
         return ()
 
 
@@ -119,12 +115,9 @@ def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Select
         if isinstance(value, Failed):
             return
         if not isinstance(value, ast.Selector):
-            scope.sink.error(
-                "PL109",
-                f"`${match[1]}` is not a path of modules",
-                selector.origin,
-                help=f"write `let {match[1]} = model.layers.*`, or the like",
-            )
+            message = f"`${match[1]}` is not a path of modules"
+            help = f"write `let {match[1]} = model.layers.*`, or the like"
+            scope.sink.error("PL109", message, selector.origin, help=help)
             return
         prefixes = list(_alternatives(value, scope))
         path = path[match.end() :]

@@ -170,12 +170,9 @@ def quotable(place: PlanFile, content: str, origin: Span | None, sink: Sink) -> 
     named_by_user = origin is None and not (place.path and os.path.islink(place.path))  # noqa: PTH114
     if named_by_user or _PLAN.match(content):
         return True
-    sink.error(
-        "PL009",
-        f"{place.name} is not a plan: it does not begin with a header",
-        *([origin] if origin else []),
-        help="a plan begins with `plan NAME for FAMILY`; no line of another file is shown",
-    )
+    message = f"{place.name} is not a plan: it does not begin with a header"
+    help = "a plan begins with `plan NAME for FAMILY`; no line of another file is shown"
+    sink.error("PL009", message, *([origin] if origin else []), help=help)
     return False
 
 

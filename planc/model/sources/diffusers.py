@@ -40,12 +40,9 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
         except Exception as error:
             from planc.model.sources.huggingface import reason
 
-            sink.error(
-                "PL606",
-                f"diffusers cannot build a model from {config.name}: {reason(error)}",
-                facts=[_version()],
-                help="the fields of the configuration contradict each other, or one is wrong",
-            )
+            message = f"diffusers cannot build a model from {config.name}: {reason(error)}"
+            help = "the fields of the configuration contradict each other, or one is wrong"
+            sink.error("PL606", message, facts=[_version()], help=help)
             return None
     stated_fields = frozenset(config.values)
     facts = facts_of(made, config=made.config, config_name=config.name, stated_fields=stated_fields)
@@ -59,12 +56,9 @@ def class_of(config: Config, sink: Sink) -> Any | None:
         import diffusers
         from diffusers import ModelMixin
     except ImportError as error:
-        sink.error(
-            "PL675",
-            f"{config.name} needs diffusers, which cannot be imported: {error}",
-            facts=[f"{CLASS} = {name}"],
-            help="pip install 'planc[diffusers]'",
-        )
+        message = f"{config.name} needs diffusers, which cannot be imported: {error}"
+        help = "pip install 'planc[diffusers]'"
+        sink.error("PL675", message, facts=[f"{CLASS} = {name}"], help=help)
         return None
     kind = None
     with quiet(), contextlib.suppress(ImportError, RuntimeError):  # it may need other packages
@@ -76,12 +70,8 @@ def class_of(config: Config, sink: Sink) -> Any | None:
     advice = f"did you mean {one_of(close)}?" if close else "a newer diffusers may support it"
     if isinstance(kind, type):
         advice = "pass the folder of one of its models, such as its `transformer` folder"
-    sink.error(
-        "PL676",
-        f"diffusers has no model class {name!r}",
-        facts=[f"{_version()}  ({config.name})"],
-        help=advice,
-    )
+    message = f"diffusers has no model class {name!r}"
+    sink.error("PL676", message, facts=[f"{_version()}  ({config.name})"], help=advice)
     return None
 
 

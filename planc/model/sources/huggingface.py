@@ -62,12 +62,9 @@ def _refusals(config: Config, sink: Sink) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        sink.error(
-            "PL606",
-            f"transformers cannot build a model from {config.name}: {reason(error)}",
-            facts=[_version()],
-            help="the fields of the configuration contradict each other, or one is wrong",
-        )
+        message = f"transformers cannot build a model from {config.name}: {reason(error)}"
+        help = "the fields of the configuration contradict each other, or one is wrong"
+        sink.error("PL606", message, facts=[_version()], help=help)
 
 
 def from_folder(config: Config, sink: Sink) -> Facts | None:

@@ -57,12 +57,8 @@ def _item(
         case ast.Setting() if item.name in ("units", "seed"):
             settings.add(item, lambda item: _value(item, program.scope))
         case ast.Setting():
-            program.sink.error(
-                "PL011",
-                f"`{item.name}` has no place in an `adapters` section",
-                item.origin,
-                help="it can set `units` and `seed`",
-            )
+            message = f"`{item.name}` has no place in an `adapters` section"
+            program.sink.error("PL011", message, item.origin, help="it can set `units` and `seed`")
         case _:
             program.sink.error(
                 "PL011",

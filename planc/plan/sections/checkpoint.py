@@ -164,13 +164,9 @@ def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save 
         return Save(name=name, every=every, ops=(name,))
     arguments.ok = False
     if visible is False and listed(name):
-        sink.error(
-            "PL471",
-            f"`{name}` cannot be saved: torch decomposes it first",
-            item.origin,
-            facts=["it is a composite operator"],
-            help="name its parts: those of a linear layer are `matmul`, or `aten.mm.default`",
-        )
+        message = f"`{name}` cannot be saved: torch decomposes it first"
+        help = "name its parts: those of a linear layer are `matmul`, or `aten.mm.default`"
+        sink.error("PL471", message, item.origin, facts=["it is a composite operator"], help=help)
         return None
     known = like(name) if "." in name else GROUPS
     groups = one_of([f"`{g}`" for g in GROUPS])

@@ -34,12 +34,9 @@ def _axis(section: ast.Section, program: Program) -> str | None:
     """The axis that shards the vocabulary; a section without one needs none."""
     axes = (*section.axes, *section.replicate)
     if len(axes) > 1:
-        program.sink.error(
-            "PL305",
-            "a loss section works over one axis of the mesh",
-            section.name_origin,
-            help="write `loss on tp {`, or `loss {` where the vocabulary is not sharded",
-        )
+        message = "a loss section works over one axis of the mesh"
+        help = "write `loss on tp {`, or `loss {` where the vocabulary is not sharded"
+        program.sink.error("PL305", message, section.name_origin, help=help)
     return axes[0].path if axes else None
 
 

@@ -32,12 +32,9 @@ def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None
         return None
     backend = lines["backend"]
     if section != "fsdp":
-        scope.sink.error(
-            "PL498",
-            f"Megatron-FSDP has no `{section}` section",
-            backend.origin,
-            help="write an fsdp section with `strategy = no_shard`",
-        )
+        message = f"Megatron-FSDP has no `{section}` section"
+        help = "write an fsdp section with `strategy = no_shard`"
+        scope.sink.error("PL498", message, backend.origin, help=help)
         return None
     dtypes, options = _directive(lines.get(NAME), scope)
     places = {"strategy": "strategy", "outer_strategy": "outer", NAME: "options"}

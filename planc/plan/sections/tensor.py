@@ -82,12 +82,9 @@ def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
     item = placed.item
     if isinstance(item, ast.Rule) and isinstance(item.target, ast.Selector):
         return item
-    program.sink.error(
-        "PL011",
-        f"this has no place in a `{section}` section",
-        item.origin,
-        help=f"it holds rules: `{_EXAMPLES[section]}`",
-    )
+    message = f"this has no place in a `{section}` section"
+    help = f"it holds rules: `{_EXAMPLES[section]}`"
+    program.sink.error("PL011", message, item.origin, help=help)
     return None
 
 
@@ -111,12 +108,8 @@ def modules_of(rule: ast.Rule, placed: Placed, scope: Scope) -> tuple[Modules, .
 def _axis(section: ast.Section, program: Program) -> str | None:
     """The one axis of a tensor section."""
     if section.replicate or len(section.axes) != 1:
-        program.sink.error(
-            "PL305",
-            "a tensor section works over one axis of the mesh",
-            section.name_origin,
-            help="write `tensor on tp {`",
-        )
+        message = "a tensor section works over one axis of the mesh"
+        program.sink.error("PL305", message, section.name_origin, help="write `tensor on tp {`")
         return None
     return section.axes[0].path
 
