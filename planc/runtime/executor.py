@@ -117,11 +117,9 @@ def _code(lowered: Lowered, allowed: bool) -> None:
     """Imports the custom styles of a plan before the model is changed."""
     for path in lowered.code:
         if not allowed:
-            raise stop(
-                "PL172",
-                f"the plan has a custom style, {path}, which is code",
-                help="review it, then allow it: `planc.apply(..., allow_code=True)`",
-            )
+            message = f"the plan has a custom style, {path}, which is code"
+            help = "review it, then allow it: `planc.apply(..., allow_code=True)`"
+            raise stop("PL172", message, help=help)
         try:
             if not (isinstance(style := resolve(path), type) and issubclass(style, ParallelStyle)):
                 raise TypeError("it is not a torch.distributed.tensor.parallel.ParallelStyle")

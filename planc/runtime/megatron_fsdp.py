@@ -26,17 +26,12 @@ def require(lowered: Lowered, device: str) -> None:
     if not uses_megatron(lowered):
         return
     if find_spec("megatron_fsdp") is None:
-        raise stop(
-            "PL499",
-            "the plan has `backend = megatron`, and megatron-fsdp cannot be imported",
-            help="pip install 'planc[megatron]'",
-        )
+        message = "the plan has `backend = megatron`, and megatron-fsdp cannot be imported"
+        raise stop("PL499", message, help="pip install 'planc[megatron]'")
     if device not in DEVICES:
-        raise stop(
-            "PL499",
-            f"Megatron-FSDP runs only on CUDA, and this run is on {device}",
-            help="put the model on a CUDA device, or remove `backend = megatron`",
-        )
+        message = f"Megatron-FSDP runs only on CUDA, and this run is on {device}"
+        help = "put the model on a CUDA device, or remove `backend = megatron`"
+        raise stop("PL499", message, help=help)
 
 
 def uses_megatron(lowered: Lowered) -> bool:

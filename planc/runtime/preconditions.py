@@ -43,11 +43,8 @@ def require_not_parallel(model: nn.Module) -> None:
         PlanError: PL493, the model is parallel already.
     """
     if found := already_parallel(model):
-        raise stop(
-            "PL493",
-            f"this model is already parallel: {found}",
-            help="apply a plan once, to a model that is not parallel yet",
-        )
+        message = f"this model is already parallel: {found}"
+        raise stop("PL493", message, help="apply a plan once, to a model that is not parallel yet")
 
 
 def ready(
@@ -149,11 +146,9 @@ def _fits(
     if any(isinstance(op, Load) and op.meta for op in lowered.ops):
         full = next((n for n, p in model.named_parameters() if not p.is_meta), None)
         if full is not None:
-            yield problem(
-                "PL474",
-                f"the plan starts on the meta device, and {full} is already allocated",
-                help='build the model inside `with torch.device("meta"):`',
-            )
+            message = f"the plan starts on the meta device, and {full} is already allocated"
+            help = 'build the model inside `with torch.device("meta"):`'
+            yield problem("PL474", message, help=help)
             return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     context = Context.of(lowered.axes)
@@ -161,11 +156,8 @@ def _fits(
         # a set has modules of one structure, so all of them have the same mismatch
         text = next(_misfits(op, context, model, modules), None)
         if text:
-            yield problem(
-                "PL494",
-                f"{op_name(op)}: {text}",
-                help="lower the plan for this model's configuration",
-            )
+            message = f"{op_name(op)}: {text}"
+            yield problem("PL494", message, help="lower the plan for this model's configuration")
 
 
 def _inside_adapters(
@@ -256,11 +248,9 @@ def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[An
     lowered = all(status.digest for status in everyone)
     if lowered and len({status.digest for status in everyone}) > 1:
         different = one_of(_digests([status.digest for status in everyone]), last="and")
-        raise stop(
-            "PL491",
-            f"the ranks disagree on the lowered plan: {different}",
-            help="every rank must read the same plan, settings and model configuration",
-        )
+        message = f"the ranks disagree on the lowered plan: {different}"
+        help = "every rank must read the same plan, settings and model configuration"
+        raise stop("PL491", message, help=help)
     if findings:
         raise PlanError(findings)
     for rank, status in enumerate(everyone):
