@@ -217,12 +217,9 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         with place.path.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        sink.error(
-            "PL601",
-            f"cannot read {place.name}: {reason}",
-            help="a model's folder contains config.json" if error.errno == ENOENT else None,
-        )
+        message = f"cannot read {place.name}: {(error.strerror or str(error)).lower()}"
+        help = "a model's folder contains config.json" if error.errno == ENOENT else None
+        sink.error("PL601", message, help=help)
         return None
     if len(data) > _MAX_BYTES:
         sink.error("PL602", f"{place.name} is larger than {_MAX_BYTES:,} bytes: no configuration")
@@ -231,23 +228,20 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         values = json.loads(data.decode("utf-8-sig"), object_hook=_special_float)
         if _too_deep(values):
             raise RecursionError
+        if isinstance(values, dict):
+            return Config(name=place.name, path=place.path, values=values)
+        problem = f"contains {_shown(values)}, not an object"
     except UnicodeDecodeError:
-        sink.error("PL602", f"{place.name} is not JSON: it is not UTF-8 text")
-        return None
+        problem = "is not JSON: it is not UTF-8 text"
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        sink.error("PL602", f"{place.name} is not JSON: {error.msg.lower()} at {where}")
-        return None
+        problem = f"is not JSON: {error.msg.lower()} at {where}"
     except RecursionError:
-        sink.error("PL602", f"{place.name} is not JSON that can be read: it is nested too deeply")
-        return None
+        problem = "is not JSON that can be read: it is nested too deeply"
     except ValueError:  # Python's limit on the digits of an integer
-        sink.error("PL602", f"{place.name} is not JSON that can be read: a number is too long")
-        return None
-    if not isinstance(values, dict):
-        sink.error("PL602", f"{place.name} contains {_shown(values)}, not an object")
-        return None
-    return Config(name=place.name, path=place.path, values=values)
+        problem = "is not JSON that can be read: a number is too long"
+    sink.error("PL602", f"{place.name} {problem}")
+    return None
 
 
 def _special_float(value: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ never run. diffusers is optional: `pip install 'planc[diffusers]'`.
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from planc.diagnostic import Sink, nearest, one_of
 from planc.model.config import CLASS, Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
+from planc.model.sources.huggingface import lacks, refusals, version_of
 from planc.model.sources.isolation import isolated
 
 _ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
@@ -34,19 +36,12 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
         return None
     import torch
 
-    with quiet(), isolated(), torch.device("meta"):
-        try:
-            made = build(kind, config.values)
-        except Exception as error:
-            from planc.model.sources.huggingface import reason
-
-            message = f"diffusers cannot build a model from {config.name}: {reason(error)}"
-            help = "the fields of the configuration contradict each other, or one is wrong"
-            sink.error("PL606", message, facts=[_version()], help=help)
-            return None
-    stated_fields = frozenset(config.values)
-    facts = facts_of(made, config=made.config, config_name=config.name, stated_fields=stated_fields)
-    return replace(facts, config=normal(facts.config, facts.name))
+    with quiet(), refusals("diffusers", config, sink), isolated(), torch.device("meta"):
+        made = build(kind, config.values)
+        stated, name = frozenset(config.values), config.name
+        facts = facts_of(made, config=made.config, config_name=name, stated_fields=stated)
+        return replace(facts, config=normal(facts.config, facts.name))
+    return None
 
 
 def class_of(config: Config, sink: Sink) -> Any | None:
@@ -71,7 +66,7 @@ def class_of(config: Config, sink: Sink) -> Any | None:
     if isinstance(kind, type):
         advice = "pass the folder of one of its models, such as its `transformer` folder"
     message = f"diffusers has no model class {name!r}"
-    sink.error("PL676", message, facts=[f"{_version()}  ({config.name})"], help=advice)
+    sink.error("PL676", message, facts=[f"{version_of('diffusers')}  ({config.name})"], help=advice)
     return None
 
 
@@ -98,24 +93,12 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _version() -> str:
-    import diffusers
-
-    return f"diffusers {diffusers.__version__}"
-
-
 def _complete(kind: Any, config: Config, sink: Sink) -> bool:
     """Whether the file states the fields whose class defaults would mean another model."""
-    import inspect
-
     complete = True
     for field, taken in inspect.signature(kind.__init__).parameters.items():
         if field in _ESSENTIAL and field not in config.values:
             complete = False
-            sink.error(
-                "PL603",
-                f"{config.name} lacks `{field}`",
-                facts=[f"{field} = {taken.default}  (default of {kind.__name__})"],
-                help="add it: diffusers would use its default, which is another model's",
-            )
+            said = f"{taken.default}  (default of {kind.__name__})"
+            lacks(config, field, said, "diffusers", sink)
     return complete

@@ -37,7 +37,7 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     if prepared is None:
         return None
     cls, part = prepared
-    with quiet(), _refusals(config, sink), isolated():
+    with quiet(), refusals("transformers", config, sink), isolated():
         made = _on_meta(lambda: cls._from_config(part))
         stated_fields = frozenset(config.values)
         return facts_of(made, config=part, config_name=config.name, stated_fields=stated_fields)
@@ -46,7 +46,7 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
 
 def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
     """The class to build and its configuration object, or None after a finding."""
-    with quiet(), _refusals(config, sink), isolated():
+    with quiet(), refusals("transformers", config, sink), isolated():
         resolved = _resolve(config)
         found = _class_of(config, resolved)
         if found is None:
@@ -57,14 +57,14 @@ def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
 
 
 @contextlib.contextmanager
-def _refusals(config: Config, sink: Sink) -> Iterator[None]:
-    """Reports an exception that transformers raises for a configuration (PL606)."""
+def refusals(library: str, config: Config, sink: Sink) -> Iterator[None]:
+    """Reports an exception that a library raises for a configuration (PL606)."""
     try:
         yield
     except Exception as error:
-        message = f"transformers cannot build a model from {config.name}: {reason(error)}"
+        message = f"{library} cannot build a model from {config.name}: {reason(error)}"
         help = "the fields of the configuration contradict each other, or one is wrong"
-        sink.error("PL606", message, facts=[_version()], help=help)
+        sink.error("PL606", message, facts=[version_of(library)], help=help)
 
 
 def from_folder(config: Config, sink: Sink) -> Facts | None:
@@ -208,10 +208,16 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _version() -> str:
-    import transformers
+def version_of(library: str) -> str:
+    """A library that was imported, and its version."""
+    return f"{library} {sys.modules[library].__version__}"
 
-    return f"transformers {transformers.__version__}"
+
+def lacks(config: Config, field: str, default: str, library: str, sink: Sink) -> None:
+    """Reports that a file leaves a field to a default that means another model (PL603)."""
+    help = f"add it: {library} would use its default, which is another model's"
+    message = f"{config.name} lacks `{field}`"
+    sink.error("PL603", message, facts=[f"{field} = {default}"], help=help)
 
 
 def _known(config: Config, sink: Sink) -> bool:
@@ -226,7 +232,8 @@ def _known(config: Config, sink: Sink) -> bool:
     if config.own_code:
         advice = "the model needs custom code, which planc runs only with --allow-code"
     message = f"transformers does not support model_type {family!r}"
-    sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=advice)
+    facts = [f"{version_of('transformers')}  ({config.name})"]
+    sink.error("PL604", message, facts=facts, help=advice)
     return False
 
 
@@ -273,7 +280,8 @@ def _no_class(config: Config, sink: Sink) -> None:
     if named:
         message += f", and {one_of(named)} is not one of its classes for that family"
     advice = f"name a class of {family} in `architectures`"
-    sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=advice)
+    facts = [f"{version_of('transformers')}  ({config.name})"]
+    sink.error("PL605", message, facts=facts, help=advice)
 
 
 def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
@@ -289,12 +297,8 @@ def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
         default = defaults.get(name)
         if isinstance(default, int) and not {field, name} & config.values.keys():
             complete = False
-            sink.error(
-                "PL603",
-                f"{config.name} lacks `{name}`",
-                facts=[f"{name} = {default}  (default of {config.values['model_type']})"],
-                help="add it: transformers would use its default, which is another model's",
-            )
+            said = f"{default}  (default of {config.values['model_type']})"
+            lacks(config, name, said, "transformers", sink)
     return complete
 
 
