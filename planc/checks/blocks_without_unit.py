@@ -26,12 +26,13 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
             continue
         done.add(modules.key)
         count = sum(len(part) for part in left)
+        siblings = Modules(modules.path[:-1], modules.module)
         sink.warning(
             "PL412",
             f"`{left[0]}` ({count} modules) is not a unit, unlike other entries of its list",
             *(Label(span=u.origin, text="these are") for _, u in some[:1]),
             facts=["its parameters are in the root unit, which stays gathered"],
-            help=f"name the whole list: `{_whole(modules)} : unit`",
+            help=f"name the whole list: `{siblings}.* : unit`",
         )
 
 
@@ -40,7 +41,3 @@ def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> boo
     inner = [m for m, _ in members if len(m.path) > len(modules.path) and m.within(modules)]
     held = sum(m.module.count * len(m) for m in inner)
     return held >= modules.module.count * len(modules)
-
-
-def _whole(modules: Modules) -> str:
-    return f"{Modules(modules.path[:-1], modules.module)}.*"

@@ -4,7 +4,7 @@ from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.ops.styles import Attributes, Input, Output
 from planc.plan.ir import Ignored, Plan
-from planc.plan.parameter_owners import Owned, owned
+from planc.plan.parameter_owners import owned
 
 
 def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -22,7 +22,8 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     found: dict[Ignored, list[str]] = {}
     for own in owned(plan, facts):
         if own.ignored is not None:
-            found.setdefault(own.ignored, []).extend(_trained(own))
+            trained = [p for p in own.modules.module.parameters if own.trains(p)]
+            found.setdefault(own.ignored, []).extend(f"{own.modules}.{p.name}" for p in trained)
     for one, names in found.items():
         if names:
             more = ", ..." if len(names) > 3 else ""
@@ -30,10 +31,6 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
             message = f"FSDP does not reduce the gradients of {shown}, which are ignored and train"
             help = f"freeze them: `train {{` and in it `{one.modules} : frozen`"
             sink.error("PL440", message, one.origin, help=help)
-
-
-def _trained(own: Owned) -> list[str]:
-    return [f"{own.modules}.{p.name}" for p in own.modules.module.parameters if own.trains(p)]
 
 
 def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:

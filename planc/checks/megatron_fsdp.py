@@ -180,14 +180,10 @@ def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterato
         told = "make units of all of them, or leave these to the root, which shards them too"
         yield _Finding(message, unit.origin, told, (f"{shown} are too",))
     others = [m for u in section.units if u is not unit and not u.root for m in u.members]
-    outer = next((o for o in others if o.path != modules.path and _inside(modules, o)), None)
-    if outer is not None:
+    around = [o for o in others if len(o.path) < len(modules.path) and modules.inside(o)]
+    for outer in around[:1]:
         message = f"Megatron-FSDP does not support nested units: `{modules}` is inside `{outer}`"
         yield _Finding(message, unit.origin, "remove one of the two")
-
-
-def _inside(inner: Modules, outer: Modules) -> bool:
-    return len(inner.path) > len(outer.path) and inner.inside(outer) is not None
 
 
 def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:

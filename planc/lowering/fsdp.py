@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from planc.lowering.memory import Holdings
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.plan.ir import Fsdp, Meaning, Plan, SpreadRule, Unit
 from planc.plan.unit_lists import lists
@@ -16,7 +16,7 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
         precision = section.policy(unit)
         shard, replicate = _wide(unit, section, holdings.plan)
         nbytes, gathered = holdings.of_unit(unit, precision)
-        ignored = [i for i in section.ignored if _leaves(unit, i.modules)]
+        ignored = [i for i in section.ignored if any(i.modules.within(m) for m in unit.members)]
         spreads = _spreads(unit, section, holdings)
         named: list[tuple[str, Meaning | None]]
         named = [("precision", precision), ("offload", section.offload)]
@@ -57,11 +57,6 @@ def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> list[SpreadRule]:
 def _spread(rule: SpreadRule, section: Fsdp, plan: Plan) -> Spread:
     shard, replicate = _wide(rule, section, plan)
     return Spread(modules=rule.modules, shard=shard, replicate=replicate, shard_dim=rule.shard_dim)
-
-
-def _leaves(unit: Unit, ignored: Modules) -> bool:
-    """Whether ignored modules are inside a unit."""
-    return any(ignored.within(member) for member in unit.members)
 
 
 def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:

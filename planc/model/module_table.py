@@ -107,12 +107,13 @@ class _Table:
             tuple((n, id(c)) for n, c in children),
         )
         if key not in self._known:
+            alone = (Child(module=m, name=n) for n, m in children)
             self._known[key] = Module(
                 cls=type(module).__name__,
                 kind=kind,
                 parameters=parameters,
                 facts=facts,
-                children=tuple(_entries(children) if listed else _named(children)),
+                children=tuple(_entries(children) if listed else alone),
             )
         return self._known[key]
 
@@ -144,11 +145,6 @@ def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
         for field, word in conditions.items()
         for name in sorted(getattr(module, field, None) or ())
     ]
-
-
-def _named(children: list[tuple[str, Module]]) -> Iterator[Child]:
-    for name, module in children:
-        yield Child(module=module, name=name)
 
 
 def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:

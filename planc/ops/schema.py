@@ -107,23 +107,19 @@ class _Definitions:
         """The schema of a dataclass as an object; `extra` properties come first."""
         properties = dict(extra)
         descriptions = _arguments(record.cls)
+        summary = (inspect.getdoc(record.cls) or "").partition("\n\n")[0]
         for each in record.fields:
             about = {"description": descriptions[each.name]} if each.name in descriptions else {}
             # a field that is omitted at its default must not state it
             omit = {"not": {"const": dump(each.default, each.shape)}} if each.omit else {}
             properties[each.key] = {**about, **self.of(each.shape), **omit}
         return {
-            "description": _first(record.cls),
+            "description": " ".join(summary.split()),
             "type": "object",
             "additionalProperties": False,
             "required": [*extra, *(f.key for f in record.fields if not f.omit)],
             "properties": properties,
         }
-
-
-def _first(cls: type) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
 
 
 def _arguments(cls: type) -> dict[str, str]:

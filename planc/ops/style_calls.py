@@ -92,19 +92,16 @@ def _bare(style: ir.Bare) -> FunctionCall:
 
 def _input(style: ir.Input) -> FunctionCall:
     arrives, wanted = _sides(style.positional)
-    named = tuple(Table(_of(style, side)) if style.named else None for side in ("source", "target"))
+    sources = tuple((name, layout_call(change.source)) for name, change in style.named)
+    targets = tuple((name, layout_call(change.target)) for name, change in style.named)
     keywords = given(
         input_layouts=arrives,
         desired_input_layouts=wanted,
-        input_kwarg_layouts=named[0],
-        desired_input_kwarg_layouts=named[1],
+        input_kwarg_layouts=Table(sources) if sources else None,
+        desired_input_kwarg_layouts=Table(targets) if targets else None,
         **_local(style),
     )
     return FunctionCall(f"{_TORCH}PrepareModuleInput", (), keywords)
-
-
-def _of(style: ir.Input, side: str) -> Keywords:
-    return tuple((name, layout_call(getattr(change, side))) for name, change in style.named)
 
 
 def _sides(changes: tuple[ir.Redistribution | None, ...]) -> tuple[Value, Value]:

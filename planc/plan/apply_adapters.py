@@ -40,7 +40,8 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     # `load` casts before adapters are added, so the facts have its dtypes
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
     if plan.adapters and plan.adapters.own and plan.fsdp is not None:
-        own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
+        layers = (r for r in rules if r.modules.module.kind in KINDS[:2])
+        own = [Unit(members=(half,), origin=r.origin) for r in layers for half in lora_modules(r)]
         plan = replace(plan, fsdp=replace(plan.fsdp, units=(*own, *plan.fsdp.units)))
     return plan, facts
 
@@ -155,11 +156,6 @@ def _dict(shape: tuple[int, ...], dtype: str) -> Module:
     weight = Parameter(name="weight", shape=shape, dtype=dtype)
     linear = Module(cls="Linear", kind="linear", parameters=(weight,))
     return Module(cls="ModuleDict", kind="dict", children=(Child(module=linear, name=NAME),))
-
-
-def _units(rule: AdapterRule) -> Iterator[Unit]:
-    for half in lora_modules(rule):
-        yield Unit(members=(half,), origin=rule.origin)
 
 
 # Styles ------------------------------------------------------------------------------------------

@@ -26,18 +26,14 @@ def without_kernels(values: Any) -> Any:
     transformers itself multiplies experts is kept: it decides which sizes can be sharded.
     """
     if isinstance(values, dict):
-        kept = {k: v for k, v in values.items() if not _chooses_kernels(k) or _own_experts(k, v)}
-        return {k: without_kernels(v) for k, v in kept.items()}
+        return {k: without_kernels(v) for k, v in values.items() if not _kernel(k, v)}
     return [without_kernels(v) for v in values] if isinstance(values, list) else values
 
 
-def _chooses_kernels(field: Any) -> bool:
-    return str(field).lstrip("_").removesuffix("_internal") in _KERNELS
-
-
-def _own_experts(field: Any, value: Any) -> bool:
-    """Whether a field chooses one of transformers' own ways to run experts."""
-    return field == _EXPERTS and value in ("eager", "batched_mm")
+def _kernel(field: Any, value: Any) -> bool:
+    """Whether a field chooses kernels, other than transformers' own ways to run experts."""
+    own = field == _EXPERTS and value in ("eager", "batched_mm")
+    return not own and str(field).lstrip("_").removesuffix("_internal") in _KERNELS
 
 
 @contextlib.contextmanager
