@@ -6,8 +6,6 @@
 Everything is imported when it is first used, so `import planc` costs nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """`python -m planc` is the command `planc`."""
 
-from __future__ import annotations
-
 import sys
 
 from planc.cli import main

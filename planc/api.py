@@ -139,8 +139,10 @@ def apply(
         ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
     """
     from planc.emit.text import render
-    from planc.runtime import announce, apply_lowered, device_of, require_not_parallel
+    from planc.runtime.executor import apply_lowered
     from planc.runtime.known_verdict import known_requirement
+    from planc.runtime.meshes import device_of
+    from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
 

@@ -1,7 +1,5 @@
 """Atomic writes: a file is either written completely or left as it was, even after a crash."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The compiler on one page: text -> AST -> IR -> adapters -> checks -> lowered ops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TypedDict, Unpack
 
 from planc.source import Span
 
@@ -63,6 +64,13 @@ class Diagnostic:
             return None
         start = span.start + found[0].start()
         return span.source.span(start, start + len(self.help.written)), self.help.meant
+
+
+class _More(TypedDict, total=False):
+    """What a finding may say besides its message and its places."""
+
+    facts: Iterable[str]
+    help: str | None
 
 
 @dataclass(slots=True)
@@ -123,47 +131,24 @@ class Sink:
         facts: Iterable[str] = (),
         help: str | None = None,
     ) -> None:
-        labels = tuple(w if isinstance(w, Label) else Label(span=w) for w in where)
-        self.add(
-            Diagnostic(
-                code=code,
-                severity=severity,
-                message=message,
-                labels=labels,
-                facts=tuple(facts),
-                help=help,
-            )
+        finding = Diagnostic(
+            code=code,
+            severity=severity,
+            message=message,
+            labels=tuple(w if isinstance(w, Label) else Label(span=w) for w in where),
+            facts=tuple(facts),
+            help=help,
         )
+        self.add(finding)
 
-    def error(
-        self,
-        code: str,
-        message: str,
-        *where: Span | Label,
-        facts: Iterable[str] = (),
-        help: str | None = None,
-    ) -> None:
-        self.report(Severity.ERROR, code, message, *where, facts=facts, help=help)
+    def error(self, code: str, message: str, *where: Span | Label, **more: Unpack[_More]) -> None:
+        self.report(Severity.ERROR, code, message, *where, **more)
 
-    def warning(
-        self,
-        code: str,
-        message: str,
-        *where: Span | Label,
-        facts: Iterable[str] = (),
-        help: str | None = None,
-    ) -> None:
-        self.report(Severity.WARNING, code, message, *where, facts=facts, help=help)
+    def warning(self, code: str, message: str, *where: Span | Label, **more: Unpack[_More]) -> None:
+        self.report(Severity.WARNING, code, message, *where, **more)
 
-    def info(
-        self,
-        code: str,
-        message: str,
-        *where: Span | Label,
-        facts: Iterable[str] = (),
-        help: str | None = None,
-    ) -> None:
-        self.report(Severity.INFO, code, message, *where, facts=facts, help=help)
+    def info(self, code: str, message: str, *where: Span | Label, **more: Unpack[_More]) -> None:
+        self.report(Severity.INFO, code, message, *where, **more)
 
     @property
     def errors(self) -> int:
@@ -197,11 +182,11 @@ class PlanError(Exception):
         super().__init__("\n".join(lines))
 
 
-def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
+def nearest(name: str, known: Iterable[str]) -> list[str]:
     """The known names that look most like a misspelled one, best first."""
     import difflib  # only a mistake needs it
 
-    return tuple(difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6))
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
 
 
 class DidYouMean(str):

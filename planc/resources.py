@@ -4,8 +4,6 @@ An editable install and a checkout read the repository's own folders, so there i
 a wheel carries them inside the package (`force-include` in pyproject.toml).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent

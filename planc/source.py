@@ -7,6 +7,7 @@ otherwise (an editor counts UTF-16 units) converts from these at its own edge.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,12 +26,7 @@ class Source:
 
     @cached_property
     def _starts(self) -> list[int]:
-        starts = [0]
-        position = self.text.find("\n")
-        while position != -1:
-            starts.append(position + 1)
-            position = self.text.find("\n", position + 1)
-        return starts
+        return [0, *(match.end() for match in re.finditer("\n", self.text))]
 
     def position(self, offset: int) -> tuple[int, int]:
         """The 1-based line and column of an offset; past the end means the end."""
@@ -96,10 +92,6 @@ class Span:
     def has(self, other: Span) -> bool:
         """Whether another span is inside this one."""
         return self.source is other.source and self.start <= other.start and other.end <= self.end
-
-    def to(self, other: Span) -> Span:
-        """The span from the start of this one to the end of the other."""
-        return Span(source=self.source, start=self.start, end=other.end)
 
 
 NOWHERE = Span.at("")

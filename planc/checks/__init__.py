@@ -4,8 +4,6 @@ A rule sees the whole plan and reports its findings. It draws no conclusion from
 in a section that already has errors (`Plan.broken`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from planc.checks.activation_offload import activation_offload

@@ -1,7 +1,5 @@
 """PL473: activation offloading inside a module that torch.compile traces."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan

@@ -1,7 +1,5 @@
 """PL180, PL182 to PL184, PL186: LoRA on unsupported layers, or with a rank that saves nothing."""
 
-from __future__ import annotations
-
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
@@ -60,12 +58,8 @@ def _own(plan: Plan, sink: Sink) -> None:
     if not plan.adapters.own or plan.adapters.units_origin is None:
         return
     if plan.fsdp is None:
-        sink.error(
-            "PL186",
-            "adapters cannot be separate units: the plan has no fsdp section",
-            plan.adapters.units_origin,
-            help="remove `units = own`",
-        )
+        message = "adapters cannot be separate units: the plan has no fsdp section"
+        sink.error("PL186", message, plan.adapters.units_origin, help="remove `units = own`")
     for rule in plan.adapters.rules:
         if rule.modules.module.kind == "embedding":
             sink.error(

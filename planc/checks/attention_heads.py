@@ -1,7 +1,5 @@
 """PL201: attention heads that do not divide by the size of the tensor axis."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
@@ -24,11 +22,7 @@ from planc.source import Span
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """A projection whose output features are heads.
-
-    Args:
-        count: its number of heads.
-    """
+    """A projection whose output features are heads."""
 
     rule: TensorRule
     name: str

@@ -1,7 +1,5 @@
 """PL350, PL351, PL352: mesh axes with two conflicting uses, or with none."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, weighted
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts

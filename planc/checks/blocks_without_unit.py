@@ -1,7 +1,5 @@
 """PL412: a block outside every unit while other blocks of its list are units."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from planc.diagnostic import Label, Sink
@@ -10,9 +8,7 @@ from planc.plan.ir import Plan
 
 
 def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The parameters of such a block belong to the root unit, which stays gathered for a whole
-    step.
-    """
+    """The parameters of such a block are in the root unit, which is gathered for a whole step."""
     if plan.fsdp is None or "fsdp" in plan.broken:
         return
     members = [(m, u) for u in plan.fsdp.units for m in u.members]
@@ -30,12 +26,13 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
             continue
         done.add(modules.key)
         count = sum(len(part) for part in left)
+        siblings = Modules(modules.path[:-1], modules.module)
         sink.warning(
             "PL412",
             f"`{left[0]}` ({count} modules) is not a unit, unlike other entries of its list",
             *(Label(span=u.origin, text="these are") for _, u in some[:1]),
             facts=["its parameters are in the root unit, which stays gathered"],
-            help=f"name the whole list: `{_whole(modules)} : unit`",
+            help=f"name the whole list: `{siblings}.* : unit`",
         )
 
 
@@ -44,7 +41,3 @@ def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> boo
     inner = [m for m, _ in members if len(m.path) > len(modules.path) and m.within(modules)]
     held = sum(m.module.count * len(m) for m in inner)
     return held >= modules.module.count * len(modules)
-
-
-def _whole(modules: Modules) -> str:
-    return f"{Modules(modules.path[:-1], modules.module)}.*"

@@ -1,7 +1,5 @@
 """PL160: a sharded output that nothing consumes, or a sharded input that nothing produces."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, around, splits_output, takes_split
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Module, Modules, Segment

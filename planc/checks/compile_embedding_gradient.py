@@ -1,7 +1,5 @@
 """PL432: compiled blocks directly after an embedding whose reduced output is a local tensor."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts

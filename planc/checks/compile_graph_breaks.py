@@ -1,7 +1,5 @@
 """PL434, PL435: what torch.compile cannot trace into one graph, or cannot trace at all."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, axis_label
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts

@@ -1,7 +1,5 @@
 """PL447: CPU-offloaded parameters that other rules keep on the device."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan

@@ -1,7 +1,5 @@
 """PL202, PL203: a dim that does not divide evenly, as an error or as a cost."""
 
-from __future__ import annotations
-
 from planc.checks.queries import (
     active,
     axis_label,
@@ -47,9 +45,8 @@ def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _by_head(rule: TensorRule, facts: Facts) -> bool:
     """Whether the features are attention heads, which PL201 checks."""
     split = splits_output(rule) or takes_split(rule)
-    return split and any(
-        p.module.fact("head_dim") is not None for p in parents(facts, rule.modules)
-    )
+    around = (p.module.fact("head_dim") for p in parents(facts, rule.modules))
+    return split and any(size is not None for size in around)
 
 
 def _report(rule: TensorRule, size: int, plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -102,11 +99,8 @@ def _partner(rule: TensorRule, plan: Plan, facts: Facts) -> TensorRule | None:
     """The rowwise layer beside a colwise one that takes its output as a local tensor."""
     if not splits_output(rule):
         return None
-    for parent in parents(facts, rule.modules):
-        for other in inside(parent, active(plan)):
-            if takes_split(other):
-                return other
-    return None
+    beside = (r for at in parents(facts, rule.modules) for r in inside(at, active(plan)))
+    return next(filter(takes_split, beside), None)
 
 
 def _choices(size: int) -> str:

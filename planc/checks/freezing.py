@@ -1,7 +1,5 @@
 """PL451, PL452, PL453: freezing without effect, with nothing left to train, or across a tie."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops.freeze import Freeze
@@ -21,12 +19,8 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
             empty = not rule.modules.module.count
             other = "other rules decide all parameters inside it"
             reason = "it has no parameters" if empty else other
-            sink.error(
-                "PL451",
-                f"`{rule.modules} : {word}` has no effect: {reason}",
-                rule.origin,
-                help="remove the rule",
-            )
+            message = f"`{rule.modules} : {word}` has no effect: {reason}"
+            sink.error("PL451", message, rule.origin, help="remove the rule")
     for group in facts.ties:
         _tied(group, plan, facts, sink)
     if not any(own.trains(p) for own in found for p in own.modules.module.parameters):
@@ -47,12 +41,8 @@ def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
         frozen = [n for n, p, r in rules if not (p.trainable if r is None else r.trainable)]
         other = next(n for n in group if n not in frozen)
         labels = [Label(span=r.origin, text=f"decides {n}") for n, _, r in rules if r is not None]
-        sink.error(
-            "PL453",
-            f"`{frozen[0]}` and `{other}` are tied, and only the first is frozen",
-            *labels,
-            help=f"freeze `{other.rpartition('.')[0]}` too",
-        )
+        message = f"`{frozen[0]}` and `{other}` are tied, and only the first is frozen"
+        sink.error("PL453", message, *labels, help=f"freeze `{other.rpartition('.')[0]}` too")
 
 
 def _around(modules: Modules, plan: Plan) -> Freeze | None:

@@ -1,7 +1,5 @@
 """PL418, PL419: units without a root unit around them."""
 
-from __future__ import annotations
-
 from planc.checks.queries import holds
 from planc.diagnostic import Sink
 from planc.model.facts import Facts

@@ -1,7 +1,5 @@
 """PL226: shards of experts that torch's grouped matrix product cannot read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod

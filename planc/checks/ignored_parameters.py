@@ -1,17 +1,14 @@
 """PL440, PL441: ignored parameters that train, or that another rule decides too."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.ops.styles import Attributes, Input, Output
 from planc.plan.ir import Ignored, Plan
-from planc.plan.parameter_owners import Owned, owned
+from planc.plan.parameter_owners import owned
 
 
 def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP neither shards nor reduces ignored parameters, so over several ranks they must be
-    frozen.
+    """FSDP neither shards nor reduces ignored parameters: over several ranks they must be frozen.
 
     Source: `ignored_params` of `fully_shard` in torch.
     """
@@ -25,39 +22,24 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     found: dict[Ignored, list[str]] = {}
     for own in owned(plan, facts):
         if own.ignored is not None:
-            found.setdefault(own.ignored, []).extend(_trained(own))
+            trained = [p for p in own.modules.module.parameters if own.trains(p)]
+            found.setdefault(own.ignored, []).extend(f"{own.modules}.{p.name}" for p in trained)
     for one, names in found.items():
         if names:
             more = ", ..." if len(names) > 3 else ""
             shown = ", ".join(f"`{n}`" for n in names[:3]) + more
-            sink.error(
-                "PL440",
-                f"FSDP does not reduce the gradients of {shown}, which are ignored and train",
-                one.origin,
-                help=f"freeze them: `train {{` and in it `{one.modules} : frozen`",
-            )
-
-
-def _trained(own: Owned) -> list[str]:
-    return [f"{own.modules}.{p.name}" for p in own.modules.module.parameters if own.trains(p)]
+            message = f"FSDP does not reduce the gradients of {shown}, which are ignored and train"
+            help = f"freeze them: `train {{` and in it `{one.modules} : frozen`"
+            sink.error("PL440", message, one.origin, help=help)
 
 
 def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
-    """A style makes weights DTensors and a unit shards them, so either that rule or `ignore` is
-    wrong.
-    """
+    """A style makes weights DTensors and a unit shards them: that rule or `ignore` is wrong."""
     assert plan.fsdp is not None
-    said = [
-        (member, unit.origin, "a unit")
-        for unit in plan.fsdp.units
-        for member in unit.members
-        if member.path
-    ]
-    said += [
-        (rule.modules, rule.origin, "a style")
-        for rule in plan.tensor
-        if not isinstance(rule.style, Attributes | Input | Output)
-    ]
+    units = ((member, u.origin) for u in plan.fsdp.units for member in u.members)
+    said = [(member, origin, "a unit") for member, origin in units if member.path]
+    rules = (r for r in plan.tensor if not isinstance(r.style, Attributes | Input | Output))
+    said += [(rule.modules, rule.origin, "a style") for rule in rules]
     for modules, origin, what in said:
         if modules.within(one.modules):
             sink.error(

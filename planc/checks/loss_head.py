@@ -1,7 +1,5 @@
 """PL530, PL531: a loss in a module that computes no logits, or that is sharded otherwise."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, unit_of, weighted
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts

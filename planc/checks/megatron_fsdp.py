@@ -7,8 +7,6 @@ dropped or would train another model.
 Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -99,9 +97,8 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
     wrong = [f"{name} is {dtype}" for dtype, name in kept.items() if dtype != said.param]
     if said.param and wrong:
         message = f"Megatron-FSDP computes in the dtype of the parameters, not in {said.param}"
-        told = (
-            f"write `load {{ dtype = {_SHORT[said.param]} }}`; the optimizer keeps separate weights"
-        )
+        cast = f"load {{ dtype = {_SHORT[said.param]} }}"
+        told = f"write `{cast}`; the optimizer keeps separate weights"
         yield _Finding(message, said.origin, told, tuple(sorted(wrong)))
 
 
@@ -110,18 +107,15 @@ def _strategies(section: Fsdp, own: MegatronShard, copies: int) -> Iterator[_Fin
     at = own.origin_of("outer") or own.origin
     if own.outer != "no_shard" and not section.replicate:
         told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or remove it"
-        yield _Finding(
-            "`outer_strategy` applies to replicate axes, and the plan has none", at, told
-        )
+        message = "`outer_strategy` applies to replicate axes, and the plan has none"
+        yield _Finding(message, at, told)
     if own.outer != "no_shard" and own.strategy != _WHOLE:
         message = f"`outer_strategy = {own.outer}` needs `strategy = {_WHOLE}`"
         yield _Finding(message, at, f"remove it, or write `strategy = {_WHOLE}`")
     summed = section.divide is not None and section.divide.factor == 1
     if own.outer != "no_shard" and copies > 1 and not summed:
-        message = (
-            "Megatron-FSDP 0.6 sums gradients instead of averaging them with "
-            f"`outer_strategy = {own.outer}`"
-        )
+        outer = f"`outer_strategy = {own.outer}`"
+        message = f"Megatron-FSDP 0.6 sums gradients instead of averaging them with {outer}"
         told = "write `divide = 1`, and divide the loss by the number of ranks, or remove it"
         yield _Finding(message, at, told, ("it averages them with every other strategy",))
     at = own.origin_of("strategy") or own.origin
@@ -160,9 +154,7 @@ def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts) -> Iterat
 
 
 def _resharding(unit: Unit, own: MegatronShard) -> Iterator[_Finding]:
-    """Megatron-FSDP reshards units after forward and keeps root parameters unsharded (ZeRO-3
-    only).
-    """
+    """Megatron-FSDP reshards units after forward and keeps root parameters whole (ZeRO-3 only)."""
     if "reshard" not in unit.explicit:
         return
     gathers = own.strategy == _WHOLE and not unit.root
@@ -188,14 +180,10 @@ def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterato
         told = "make units of all of them, or leave these to the root, which shards them too"
         yield _Finding(message, unit.origin, told, (f"{shown} are too",))
     others = [m for u in section.units if u is not unit and not u.root for m in u.members]
-    outer = next((o for o in others if o.path != modules.path and _inside(modules, o)), None)
-    if outer is not None:
+    around = [o for o in others if len(o.path) < len(modules.path) and modules.inside(o)]
+    for outer in around[:1]:
         message = f"Megatron-FSDP does not support nested units: `{modules}` is inside `{outer}`"
         yield _Finding(message, unit.origin, "remove one of the two")
-
-
-def _inside(inner: Modules, outer: Modules) -> bool:
-    return len(inner.path) > len(outer.path) and inner.inside(outer) is not None
 
 
 def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:
@@ -209,9 +197,7 @@ def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:
 
 
 def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
-    """Rules of other sections that conflict with its handling of DTensors, meta tensors and other
-    axes.
-    """
+    """Rules of other sections that conflict with how it treats DTensors, meta and other axes."""
     if plan.load is not None and (plan.load.meta or plan.load.weights):
         name = "meta" if plan.load.meta else "weights"
         message = "Megatron-FSDP needs a model with allocated weights"

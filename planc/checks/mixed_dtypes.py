@@ -1,7 +1,5 @@
 """PL415: a unit whose trainable parameters have several dtypes."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan, Unit

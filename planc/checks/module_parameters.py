@@ -1,8 +1,4 @@
-"""PL222, PL224, PL225: rules for bare parameters that do not exist, or parameters without a
-rule.
-"""
-
-from __future__ import annotations
+"""PL222, PL224, PL225: rules for bare parameters that do not exist; parameters without a rule."""
 
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
@@ -11,8 +7,7 @@ from planc.plan.ir import Plan, TensorRule
 
 
 def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`parameters` and `experts` name a module's own parameters, and `experts` must name all of
-    them.
+    """`parameters` and `experts` name a module's own parameters; `experts` must name all of them.
 
     A replicated parameter next to sharded ones is added once per rank.
     """

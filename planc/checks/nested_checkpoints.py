@@ -1,7 +1,5 @@
 """PL430, PL431: checkpoint and compile targets that nest."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from planc.diagnostic import Label, Sink

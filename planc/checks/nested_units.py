@@ -1,7 +1,5 @@
 """PL410, PL411: FSDP units that contain each other, or contain no parameters."""
 
-from __future__ import annotations
-
 from planc.checks.queries import holds
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
@@ -9,35 +7,22 @@ from planc.plan.ir import Plan, Unit
 
 
 def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A group is one set of parameters, so no member can be inside another; every unit needs
-    some.
-    """
+    """A group is one set of parameters: no member is inside another, and every unit needs some."""
     if plan.fsdp is None:
         return
     for unit in plan.fsdp.units:
         for member in unit.members:
-            outer = next(
-                (o for o in unit.members if o.path != member.path and holds(o, member)), None
-            )
-            if outer is not None:
-                sink.error(
-                    "PL410",
-                    f"`{member}` is inside `{outer}`, a member of the same group",
-                    unit.origin,
-                    help=f"remove `{member}` from the group",
-                )
+            around = (o for o in unit.members if o.path != member.path and holds(o, member))
+            if (outer := next(around, None)) is not None:
+                message = f"`{member}` is inside `{outer}`, a member of the same group"
+                sink.error("PL410", message, unit.origin, help=f"remove `{member}` from the group")
         why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
         if sum(m.module.count for m in unit.members) and _left(unit, plan):
             continue
         if any(i.modules.within(m) for i in plan.fsdp.ignored for m in unit.members):
             why = ["all its parameters are ignored"]
-        sink.error(
-            "PL411",
-            f"the unit `{unit.members[0]}` has no parameters to shard",
-            unit.origin,
-            facts=why,
-            help="remove the rule",
-        )
+        message = f"the unit `{unit.members[0]}` has no parameters to shard"
+        sink.error("PL411", message, unit.origin, facts=why, help="remove the rule")
 
 
 def _left(unit: Unit, plan: Plan) -> bool:

@@ -1,7 +1,5 @@
 """PL161, PL162: norms without a rule whose input is sharded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
@@ -18,8 +16,7 @@ _OF_HEADS = re.compile(r"(^|_)[qkv](_|$)|query|key|value")
 
 
 def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A replicated weight applied to a shard of the heads or of the sequence gets a partial
-    gradient.
+    """A replicated weight applied to a shard of heads or of the sequence gets a partial gradient.
 
     Without a rule nothing all-reduces these gradients, and the copies of the weight diverge.
     Observed on qwen3 (tp 2, torch 2.13) without a rule for q_norm: losses look right, and after
@@ -89,13 +86,8 @@ def _is_block(parent: Modules) -> bool:
 
 def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
     """Whether some submodule outputs a sharded sequence, as under sequence parallelism."""
-    return any(
-        isinstance(r.style, Rowwise)
-        and isinstance(r.style.output, Shard)
-        and r.style.output.dim == 1
-        and r.modules.within(parent)
-        for r in rules
-    )
+    split = (r for r in rules if isinstance(r.style, Rowwise) and r.style.output == Shard(1))
+    return any(r.modules.within(parent) for r in split)
 
 
 def _on_heads(norms: list[Modules], split: Spans, sink: Sink) -> None:

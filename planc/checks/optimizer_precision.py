@@ -1,7 +1,5 @@
 """PL420: an optimizer that steps parameters in 16 bits, without a copy in fp32."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.ops import phrases

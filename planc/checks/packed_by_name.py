@@ -1,7 +1,5 @@
 """PL151: a fused weight of several projections that is sharded as if it were one projection."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, axis_label, splits_output
 from planc.diagnostic import Sink
 from planc.model.facts import Facts

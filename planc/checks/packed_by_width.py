@@ -1,16 +1,7 @@
 """PL151, by structure: a linear with twice the width of the layer that takes its sharded output."""
 
-from __future__ import annotations
-
 from planc.checks.packed_by_name import FUSED
-from planc.checks.queries import (
-    active,
-    axis_label,
-    inside,
-    parents,
-    splits_output,
-    takes_split,
-)
+from planc.checks.queries import active, axis_label, inside, parents, splits_output, takes_split
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.ops.styles import Colwise
@@ -21,8 +12,7 @@ _ATTENTION = ("head_dim", "num_heads", "num_attention_heads", "num_key_value_gro
 
 
 def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A linear that outputs twice the next layer's input width holds two projections, whatever its
-    name.
+    """A linear that outputs twice the next layer's input width holds two projections.
 
     The model splits its output in the middle, which is the wrong place in a rank's local output
     (observed on four processes with GLM, torch 2.13: nothing fails, the logits are wrong). As a

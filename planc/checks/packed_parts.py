@@ -1,28 +1,16 @@
 """PL220, PL221, PL223: packed parts of a weight that cannot be sharded as the plan says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.checks.queries import active, axis_label, legal, ranks, weighted
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Parameter
-from planc.ops.styles import (
-    Colwise,
-    Replicate,
-    Rowwise,
-    Shard,
-    Split,
-    style_name,
-    weight_split,
-)
+from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, Split, style_name, weight_split
 from planc.plan.ir import Plan, TensorRule
 
 
 def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A rank holds a shard of each part, so every part must divide and the parts must cover the
-    dim.
-    """
+    """A rank holds a shard of each part: every part divides, and the parts cover the dim."""
     for rule in weighted(plan.tensor):
         if _gathers(rule, sink):
             continue
@@ -80,9 +68,7 @@ def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, si
 
 
 def _gathers(rule: TensorRule, sink: Sink) -> bool:
-    """Whether a packed weight would be gathered or sharded by a layout that does not know its
-    parts.
-    """
+    """Whether a layout that does not know its parts would gather or shard a packed weight."""
     style = rule.style
     if not isinstance(style, Colwise | Rowwise) or style.parts == 1 or style.interleaved:
         return False

@@ -1,7 +1,5 @@
 """PL417: a partial reshard whose size does not divide the unit's ranks."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
 from planc.plan.ir import Plan, SpreadRule, Unit
@@ -26,11 +24,8 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
         if size == 1 and plan.mesh.assumed:
             continue
         choices = [n for n in range(2, min(size, 1024)) if size % n == 0]
-        labels = [
-            Label(span=a.origin, text=f"{a.name} is {a.size}")
-            for a in plan.mesh.axes
-            if a.name in shard
-        ]
+        axes = (a for a in plan.mesh.axes if a.name in shard)
+        labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes]
         words = {
             1: "the shard of one rank would be the full parameter: write `never`",
             size: "write `always`",
@@ -40,16 +35,12 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
         told = "write `always`, or `never`" if size == 1 else told
         sink.error(
             "PL417",
-            f"{_ranks(size)} cannot reshard to {count}{_why(count, size)}",
+            f"{size} rank{'s' if size > 1 else ''} cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
             *([Label(span=part.origin, text="shards over other axes")] if part is not unit else []),
             *labels,
             help=told,
         )
-
-
-def _ranks(size: int) -> str:
-    return "1 rank" if size == 1 else f"{size} ranks"
 
 
 def _why(count: int, size: int) -> str:

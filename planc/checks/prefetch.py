@@ -1,8 +1,4 @@
-"""PL444, PL445, PL449: prefetching without a list of units, into frozen units, or the whole
-list.
-"""
-
-from __future__ import annotations
+"""PL444, PL445, PL449: prefetching without a list of units, into frozen units, or all units."""
 
 from collections.abc import Iterable
 
@@ -25,12 +21,9 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     found = lists(plan, facts)
     if not found:
-        sink.error(
-            "PL444",
-            "`prefetch` has no effect: no entries of a module list are units",
-            section.prefetch.origin,
-            help="make the blocks units: `model.layers.* : unit`",
-        )
+        message = "`prefetch` has no effect: no entries of a module list are units"
+        help = "make the blocks units: `model.layers.* : unit`"
+        sink.error("PL444", message, section.prefetch.origin, help=help)
     _deep(section.prefetch, found, sink)
     if not section.prefetch.backward or "train" in plan.broken:
         return
@@ -65,7 +58,8 @@ def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) ->
 def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
     """The frozen units at the start of a list that has a trainable entry later."""
     members = list(owned(plan, facts))
-    at = next(i for i, s in enumerate(units[0].path) if not isinstance(s, str))
+    at = units[0].list_at
+    assert at is not None
     first: int | None = None
     reached = False
     for own in members:
@@ -83,8 +77,7 @@ def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | 
     frozen = type(every).of(i for i in every if i < first)
     if not frozen:
         return None
-    path = (*units[0].path[:at], frozen, *units[0].path[at + 1 :])
-    return Modules(path, units[0].module)
+    return units[0].with_entries(frozen)
 
 
 def _frozen(gap: Modules, plan: Plan) -> list[Label]:

@@ -1,7 +1,5 @@
 """PL205: projections that feed the same operation with different output layouts."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, axis_label, inside, parents, ranks, splits_output
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
@@ -80,19 +78,15 @@ def _compare(  # noqa: PLR0917
 def _like(rule: TensorRule, parent: Modules, others: list[TensorRule]) -> bool:
     """Whether the other projections of these parents have the same output layout as the rule's."""
     left: tuple[Modules, ...] = (parent,)
-    if (both := _of(rule, parent)) is not None:
+    if (both := parent.overlap(_beside(rule, parent))) is not None:
         left = (both,)
     for other in others:
         if other.axis == rule.axis and other.style.output == rule.style.output:  # type: ignore[union-attr]
             if getattr(other.style, "local", None) != getattr(rule.style, "local", None):
                 continue
-            left = tuple(p for m in left for p in _without(m, other))
+            left = tuple(p for m in left for p in m.minus(_beside(other, m)))
     return not left
 
 
-def _of(rule: TensorRule, parent: Modules) -> Modules | None:
-    return parent.overlap(Modules(rule.modules.path[:-1], parent.module))
-
-
-def _without(modules: Modules, rule: TensorRule) -> tuple[Modules, ...]:
-    return modules.minus(Modules(rule.modules.path[:-1], modules.module))
+def _beside(rule: TensorRule, parent: Modules) -> Modules:
+    return Modules(rule.modules.path[:-1], parent.module)

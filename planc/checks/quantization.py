@@ -1,7 +1,5 @@
 """PL680 to PL684: 4-bit weights that a plan would corrupt, or shard where it cannot."""
 
-from __future__ import annotations
-
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
@@ -52,18 +50,13 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
         own = [name for name in group if rule.modules.has(name.rpartition(".")[0])]
         if own and rule.modules.module.kind == "linear":
             other = next(name for name in group if name != own[0])
-            sink.error(
-                "PL682",
-                f"`{own[0]}` cannot be quantized: it is tied to `{other}`",
-                rule.origin,
-                help="write `lora(...)` for it, which does not quantize its weight",
-            )
+            message = f"`{own[0]}` cannot be quantized: it is tied to `{other}`"
+            help = "write `lora(...)` for it, which does not quantize its weight"
+            sink.error("PL682", message, rule.origin, help=help)
 
 
 def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
-    """FSDP casts gathered parameters to the unit's `param` dtype, and would cast packed bytes
-    too.
-    """
+    """FSDP casts gathered parameters to the unit's `param` dtype, packed bytes too."""
     quant = rule.quantize
     if plan.fsdp is None or quant is None:
         return
@@ -95,8 +88,7 @@ def _trained(rule: AdapterRule, own: Owned, sink: Sink) -> None:
 
 
 def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
-    """Each rank quantizes its own shard, which gives equal weights only where shards are whole
-    blocks.
+    """Each rank quantizes its own shard: the weights are equal only where shards are whole blocks.
 
     Scales that are quantized themselves depend on the whole weight.
     """
@@ -122,25 +114,20 @@ def _unaligned(
     assert rule.quantize is not None
     block, high = rule.quantize.block, f"blocks of {rule.quantize.block}"
     if not isinstance(base.style, Colwise | Rowwise):
-        return (
-            f"its style, `{style_text(base.style)}`, is unknown for 4-bit weights",
-            "write `lora(...)` for it, or use `colwise` or `rowwise`",
-        )
+        text = f"its style, `{style_text(base.style)}`, is unknown for 4-bit weights"
+        return text, "write `lora(...)` for it, or use `colwise` or `rowwise`"
     if rule.quantize.double:
         return "with `double`, scales depend on the full weight", "write `double = false`"
     weight = next(p for p in part.module.parameters if p.name == "weight")
     split = weight_split(base.style, "linear", "weight", 2)
     if split is None:
         return None
-    sizes = (
-        part_sizes(split, weight.shape[split.dim]) if split.packed else (weight.shape[split.dim],)
-    )
+    size = weight.shape[split.dim]
+    sizes = part_sizes(split, size) if split.packed else (size,)
     inner = weight.shape[1] if split.dim == 0 else 1  # numbers that a step along the dim passes
     for size in sizes:
         if size % count or size // count * inner % block:
             what = f"{size:,} {'rows' if split.dim == 0 else 'columns'} over {count} ranks"
-            return (
-                f"{what} do not form whole {high}",
-                "write `lora(...)` for it, or a smaller block",
-            )
+            fix = "write `lora(...)` for it, or a smaller block"
+            return f"{what} do not form whole {high}", fix
     return None

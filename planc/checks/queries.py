@@ -1,11 +1,9 @@
 """Questions that several rules ask about a plan and a model: containment, units, active styles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from planc.diagnostic import Label, one_of
-from planc.model.facts import Facts, Modules, Parameter
+from planc.model.facts import Facts, Modules, Parameter, merged
 from planc.ops.phrases import together
 from planc.ops.styles import Colwise, Replicated, Rowwise, Shard, weight_shard
 from planc.plan.apply_adapters import PARAMETERLESS
@@ -103,15 +101,7 @@ def several(sets: Iterable[Modules]) -> str:
     """Sets of modules as one text, `model.layers[0:26].self_attn.{q,k}_norm` in backticks: sets
     that differ in their indices or their last name only are written once.
     """
-    merged: list[Modules] = []
-    for modules in sets:
-        for i, other in enumerate(merged):
-            if (both := other.union(modules)) is not None:
-                merged[i] = both
-                break
-        else:
-            merged.append(modules)
-    return one_of((f"`{path}`" for path in together(map(str, merged))), last="and")
+    return one_of((f"`{path}`" for path in together(map(str, merged(sets)))), last="and")
 
 
 def legal(count: int, *, most: int) -> list[int]:

@@ -1,7 +1,5 @@
 """PL670 to PL672: random numbers in training, and who must draw the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from planc.checks.queries import active, axis_label, ranks

@@ -1,7 +1,5 @@
 """PL450: options of sharded units on a replicated model."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan
@@ -9,8 +7,7 @@ from planc.source import Span
 
 
 def replicate_options(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A replicate section keeps full parameters, so there is nothing to all-gather, reshard or
-    place.
+    """A replicate section keeps whole parameters: there is nothing to gather, reshard or place.
 
     Source: `replicate` in torch.distributed._composable.replicate_with_fsdp takes neither
     `reshard_after_forward` nor `shard_placement_fn`.

@@ -1,7 +1,5 @@
 """PL162, PL163: norms whose input is sharded on the sequence dim, and rules whose input is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from planc.checks.queries import active, axis_label, ranks, splits_output
@@ -49,10 +47,8 @@ def sequence_layout(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _beside_split(rule: TensorRule, peers: Iterable[TensorRule]) -> bool:
     depth = len(rule.modules.path)
     parent = Modules(rule.modules.path[:-1], rule.modules.module)
-    return any(
-        splits_output(r) and len(r.modules.path) == depth > 1 and r.modules.within(parent)
-        for r in peers
-    )
+    split = (r for r in peers if splits_output(r) and len(r.modules.path) == depth > 1)
+    return any(r.modules.within(parent) for r in split)
 
 
 def _splits(rule: TensorRule, dim: int) -> bool:

@@ -1,7 +1,5 @@
 """PL677, PL678: attributes that a module does not have, or that do not divide."""
 
-from __future__ import annotations
-
 from planc.checks.queries import axis_label, legal, ranks
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts

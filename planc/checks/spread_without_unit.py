@@ -1,17 +1,13 @@
 """PL384: a `spread` rule that applies to no FSDP unit's parameters."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Label, Sink
-from planc.model.facts import Facts, Modules
-from planc.plan.ir import Plan, SpreadRule
+from planc.model.facts import Facts
+from planc.plan.ir import Plan
 from planc.plan.parameter_owners import owned
 
 
 def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`spread(...)` changes the placement of parameters inside a unit, so a unit must contain
-    them.
-    """
+    """`spread(...)` changes how parameters of a unit are placed, so a unit must contain them."""
     section = plan.fsdp
     if section is None or not section.spreads or "fsdp" in plan.broken:
         return
@@ -30,17 +26,13 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
         if own:
             continue
-        unit = next((u for u in section.units for m in u.members if _is(m, spread)), None)
+        units = [u for u in section.units if any(m.overlap(spread.modules) for m in u.members)]
         sink.error(
             "PL384",
             f"`spread` has no effect: `{spread.modules}` is in no enclosing FSDP unit",
             Label(span=spread.origin),
-            *([Label(span=unit.origin, text="is a unit itself")] if unit else []),
+            *(Label(span=u.origin, text="is a unit itself") for u in units[:1]),
             help="write `on` and `shard_dim` on the unit: `unit(on = ...)`"
-            if unit
+            if units
             else "make an enclosing module a unit, such as `model.layers.* : unit`",
         )
-
-
-def _is(member: Modules, spread: SpreadRule) -> bool:
-    return member.overlap(spread.modules) is not None

@@ -1,19 +1,8 @@
 """PL150: a style on a module that cannot take it."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Module
-from planc.ops.styles import (
-    Colwise,
-    Features,
-    MlaKv,
-    Replicate,
-    Replicated,
-    Rowwise,
-    Sequence,
-    style_name,
-)
+from planc.ops import styles as ir
 from planc.plan.ir import Plan, TensorRule
 
 
@@ -32,14 +21,14 @@ def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
         module = rule.modules.module
         sink.error(
             "PL150",
-            f"`{rule.modules}` does not support `{style_name(rule.style)}`: {reason}",
+            f"`{rule.modules}` does not support `{ir.style_name(rule.style)}`: {reason}",
             rule.origin,
             facts=[f"`{rule.modules}` is a {module.cls}"],
             help=told,
         )
 
 
-def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
+def _latent(style: ir.MlaKv, module: Module) -> tuple[str, str] | None:
     """MLA's keys and values come out of one linear, with the rotary features last."""
     wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
     if module.kind != "linear":
@@ -51,9 +40,7 @@ def _latent(style: MlaKv, module: Module) -> tuple[str, str] | None:
 
 
 def _over_features(module: Module) -> tuple[str, str] | None:
-    """A factor corrects an RMS norm over sharded features; a norm that subtracts the mean has no
-    such fix.
-    """
+    """A factor corrects an RMS norm over sharded features; one that subtracts the mean has none."""
     weights = [p.name for p in module.parameters]
     if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
         return ("it is not an RMS norm with one weight", "gather its input, and replicate the norm")
@@ -64,26 +51,26 @@ def _wrong(rule: TensorRule) -> tuple[str, str] | None:
     """Why the module cannot take the style, and the fix; None where it can."""
     module = rule.modules.module
     match rule.style:
-        case Colwise() | Rowwise():
+        case ir.Colwise() | ir.Rowwise():
             if module.kind not in ("linear", "embedding", "conv1d"):
                 return (
                     "it is neither a linear layer nor an embedding",
                     "name the projections inside it" if module.children else "leave it replicated",
                 )
-            if module.kind == "embedding" and not isinstance(rule.style.input, Replicate):
+            if module.kind == "embedding" and not isinstance(rule.style.input, ir.Replicate):
                 return (
                     "an embedding needs replicated token ids",
-                    f"write `{style_name(rule.style)}(replicate -> ...)`",
+                    f"write `{ir.style_name(rule.style)}(replicate -> ...)`",
                 )
             if module.kind == "embedding" and rule.style.parts != 1:
                 return ("an embedding holds no projections", "remove `parts`")
-        case Features():
+        case ir.Features():
             return _over_features(module)
-        case MlaKv():
+        case ir.MlaKv():
             return _latent(rule.style, module)
-        case Replicated() if rule.style.summed and not module.count:
+        case ir.Replicated() if rule.style.summed and not module.count:
             return ("it has no parameters", "remove the rule")
-        case Sequence():
+        case ir.Sequence():
             if module.children:
                 return ("it has submodules", "put `sequence` on the norms themselves")
             if module.kind in ("embedding", "conv1d"):

@@ -1,7 +1,5 @@
 """PL401, PL402: tied parameters that the plan would separate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -74,14 +72,8 @@ def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _rule(half: Half, plan: Plan) -> TensorRule | None:
     _, modules, parameter = half
-    return next(
-        (
-            r
-            for r in active(plan)
-            if r.modules.overlap(modules) and split_dim(r, parameter) is not None
-        ),
-        None,
-    )
+    own = (r for r in active(plan) if r.modules.overlap(modules))
+    return next((r for r in own if split_dim(r, parameter) is not None), None)
 
 
 def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:
@@ -125,12 +117,8 @@ def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
     if len(ignored) == 1:
         own, half = ignored[0]
         other = two if half is one else one
-        sink.error(
-            "PL402",
-            f"`{half[0]}` and `{other[0]}` are tied, and only one of them is ignored",
-            own.origin,
-            help=f"ignore `{other[1]}` too, or neither",
-        )
+        message = f"`{half[0]}` and `{other[0]}` are tied, and only one of them is ignored"
+        sink.error("PL402", message, own.origin, help=f"ignore `{other[1]}` too, or neither")
     return bool(ignored)
 
 

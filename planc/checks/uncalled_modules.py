@@ -1,7 +1,5 @@
 """PL152, PL433: modules that are never called, and a checkpointed root."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.diagnostic import Sink
@@ -27,12 +25,9 @@ def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
     for rule in plan.checkpoint:
         if not rule.modules.path:
-            sink.error(
-                "PL433",
-                "the model itself cannot be checkpointed: it has no parent module",
-                rule.origin,
-                help="name its blocks, as in `model.layers.* : full`",
-            )
+            message = "the model itself cannot be checkpointed: it has no parent module"
+            help = "name its blocks, as in `model.layers.* : full`"
+            sink.error("PL433", message, rule.origin, help=help)
 
 
 def _targets(plan: Plan) -> Iterator[tuple[Modules, str, Span]]:

@@ -1,7 +1,5 @@
 """PL442, PL443, PL381 to PL383: axes and shard dims that a unit cannot have."""
 
-from __future__ import annotations
-
 from math import prod
 
 from planc.checks.queries import active
@@ -47,11 +45,8 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
         return
     # what `ep_shard` has of one rank splits nothing, whatever the section is on
     one = {a.name for a in plan.mesh.axes if a.size == 1 and not set(known).isdisjoint(unit.shard)}
-    wrong = [
-        a
-        for i, a in enumerate(unit.shard)
-        if (a not in known and a not in one) or a in unit.shard[:i]
-    ]
+    either = {*known, *one}
+    wrong = [a for i, a in enumerate(unit.shard) if a not in either or a in unit.shard[:i]]
     if wrong and section.shard:
         named = one_of((f"`{a}`" for a in known), last="and")
         said = "named twice" if wrong[0] in known else "no axis of the section"
@@ -94,9 +89,7 @@ def _styled(
 
 
 def _met(rule: TensorRule, modules: Modules) -> Modules | None:
-    """The modules' parameters that a rule decides; `replicate(gradient = sum)` covers all
-    inside.
-    """
+    """The modules' parameters that a rule decides: all inside for `replicate(gradient = sum)`."""
     inside = isinstance(rule.style, Replicated)
     return modules.inside(rule.modules) if inside else modules.overlap(rule.modules)
 

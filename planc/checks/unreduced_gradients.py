@@ -1,7 +1,5 @@
 """PL413, PL414: parameters whose gradients are not averaged, and optimizers over mixed tensors."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, axis_label
 from planc.diagnostic import Sink
 from planc.model.facts import Facts

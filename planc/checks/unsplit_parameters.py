@@ -1,7 +1,5 @@
 """PL204: parameters that tensor parallelism leaves replicated."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, ranks, split_dim
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Modules

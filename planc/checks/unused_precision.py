@@ -1,7 +1,5 @@
 """PL416: a precision that no unit uses."""
 
-from __future__ import annotations
-
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.plan.ir import Plan
@@ -13,9 +11,5 @@ def unused_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     if all(u.precision is not None for u in plan.fsdp.units):
         reason = "every unit has its own" if plan.fsdp.units else "the section has no unit"
-        sink.error(
-            "PL416",
-            f"no unit uses this precision: {reason}",
-            plan.fsdp.precision.origin,
-            help="remove it, or add a unit",
-        )
+        message = f"no unit uses this precision: {reason}"
+        sink.error("PL416", message, plan.fsdp.precision.origin, help="remove it, or add a unit")

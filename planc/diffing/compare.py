@@ -5,8 +5,6 @@ sets that it overlaps on the other side, so `layers[0:32]` against `layers[0:16]
 `layers[16:32]` and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,7 +85,8 @@ def compare(old: Lowered, new: Lowered) -> Delta:
     changed = _together(_both(a, b, why) for a, b in pairs.changed)
     totals = {"parameters": (old.parameters, new.parameters)}
     totals["gathered"] = (old.gathered, new.gathered)
-    changed = (*_whole(old, new), *changed)
+    data = _differing("data", {"axes": (old.data, new.data)})
+    changed = (*_model(old, new), *_mesh(old, new), *data, *changed)
     if not (added or removed or changed):
         changed = tuple(_differing("model", totals))
     return Delta(added=added, removed=removed, changed=changed, **totals)
@@ -110,12 +109,6 @@ def _differing(
     parts = tuple(worded(*each, _WORDS[kind]) for each in differing)
     if parts:
         yield Change(kind=kind, parts=parts, summary=summary(parts), **more)
-
-
-def _whole(old: Lowered, new: Lowered) -> Iterator[Change]:
-    yield from _model(old, new)
-    yield from _mesh(old, new)
-    yield from _differing("data", {"axes": (old.data, new.data)})
 
 
 def _model(old: Lowered, new: Lowered) -> Iterator[Change]:
@@ -144,9 +137,7 @@ def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
 
 
 def _stated(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
-    """The lines that set some axes' sizes; `auto` axes are left out, they follow from the
-    others.
-    """
+    """The lines that set some axes' sizes, without `auto` axes, which follow from the others."""
     changed = (axes[name] for name in names if name in axes)
     return ", ".join(dict.fromkeys(a.place for a in changed if a.place and not a.inferred))
 

@@ -1,7 +1,5 @@
 """One side of a diff: the statements of a lowered plan about each set of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Set
 from dataclasses import replace
 

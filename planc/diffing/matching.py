@@ -1,7 +1,5 @@
 """Matches entries of two lowered plans that are on the same modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,9 +11,6 @@ from planc.ops.entry import Entry, Fact
 
 class Pairs:
     """The entries of two sides, matched.
-
-    Args:
-        old, new: all entries of each side.
 
     Attributes:
         changed: pairs of entries that differ, cut to the modules that both sides have.
@@ -101,8 +96,8 @@ def grown(
             if not beyond or not usual or part.kind in ("fsdp", "spread") or part.modules is None:
                 yield part
                 continue
-            path = part.modules.path[: _list(part.modules) + 1]
-            stack = Modules(path, part.modules.module)
+            at = part.modules.list_at or 0
+            stack = Modules(part.modules.path[: at + 1], part.modules.module)
             stacks.setdefault(str(stack), Entry(kind="layers", modules=stack))
             kinds.setdefault(str(stack), set()).add(part.kind.split()[0])
     for name, stack_entry in stacks.items():
@@ -111,23 +106,13 @@ def grown(
         yield replace(stack_entry, facts=(Fact("operations", names),), brief=brief)
 
 
-def _list(modules: Modules) -> int:
-    """The position of the outermost list in a path, or -1."""
-    return next((i for i, s in enumerate(modules.path) if isinstance(s, Indices)), -1)
-
-
 def _cut(entry: Entry, layers: int) -> Iterator[tuple[Entry, bool]]:
     """An entry as its part below a number of layers, and (True) its part above."""
-    at = -1 if entry.modules is None else _list(entry.modules)
-    if at < 0:
+    modules = entry.modules
+    if modules is None or not modules.entries:
         yield entry, False
         return
-    assert entry.modules is not None
-    path = entry.modules.path
-    indices = path[at]
-    assert isinstance(indices, Indices)
     first = Indices.all(layers)
-    for part, beyond in ((indices & first, False), (indices - first, True)):
+    for part, beyond in ((modules.entries & first, False), (modules.entries - first, True)):
         if part:
-            cut = Modules((*path[:at], part, *path[at + 1 :]), entry.modules.module)
-            yield replace(entry, modules=cut), beyond
+            yield replace(entry, modules=modules.with_entries(part)), beyond

@@ -1,7 +1,5 @@
 """A delta as text and as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from planc.diffing.compare import Change, Delta
@@ -45,9 +43,7 @@ def _row(sign: str, change: Change) -> tuple[str, str, str]:
 
 
 def _place(sign: str, change: Change) -> str:
-    """The lines of the `.plan` files; empty where an axis caused the change and the line is the
-    same.
-    """
+    """The lines of the `.plan` files; empty where an axis caused the change on an equal line."""
     if sign == "-":
         return f"{change.old} (old)" if change.old else ""
     if sign == "+" or change.old == change.new:

@@ -1,7 +1,5 @@
 """The text of each difference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,11 +11,7 @@ _BYTES = {"nbytes", "gathered", "parameters"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A difference, named as in the lowered JSON; None where one side has no such value.
-
-    Args:
-        text: the difference as text.
-    """
+    """A difference, named as in the lowered JSON; None where one side has no such value."""
 
     name: str
     old: Value

@@ -11,7 +11,7 @@ from planc.diagnostic import Sink
 from planc.draft.observe import run
 from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Roles, RunRecord, roles
-from planc.draft.search import Search
+from planc.draft.search import Search, named_below
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists
@@ -157,11 +157,8 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
             f"{outcome.worst:.0e})."
         )
     else:
-        why = (
-            outcome.reason
-            or "; ".join(p.detail for p in outcome.discrepancies[:1])
-            or "the plan is refuted"
-        )
+        first = "".join(p.detail for p in outcome.discrepancies[:1])
+        why = outcome.reason or first or "the plan is refuted"
         draft_plan.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
     if outcome.recomputed:
@@ -178,13 +175,11 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
             f"proved: {', '.join(search.unreached)}."
         )
     if outcome.missing_inputs:
-        draft_plan.comment.append(
-            f"{outcome.missing_inputs[0].upper()}{outcome.missing_inputs[1:]}."
-        )
+        missing = outcome.missing_inputs
+        draft_plan.comment.append(f"{missing[0].upper()}{missing[1:]}.")
     if whole:
-        draft_plan.comment.append(
-            f"Replicated, because no way to shard it was right: {', '.join(whole)}."
-        )
+        why = "no way to shard it was right"
+        draft_plan.comment.append(f"Replicated, because {why}: {', '.join(whole)}.")
     if draft_plan.sequence is None and outcome.verdict == "proved":
         draft_plan.comment.append("No sequence parallelism: no plan with it was proved.")
 
@@ -194,28 +189,16 @@ def _unmatched_rules(facts: Facts, builder: Any, draft_plan: Draft, sink: Sink) 
     rules = getattr(getattr(builder, "configuration", None), "base_model_tp_plan", None) or {}
     names = {generic(n) for n in _names(facts)}
     names |= {n.partition(".")[2] for n in names}
-    unmatched_rules = [
-        r for r in rules if r not in names and not any(n.endswith(f".{r}") for n in names)
-    ]
+    unmatched_rules = [r for r in rules if not any(f".{n}".endswith(f".{r}") for n in names)]
     if unmatched_rules:
         unmatched = ", ".join(f"`{r}`" for r in unmatched_rules)
-        draft_plan.comment.append(
-            f"transformers' own plan also names {unmatched}, which match nothing here."
-        )
+        told = f"transformers' own plan also names {unmatched}, which match nothing here."
+        draft_plan.comment.append(told)
         sink.info("PL661", f"rules of transformers' own plan match nothing: {unmatched}")
 
 
-def _names(facts: Facts) -> list[str]:
-    found: list[str] = []
-
-    def walk(prefix: str, module: Any) -> None:
-        for parameter in module.parameters:
-            found.append(f"{prefix}.{parameter.name}" if prefix else parameter.name)
-        for child in module.children:
-            last = child.name if child.indices is None else "*"
-            name = f"{prefix}.{last}" if prefix else last
-            found.append(name)
-            walk(name, child.module)
-
-    walk("", facts.root)
-    return found
+def _names(facts: Facts) -> Iterator[str]:
+    """The names of all modules and parameters."""
+    for name, module in named_below("", facts.root):
+        yield name
+        yield from (f"{name}.{p.name}".removeprefix(".") for p in module.parameters)

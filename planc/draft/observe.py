@@ -32,15 +32,13 @@ def run(builder: ModelBuilder) -> RunRecord | None:
         return keep
 
     modules = dict(model.named_modules())
-    handles = [m.register_forward_hook(hook(n)) for n, m in modules.items()]
+    for name, module in modules.items():
+        module.register_forward_hook(hook(name))
     try:
         with trace.of(modules), torch.no_grad():
             model(**inputs)
     except Exception:
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
     width = _width(trace)
     if width is None:
         return None

@@ -1,10 +1,9 @@
 """Renders a draft as the text of a plan."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from textwrap import wrap
 
 from planc.draft.roles import TOWER
 
@@ -52,7 +51,7 @@ def render(draft: Draft) -> str:
     family = draft.family if re.fullmatch(r"[A-Za-z_][\w.]*", draft.family) else f'"{draft.family}"'
     lines = [f"plan {draft.name} for {family}", ""]
     for paragraph in draft.comment:
-        lines += [f"# {line}" for line in _wrapped(paragraph)]
+        lines += [f"# {line}" for line in wrap(paragraph, 98)]
         lines.append("#")
     if draft.comment:
         lines[-1] = ""
@@ -89,23 +88,13 @@ def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
 
 
 def block_names(blocks: Iterable[str]) -> list[str]:
-    """The name of each block list in the plan: `block`, or `tower` for the lists of a tower.
-
-    Args:
-        blocks: their paths.
-    """
+    """The name of each block list in the plan: `block`, or `tower` for the lists of a tower."""
     names: list[str] = []
     for path in blocks:
         kind = "tower" if TOWER.search(path) else "block"
         many = sum(name.startswith(kind) for name in names)
         names.append(f"{kind}{many + 1}" if many else kind)
     return names
-
-
-def _wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 98)
 
 
 def _tensor(draft: Draft) -> Iterable[str]:
@@ -118,9 +107,8 @@ def _tensor(draft: Draft) -> Iterable[str]:
         if inner:
             yield from [f"${name} {{", *(f"    {line}" for line in inner), "}"]
     plain = draft.plain.get("", {})
-    yield from _both_variants(
-        plain, None if sequence is None else sequence.get("", {}), draft.notes
-    )
+    other = None if sequence is None else sequence.get("", {})
+    yield from _both_variants(plain, other, draft.notes)
 
 
 def _both_variants(
@@ -151,13 +139,12 @@ def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
     for (style, note), names in by_style.items():
         if note and note not in noted:
             noted.add(note)
-            yield from (f"# {line}" for line in _wrapped(note))
+            yield from (f"# {line}" for line in wrap(note, 98))
         yield from (f"{target} : {style}" for target in braced(names))
 
 
 def braced(names: list[str]) -> list[str]:
-    """Names that differ in one place as one selector: `mlp.gate_proj`, `mlp.up_proj` ->
-    `mlp.{gate,up}_proj`."""
+    """Names that differ in one place as one selector: `mlp.{gate,up}_proj`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         holder, _, last = name.rpartition(".")

@@ -4,8 +4,6 @@ A recipe has two sets of rules: without and with sequence parallelism, under whi
 residuals are sharded over the sequence.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,19 +89,14 @@ def _projections(
     linear = projections.colwise[0]
     alone = len(projections.colwise) == 1
     sinks = _sinks(projections, holder)
-    packed = alone and (
-        PACKED.search(linear.name) or linear.outputs == 2 * projections.rowwise.inputs
-    )
-    fused = (
-        alone
-        and projections.attention
-        and (FUSED.search(linear.name) or linear.outputs > linear.inputs)
-    )
+    twice = linear.outputs == 2 * projections.rowwise.inputs
+    packed = alone and (PACKED.search(linear.name) or twice)
+    fused = alone and (FUSED.search(linear.name) or linear.outputs > linear.inputs)
     if packed and not projections.attention:
         recipes.append(_split(projections, "packed", "parts = 2", sinks))
     if not any(linear.kind == "conv1d" for linear in projections.linears):
         recipes.append(_split(projections, "heads", "", sinks))
-    if fused:
+    if fused and projections.attention:
         for parts in _parts(linear, projections.rowwise, config):
             recipes.append(_split(projections, "packed", f"parts = {parts}", sinks))
     if any(linear.kind == "conv1d" for linear in projections.linears):
@@ -121,9 +114,7 @@ def _projections(
 
 
 def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
-    """Rules for parameters of the attention module itself with one number per head: attention
-    sinks.
-    """
+    """Rules for the attention module's own parameters with one number per head: attention sinks."""
     if holder is None or not projections.attention:
         return {}
     per_head = [p.name for p in holder.parameters if len(p.shape) == 1]
@@ -133,9 +124,8 @@ def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
 
 
 def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRules) -> SplitRecipe:
-    plain = {
-        linear.name: f"colwise({parts})" if parts else "colwise" for linear in projections.colwise
-    }
+    style = f"colwise({parts})" if parts else "colwise"
+    plain = {linear.name: style for linear in projections.colwise}
     plain[projections.rowwise.name] = "rowwise"
     lead = f"{parts}, " if parts else ""
     sequence: StyleRules = {}
@@ -151,9 +141,7 @@ def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRule
 
 
 def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[str]:
-    """The sizes of query, key and value in one packed weight, as expressions over the
-    configuration.
-    """
+    """The sizes of query, key and value in a packed weight, as expressions of the configuration."""
     query, rest = rowwise.inputs, linear.outputs - rowwise.inputs
     if rest <= 0 or rest % 2:
         return []

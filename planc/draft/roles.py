@@ -132,11 +132,9 @@ def roles(facts: Facts, ran: RunRecord | None) -> Roles:
     """
     lists = [m for m in block_lists(facts.model) if m.module.count]
     blocks = sorted((_blocks(at, ran) for at in lists), key=lambda b: bool(TOWER.search(b.path)))
-    outside = [
-        m
-        for m in _all(facts.model)
-        if not any(m.within(at) for at in lists) and not str(m).startswith("[")
-    ]  # a selector cannot name an entry of a model that is a list itself
+    # a selector cannot name an entry of a model that is a list itself
+    every = (m for m in facts.model.below() if not str(m).startswith("["))
+    outside = [m for m in every if not any(m.within(at) for at in lists)]
     tables = [m for m in outside if m.module.kind == "embedding"]
     vocabulary = facts.config.get("vocab_size") or _text(facts).get("vocab_size")
     rows = [m.module.parameters[0].shape[0] for m in tables]
@@ -147,13 +145,8 @@ def roles(facts: Facts, ran: RunRecord | None) -> Roles:
     tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
     named.sort(key=lambda m: (ran is not None and str(m) not in ran.order, str(m) not in tied))
     embedding = str((named or tables)[0]) if tables else None
-    heads = [
-        str(m)
-        for m in outside
-        if m.module.kind == "linear"
-        and m.module.parameters[0].shape[0] == vocabulary
-        and not _BETWEEN.search(str(m))
-    ]
+    last = (m for m in outside if m.module.kind == "linear" and not _BETWEEN.search(str(m)))
+    heads = [str(m) for m in last if m.module.parameters[0].shape[0] == vocabulary]
     norms = [str(m) for m in outside if m.module.kind == "norm"]
     others = [str(m) for m in tables if str(m) != embedding]
     groups = [{n.rpartition(".")[0] for n in group} for group in facts.ties]
@@ -192,12 +185,6 @@ class RunRecord:
 # Blocks ------------------------------------------------------------------------------------------
 
 
-def _all(at: Modules) -> Iterator[Modules]:
-    yield at
-    for child in at.module.children:
-        yield from _all(Modules((*at.path, child.segment), child.module))
-
-
 def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
     """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`.
 
@@ -212,7 +199,7 @@ def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
 
 def _rows(block: Modules, path: str) -> frozenset[str]:
     """The modules of a block that are an nn.Sequential."""
-    found = [m for m in _all(block) if m.module.kind == "list" and not m.module.container]
+    found = [m for m in block.below() if m.module.kind == "list" and not m.module.container]
     return frozenset(_inner(next(m.names()), path) for m in found)
 
 
@@ -226,7 +213,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
         block = Modules((*at.path, child.segment), child.module)
         first = f"{path}.{next(iter(child.indices))}" if child.indices is not None else path
         rows = _rows(block, path)
-        found = {_inner(next(m.names()), path, rows): m for m in _all(block)}
+        found = {_inner(next(m.names()), path, rows): m for m in block.below()}
         names = [n for n, m in found.items() if m.module.kind in _LINEAR]
         if ran is not None:
             names = _by_run(names, first, path, rows, ran)
@@ -255,9 +242,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
 def _by_run(
     names: list[str], first: str, path: str, rows: frozenset[str], ran: RunRecord
 ) -> list[str]:
-    """The names in execution order; modules that did not run (an expert without tokens) come
-    last.
-    """
+    """The names in execution order; modules that did not run (experts without tokens) are last."""
     order: dict[str, int] = {}
     for i, name in enumerate(ran.order):
         if name.startswith(f"{first}."):
@@ -266,9 +251,7 @@ def _by_run(
 
 
 def _useful(name: str, module: Module) -> bool:
-    """Whether splitting the linear can pay off: routers and linears to one number stay
-    replicated.
-    """
+    """Whether splitting the linear can pay off: not for routers and linears to one number."""
     if not module.parameters or len(module.parameters[0].shape) != 2:
         return False
     return not ROUTER.search(name) and min(module.parameters[0].shape) >= 8
@@ -319,16 +302,11 @@ def _near(one: str, two: str) -> bool:
 
 
 def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
-    """Whether another linear takes its output: a low-rank pair, whose first half stays
-    replicated.
-    """
+    """Whether another linear takes its output: a low-rank pair's first half stays replicated."""
     if linear.outputs == width:
         return False
-    for other in others:
-        narrow = other.inputs not in (width, linear.inputs)
-        if other is not linear and narrow and other.inputs <= linear.outputs < 2 * other.inputs:
-            return True
-    return False
+    narrow = (o for o in others if o is not linear and o.inputs not in (width, linear.inputs))
+    return any(o.inputs <= linear.outputs < 2 * o.inputs for o in narrow)
 
 
 def _hold(projections: ProjectionGroup, path: str, ran: RunRecord | None) -> None:

@@ -5,8 +5,6 @@ the run refutes it: a gradient that is not all-reduced gets a rule that reduces 
 wrong outputs gets its next recipe. Every step uses up a candidate, so the search terminates.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from planc.diagnostic import Severity, Sink
 from planc.draft.plan_text import Draft, render
 from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
-from planc.model.facts import Facts, Module, Modules
+from planc.model.facts import Facts, Module
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.flow_findings import generic
 from planc.proof.judge import judge
@@ -58,26 +56,17 @@ class Search:
         for blocks in self.roles.blocks:
             inside = self.inside[blocks.path] = _holders(self.facts, blocks.path)
             self.parts[blocks.path] = split_choices(blocks, self.facts.config, inside)
-            if self.ran is not None and not any(
-                name.startswith(f"{blocks.path}.") for name in self.ran.order
-            ):
+            inner = f"{blocks.path}."
+            if self.ran is not None and not any(n.startswith(inner) for n in self.ran.order):
                 self.unreached.append(blocks.path)
                 self._leave_unsplit(blocks.path)
             self.summed[blocks.path] = {}
         for name, styles in self._ends():
-            self.outside.append(
-                SplitChoice(
-                    name=name,
-                    members=(name,),
-                    top=name,
-                    recipes=[
-                        SplitRecipe(
-                            name="split", plain={name: styles[0]}, sequence={name: styles[1]}
-                        ),
-                        SplitRecipe(name="whole", plain={}),
-                    ],
-                )
-            )
+            plain, sequence = ({name: style} for style in styles)
+            split = SplitRecipe(name="split", plain=plain, sequence=sequence)
+            recipes = [split, SplitRecipe(name="whole", plain={})]
+            choice = SplitChoice(name=name, members=(name,), top=name, recipes=recipes)
+            self.outside.append(choice)
 
     def _ends(self) -> Iterator[tuple[str, tuple[str, str]]]:
         for table in filter(None, (self.roles.embedding, *self.roles.same)):
@@ -114,9 +103,7 @@ class Search:
         return outcome
 
     def with_sequence(self) -> Outcome | None:
-        """Tries sequence parallelism with the settled recipes; the draft offers it if it is
-        proved.
-        """
+        """Tries sequence parallelism with the settled recipes; the draft offers it if proved."""
         rules = self._sequence_rules()
         if rules is None:
             return None
@@ -184,9 +171,7 @@ class Search:
     # Taking back ---------------------------------------------------------------------------------
 
     def _step_back(self, outcome: Outcome) -> bool:
-        """Adds a reduction or takes the next recipe where an outcome is wrong; False if none is
-        left.
-        """
+        """Adds a reduction or takes the next recipe where an outcome is wrong; False if none."""
         if outcome.verdict == "refuted" and self._summed(outcome, None):
             return True
         blamed = self._blamed(outcome)
@@ -201,9 +186,7 @@ class Search:
 
     def _summed(self, outcome: Outcome, rules: dict[str, dict[str, str]] | None) -> bool:
         """Adds rules that reduce partial gradients, or `mla_kv` for MLA's latent projection."""
-        outputs = [
-            p for p in outcome.discrepancies if p.kind in ("output", "crash", "refused", "size")
-        ]
+        outputs = {"output", "crash", "refused", "size"} & {p.kind for p in outcome.discrepancies}
         added = False
         for part in outcome.discrepancies if not outputs else ():
             module = part.subject.rpartition(".")[0]
@@ -221,8 +204,10 @@ class Search:
         return added
 
     def _leaf(self, name: str) -> bool:
-        found = _find(self.facts.model, name.split("."))
-        return found is not None and not found.children
+        try:
+            return not self.facts.at(name).module.children
+        except KeyError:
+            return False
 
     def _inside(self, name: str) -> tuple[str | None, str]:
         """The block list that contains a module, and the module's name in the block."""
@@ -234,11 +219,10 @@ class Search:
     def _blamed(self, outcome: Outcome) -> list[SplitChoice]:
         """The choices whose modules an outcome names, the first one first."""
         found: list[SplitChoice] = []
-        subjects = [
-            p.subject for p in outcome.discrepancies if p.kind not in ("boundary", "unstated")
-        ]
-        subjects += [p.before for p in outcome.discrepancies if p.before]
-        boundaries = [p.subject for p in outcome.discrepancies if p.kind == "boundary"]
+        wrong = outcome.discrepancies
+        subjects = [p.subject for p in wrong if p.kind not in ("boundary", "unstated")]
+        subjects += [p.before for p in wrong if p.before]
+        boundaries = [p.subject for p in wrong if p.kind == "boundary"]
         for subject in (*boundaries[:1], *subjects):
             path, inner = self._inside(subject)
             inner = re.sub(r"^\$(block|tower)\d*\.", "", inner)
@@ -251,9 +235,7 @@ class Search:
     # Sequence parallelism ------------------------------------------------------------------------
 
     def _sequence_rules(self) -> dict[str, dict[str, str]] | None:
-        """The rules with norms and residuals sharded over the sequence, or None if there are
-        none.
-        """
+        """The rules with norms and residuals sharded over the sequence; None if there are none."""
         if self.ran is None or len(self.parts) != 1 or not self.roles.embedding:
             return None
         if any(c.recipe.name == "whole" for c in self.outside):
@@ -286,9 +268,7 @@ class Search:
                 yield name
 
     def _of_top(self, path: str, top: str, choices: list[SplitChoice]) -> dict[str, str] | None:
-        """The rules for one child of a block: those of its recipe, or the sequence gathered
-        around it.
-        """
+        """The rules for one child of a block: its recipe's, or the sequence gathered around it."""
         assert self.ran is not None
         if not top or (len(choices) == 1 and choices[0].recipe.sequence is not None):
             rules: dict[str, str] = {}
@@ -310,9 +290,7 @@ class Search:
 
 
 def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
-    """Errors of the compiler as discrepancies; the selectors of the labeled rules are the
-    subjects.
-    """
+    """Errors of the compiler as discrepancies; the subjects are the labeled rules' selectors."""
     rules = [node for node in _rules(file.statements) if isinstance(node, ast.Rule)]
     for found in sink:
         if found.severity is Severity.ERROR:
@@ -360,31 +338,15 @@ def _braces(selector: str, name: str) -> bool:
 def _holders(facts: Facts, path: str) -> dict[str, Module]:
     """The modules of all kinds of block by their names inside it."""
     found: dict[str, Module] = {}
-    at = _find(facts.model, path.split("."))
-    for child in at.children if at else ():
-        for name, module in _below("", child.module):
+    for child in facts.at(path).module.children:
+        for name, module in named_below("", child.module):
             found.setdefault(name, module)
     return found
 
 
-def _below(name: str, module: Module) -> Iterator[tuple[str, Module]]:
+def named_below(name: str, module: Module) -> Iterator[tuple[str, Module]]:
+    """Yields a module and all below it by their names; entries of a list are `*`."""
     yield name, module
     for child in module.children:
         last = child.name if child.indices is None else "*"
-        yield from _below(f"{name}.{last}" if name else last, child.module)
-
-
-def _find(at: Modules, parts: Iterable[str]) -> Module | None:
-    module = at.module
-    for part in parts:
-        for child in module.children:
-            if (
-                (child.name == part)
-                if child.indices is None
-                else (part.isdecimal() and int(part) in child.indices)
-            ):
-                module = child.module
-                break
-        else:
-            return None
-    return module
+        yield from named_below(f"{name}.{last}" if name else last, child.module)

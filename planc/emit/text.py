@@ -3,8 +3,6 @@
 Sections are in the order in which `apply` runs them; each operation writes its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.ops import phrases
@@ -15,12 +13,7 @@ _WIDTH = 100
 
 
 def render(lowered: Lowered, *, digest: str) -> str:
-    """The text of a lowered plan; deterministic.
-
-    Args:
-        lowered: the plan.
-        digest: its digest in hex; the first 12 digits are printed.
-    """
+    """The text of a lowered plan; deterministic."""
     return "".join(f"{line.rstrip()}\n" for line in _lines(lowered, digest))
 
 

@@ -1,7 +1,5 @@
 """Changes to the model's configuration that training needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from planc.model.facts import Facts
@@ -9,14 +7,11 @@ from planc.ops.configure import Configure
 
 
 def configure(facts: Facts) -> Iterator[Configure]:
-    """Disables the key/value cache, which costs memory and breaks activation checkpointing in
-    training.
+    """Disables the key/value cache: it costs memory and breaks activation checkpointing.
 
     A multimodal model has the field in the configuration of each part (`text_config`).
     """
-    inner = {
-        f"{name}.": value for name, value in facts.config.items() if isinstance(value, Mapping)
-    }
+    inner = {f"{n}.": part for n, part in facts.config.items() if isinstance(part, Mapping)}
     for owner, values in {"": facts.config, **inner}.items():
         if values.get("use_cache") is True:
             reason = "training keeps no key/value cache"

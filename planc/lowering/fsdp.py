@@ -1,12 +1,10 @@
 """FSDP units -> `fully_shard` operations in topological order, and the settings of units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from planc.lowering.memory import Holdings
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.plan.ir import Fsdp, Meaning, Plan, SpreadRule, Unit
 from planc.plan.unit_lists import lists
@@ -18,12 +16,10 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
         precision = section.policy(unit)
         shard, replicate = _wide(unit, section, holdings.plan)
         nbytes, gathered = holdings.of_unit(unit, precision)
-        ignored = [i for i in section.ignored if _leaves(unit, i.modules)]
+        ignored = [i for i in section.ignored if any(i.modules.within(m) for m in unit.members)]
         spreads = _spreads(unit, section, holdings)
-        named: list[tuple[str, Meaning | None]] = [
-            ("precision", precision),
-            ("offload", section.offload),
-        ]
+        named: list[tuple[str, Meaning | None]]
+        named = [("precision", precision), ("offload", section.offload)]
         named += [(f"ignored.{i}", rule) for i, rule in enumerate(ignored)]
         named += [(f"spreads.{i}", rule) for i, rule in enumerate(spreads)]
         yield FullyShard(
@@ -61,11 +57,6 @@ def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> list[SpreadRule]:
 def _spread(rule: SpreadRule, section: Fsdp, plan: Plan) -> Spread:
     shard, replicate = _wide(rule, section, plan)
     return Spread(modules=rule.modules, shard=shard, replicate=replicate, shard_dim=rule.shard_dim)
-
-
-def _leaves(unit: Unit, ignored: Modules) -> bool:
-    """Whether ignored modules are inside a unit."""
-    return any(ignored.within(member) for member in unit.members)
 
 
 def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
@@ -106,15 +97,13 @@ def _inner_first(units: Iterable[Unit]) -> list[Unit]:
     rest = list(units)
     ordered: list[Unit] = []
     while rest:
-        ready = next(
-            (u for u in rest if not any(_holds(u, o) for o in rest if o is not u)), rest[0]
-        )
+        free = (u for u in rest if not any(_holds(u, o) for o in rest if o is not u))
+        ready = next(free, rest[0])
         ordered.append(ready)
         rest.remove(ready)
     return ordered
 
 
 def _holds(outer: Unit, inner: Unit) -> bool:
-    return any(
-        len(i.path) > len(o.path) and i.within(o) for o in outer.members for i in inner.members
-    )
+    pairs = ((o, i) for o in outer.members for i in inner.members)
+    return any(len(i.path) > len(o.path) and i.within(o) for o, i in pairs)

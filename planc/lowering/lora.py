@@ -1,13 +1,11 @@
 """The adapters section -> operations: LoRA on layers, and their weights in 4 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
-from planc.model.facts import Modules
+from planc.model.facts import Modules, merged
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Colwise, Rowwise
@@ -41,21 +39,7 @@ def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
     found: dict[tuple[Rule, str], list[Modules]] = {}
     for op, modules in rules:
         found.setdefault((op, op.place), []).append(modules)
-    return [replace(op, members=_merged(sets)) for (op, _), sets in found.items()]
-
-
-def _merged(sets: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of modules, merged where different blocks had separated them."""
-    result: list[Modules] = []
-    for modules in sets:
-        for i, other in enumerate(result):
-            union = other.union(modules)
-            if union is not None:
-                result[i] = union
-                break
-        else:
-            result.append(modules)
-    return tuple(result)
+    return [replace(op, members=tuple(merged(sets))) for (op, _), sets in found.items()]
 
 
 def scales(plan: Plan) -> int:

@@ -1,7 +1,5 @@
 """A lowered plan from a file, and whether it fits a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,21 +48,12 @@ def fitted(
     path, lowered = file.name, file.lowered
     errors = sink.errors
     for setting in settings:
-        sink.error(
-            "PL106",
-            f"`--set {setting}` changes nothing: {path} is lowered already",
-            help="set it where the plan is lowered",
-        )
+        message = f"`--set {setting}` changes nothing: {path} is lowered already"
+        sink.error("PL106", message, help="set it where the plan is lowered")
     if world_size not in (None, lowered.world_size):
-        sink.error(
-            "PL301",
-            f"{path} is lowered for {lowered.world_size:,} ranks, not {world_size:,}",
-            help="lower the plan again for this world size",
-        )
+        message = f"{path} is lowered for {lowered.world_size:,} ranks, not {world_size:,}"
+        sink.error("PL301", message, help="lower the plan again for this world size")
     if facts is not None and facts.name != lowered.model:
-        sink.error(
-            "PL650",
-            f"{path} is lowered for {lowered.model}, the model is {facts.name}",
-            help="lower the plan again for this model",
-        )
+        message = f"{path} is lowered for {lowered.model}, the model is {facts.name}"
+        sink.error("PL650", message, help="lower the plan again for this model")
     return lowered if facts is not None and sink.errors == errors else None

@@ -1,7 +1,5 @@
 """`backend = megatron` -> the one call that shards the model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ They are counted on the compressed module table, so the cost does not grow with 
 belongs to the innermost unit that contains it; a tied parameter counts once, at its first name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -41,9 +39,7 @@ class Holding:
     count: int
 
     def sharded(self, ranks: int) -> int:
-        """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 is padded, as by
-        torch.chunk).
-        """
+        """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
         first, *rest = self.local or (1,)
         width = DTYPE_BYTES.get(self.parameter.dtype, 4)
         placement = self.spread or self.unit
@@ -96,10 +92,8 @@ class Holdings:
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
-        return sum(
-            h.count * (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)))
-            for h in self.all
-        )
+        sizes = (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)) for h in self.all)
+        return sum(h.count * size for h, size in zip(self.all, sizes, strict=True))
 
 
 def _local(
@@ -134,10 +128,8 @@ class _Tied:
 
     def __init__(self, facts: Facts) -> None:
         self.names = {name for group in facts.ties for name in group[1:]}
-        self.keys = {
-            tuple("[]" if part.isdecimal() else part for part in name.split("."))
-            for name in self.names
-        }
+        parts = (name.split(".") for name in self.names)
+        self.keys = {tuple("[]" if p.isdecimal() else p for p in name) for name in parts}
 
     def own(self, modules: Modules, parameter: Parameter) -> int:
         """The number of modules that own the parameter."""

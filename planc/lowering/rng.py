@@ -1,29 +1,12 @@
 """Where the ranks of a tensor axis draw the same random numbers, and where others by rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import assert_never
 
 from planc.model.facts import Facts, Modules
+from planc.ops import styles as ir
 from planc.ops.rng import DrawByRank, SyncRng
-from planc.ops.styles import (
-    Attributes,
-    Colwise,
-    Custom,
-    Experts,
-    Features,
-    Input,
-    Layout,
-    MlaKv,
-    Output,
-    Parameters,
-    Replicated,
-    Rowwise,
-    Sequence,
-    Shard,
-    Style,
-)
 from planc.plan.ir import Plan
 from planc.plan.random_numbers import drawing_fields, split_axes
 
@@ -55,26 +38,19 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
     found = []
     for rule in plan.tensor:
         inside, after = on_shards(rule.style)
-        if not isinstance(rule.style, Sequence | Input):
+        if not isinstance(rule.style, ir.Sequence | ir.Input):
             # only an adapter draws inside of a layer, on the layer's own input
             inside = inside if any(rule.modules.overlap(one) for one in adapted) else None
         if inside is not None or after is not None:
-            found.append(
-                DrawByRank(
-                    modules=rule.modules,
-                    axis=rule.axis,
-                    inside=inside,
-                    after=after,
-                    origin=rule.origin,
-                )
-            )
+            own = DrawByRank(modules=rule.modules, axis=rule.axis, inside=inside, after=after)
+            found.append(replace(own, origin=rule.origin))
     if any(op.inside or op.after for op in found):
         yield from found
         whole = Modules((), facts.root)
         yield DrawByRank(modules=whole, axis=axes[0], inside=False, after=False)
 
 
-def on_shards(style: Style) -> tuple[bool | None, bool | None]:
+def on_shards(style: ir.Style) -> tuple[bool | None, bool | None]:
     """Whether a module of a style works on shards of activations, and whether it returns shards.
 
     A partial sum is no shard: dropout of a sum drops the same elements of each part.
@@ -83,29 +59,29 @@ def on_shards(style: Style) -> tuple[bool | None, bool | None]:
         None for what the style does not change, or for arguments with different layouts.
     """
     match style:
-        case Colwise() | Rowwise():
+        case ir.Colwise() | ir.Rowwise():
             return _shard(style.input), _shard(style.output)
-        case Sequence():
+        case ir.Sequence():
             return True, True
-        case Input():
+        case ir.Input():
             changes = (*style.positional, *(change for _, change in style.named))
             return _common([c.target for c in changes if c is not None]), None
-        case Output():
+        case ir.Output():
             return None, _common([c.target for c in style.positional if c is not None])
-        case Experts():  # `shard(-1)` leaves the partial sum
-            return None, _shard(style.output) and style.output != Shard(-1)
-        case Features():
+        case ir.Experts():  # `shard(-1)` leaves the partial sum
+            return None, _shard(style.output) and style.output != ir.Shard(-1)
+        case ir.Features():
             return None, True
-        case Replicated() | MlaKv() | Parameters() | Attributes() | Custom():
+        case ir.Replicated() | ir.MlaKv() | ir.Parameters() | ir.Attributes() | ir.Custom():
             return None, None
         case _:
             assert_never(style)
 
 
-def _shard(layout: Layout) -> bool:
-    return isinstance(layout, Shard)
+def _shard(layout: ir.Layout) -> bool:
+    return isinstance(layout, ir.Shard)
 
 
-def _common(layouts: list[Layout]) -> bool | None:
+def _common(layouts: list[ir.Layout]) -> bool | None:
     found = {_shard(layout) for layout in layouts}
     return found.pop() if len(found) == 1 else None

@@ -5,8 +5,6 @@ of its own content. A truncated, foreign, stale or damaged entry counts as missi
 folder disables the cache. An entry is written by renaming a file, so no process reads half of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -47,9 +45,7 @@ def extra_versions(config: Mapping[str, Any]) -> list[str]:
 
 
 def entry_name(*parts: str) -> str:
-    """The name of an entry that depends on these texts and on the versions of Python, torch and
-    transformers.
-    """
+    """The name of an entry that depends on these texts and on Python, torch and transformers."""
     texts = [
         parts[0],
         f"python {sys.version_info[0]}.{sys.version_info[1]}",

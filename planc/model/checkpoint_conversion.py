@@ -8,8 +8,6 @@ converts no data.
 Source: `transformers.conversion_mapping` and `transformers.core_model_loading`, version 5.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Locates, reads and validates the configuration of a model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -34,13 +32,7 @@ def buildable(values: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A configuration as read from its file.
-
-    Args:
-        name: its name in messages.
-        path: the file.
-        values: the fields.
-    """
+    """A configuration as read from its file."""
 
     name: str
     path: Path
@@ -48,9 +40,7 @@ class Config:
 
     @property
     def own_code(self) -> dict[str, str]:
-        """The classes defined in the model's folder (`auto_map`), by the auto class they stand
-        for.
-        """
+        """The classes that the model's folder defines, by the auto class they stand for."""
         found = self.values.get("auto_map")
         if not isinstance(found, dict):
             return {}
@@ -65,10 +55,7 @@ class Config:
         return next(iter((*first, *(n for n in names if n == "AutoModelForCausalLM"), *names)), "")
 
     def valid(self, sink: Sink) -> bool:
-        """Whether the configuration fits the schema; each field that does not is a finding
-        (PL603).
-        """
-
+        """Whether the configuration fits the schema; each field that does not is PL603."""
         schema = json.loads((GRAMMARS / "config.schema.json").read_text(encoding="utf-8"))
         if is_diffusers(self.values):
             schema["required"] = [CLASS]
@@ -81,10 +68,9 @@ class Config:
                     help = 'add it: `"model_type": "llama"`, for example'
                     sink.error("PL603", f"{self.name} lacks `{field}`", help=help)
                 continue
-            wanted = _wanted(dict(problem.schema))
+            wanted = " or ".join(dict.fromkeys(_words(dict(problem.schema))))
             shown = _shown(problem.instance)
-            message = f"`{where}` is {shown} in {self.name}; it must be {wanted}"
-            sink.error("PL603", message)
+            sink.error("PL603", f"`{where}` is {shown} in {self.name}; it must be {wanted}")
         return not problems
 
 
@@ -117,12 +103,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _wanted(schema: dict[str, Any]) -> str:
-    """What a part of the schema requires, in words."""
-    return " or ".join(dict.fromkeys(_words(schema)))
-
-
 def _words(schema: dict[str, Any]) -> Iterator[str]:
+    """What a part of the schema allows, each in words."""
     names = {
         "integer": "an integer",
         "number": "a number",
@@ -141,11 +123,8 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
     for option in schema.get("anyOf", ()):
         yield from _words(option)
     if "minimum" in schema and schema.get("type") == "integer":
-        yield (
-            f"an integer from {schema['minimum']:,} to {schema.get('maximum', 'any'):,}"
-            if ("maximum" in schema)
-            else f"an integer from {schema['minimum']}"
-        )
+        end = f" to {schema['maximum']:,}" if "maximum" in schema else ""
+        yield f"an integer from {schema['minimum']:,}{end}"
         return
     kinds = schema.get("type", [])
     for kind in [kinds] if isinstance(kinds, str) else kinds:
@@ -238,12 +217,9 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         with place.path.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        sink.error(
-            "PL601",
-            f"cannot read {place.name}: {reason}",
-            help="a model's folder contains config.json" if error.errno == ENOENT else None,
-        )
+        message = f"cannot read {place.name}: {(error.strerror or str(error)).lower()}"
+        help = "a model's folder contains config.json" if error.errno == ENOENT else None
+        sink.error("PL601", message, help=help)
         return None
     if len(data) > _MAX_BYTES:
         sink.error("PL602", f"{place.name} is larger than {_MAX_BYTES:,} bytes: no configuration")
@@ -252,23 +228,20 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         values = json.loads(data.decode("utf-8-sig"), object_hook=_special_float)
         if _too_deep(values):
             raise RecursionError
+        if isinstance(values, dict):
+            return Config(name=place.name, path=place.path, values=values)
+        problem = f"contains {_shown(values)}, not an object"
     except UnicodeDecodeError:
-        sink.error("PL602", f"{place.name} is not JSON: it is not UTF-8 text")
-        return None
+        problem = "is not JSON: it is not UTF-8 text"
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        sink.error("PL602", f"{place.name} is not JSON: {error.msg.lower()} at {where}")
-        return None
+        problem = f"is not JSON: {error.msg.lower()} at {where}"
     except RecursionError:
-        sink.error("PL602", f"{place.name} is not JSON that can be read: it is nested too deeply")
-        return None
+        problem = "is not JSON that can be read: it is nested too deeply"
     except ValueError:  # Python's limit on the digits of an integer
-        sink.error("PL602", f"{place.name} is not JSON that can be read: a number is too long")
-        return None
-    if not isinstance(values, dict):
-        sink.error("PL602", f"{place.name} contains {_shown(values)}, not an object")
-        return None
-    return Config(name=place.name, path=place.path, values=values)
+        problem = "is not JSON that can be read: a number is too long"
+    sink.error("PL602", f"{place.name} {problem}")
+    return None
 
 
 def _special_float(value: dict[str, Any]) -> Any:

@@ -96,9 +96,7 @@ class Module:
 
     @property
     def container(self) -> bool:
-        """Whether the module has no forward: an nn.ModuleList or ModuleDict. nn.Sequential has
-        one.
-        """
+        """Whether it is an nn.ModuleList or ModuleDict, which have no forward."""
         return self.kind == "dict" or (self.kind == "list" and self.cls == "ModuleList")
 
     def fact(self, name: str) -> int | None:
@@ -141,6 +139,22 @@ class Modules:
     def key(self) -> tuple[str, ...]:
         """The path with every set of indices blanked."""
         return tuple(s if isinstance(s, str) else "[]" for s in self.path)
+
+    @property
+    def list_at(self) -> int | None:
+        """Where in the path the entries of the outermost list are; None without a list."""
+        return next((i for i, s in enumerate(self.path) if isinstance(s, Indices)), None)
+
+    @property
+    def entries(self) -> Indices:
+        """The entries of the outermost list; empty without a list."""
+        return next((s for s in self.path if isinstance(s, Indices)), Indices(0))
+
+    def with_entries(self, entries: Indices) -> Modules:
+        """The same modules in other entries of the outermost list."""
+        at = self.list_at
+        assert at is not None
+        return Modules((*self.path[:at], entries, *self.path[at + 1 :]), self.module)
 
     def __len__(self) -> int:
         return prod(len(s) for s in self.path if isinstance(s, Indices))
@@ -251,6 +265,25 @@ class Modules:
             yield from Modules((*self.path, child.segment), child.module).below()
 
 
+def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
+    """The sets in order, merged where their paths differ in one set of indices only.
+
+    Args:
+        sets: which may overlap.
+        alike: whether to merge only modules of the same structure.
+    """
+    found: list[Modules] = []
+    for modules in sets:
+        for i, other in enumerate(found):
+            union = None if alike and other.module != modules.module else other.union(modules)
+            if union is not None:
+                found[i] = union
+                break
+        else:
+            found.append(modules)
+    return found
+
+
 @dataclass(frozen=True)
 class Facts:
     """The model facts that a plan is checked against.
@@ -328,9 +361,7 @@ class Facts:
         return at
 
     def source(self, field_name: str) -> str:
-        """The origin of a configuration value, for messages: the file or the defaults of the
-        family.
-        """
+        """The origin of a configuration value, for messages: the file or the family's defaults."""
         return self.config_name if field_name in self.stated_fields else f"default of {self.family}"
 
 

@@ -1,7 +1,5 @@
 """The repeated blocks of a model, and which of them have the same structure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

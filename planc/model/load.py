@@ -4,8 +4,6 @@ The configuration is read as JSON, validated by a schema and looked up in the ca
 configuration that is not in the cache is built as a model, on the meta device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from planc.diagnostic import Sink, did_you_mean, one_of
@@ -50,20 +48,14 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
         facts = store.read(key, config_name=config.name, stated_fields=frozenset(config.values))
         if facts is not None:
             return facts
-    facts = _build_facts(config, sink)
+    if is_diffusers(config.values):
+        from planc.model.sources.diffusers import from_config
+    else:
+        from planc.model.sources.huggingface import from_config
+    facts = from_config(config, sink)
     if facts is not None and cache:
         store.write(key, facts)
     return facts
-
-
-def _build_facts(config: Config, sink: Sink) -> Facts | None:
-    if is_diffusers(config.values):
-        from planc.model.sources import diffusers
-
-        return diffusers.from_config(config, sink)
-    from planc.model.sources import huggingface
-
-    return huggingface.from_config(config, sink)
 
 
 def load_values(values: dict[str, Any], name: str, sink: Sink, *, folder: str = "") -> Facts | None:
@@ -104,11 +96,8 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
         from planc.model.sources.huggingface import from_factory
 
         return from_factory(module, factory, sink)
-    sink.error(
-        "PL607",
-        f"{module}:{factory} names Python code, which planc runs only with --allow-code",
-        help="review the code, then pass --allow-code",
-    )
+    message = f"{module}:{factory} names Python code, which planc runs only with --allow-code"
+    sink.error("PL607", message, help="review the code, then pass --allow-code")
     return None
 
 

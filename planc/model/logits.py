@@ -1,7 +1,5 @@
 """What a causal language model does with its logits, as stated by its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds the module table of an nn.Module. Reads no tensor data, so the model may be on meta."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -109,19 +107,18 @@ class _Table:
             tuple((n, id(c)) for n, c in children),
         )
         if key not in self._known:
+            alone = (Child(module=m, name=n) for n, m in children)
             self._known[key] = Module(
                 cls=type(module).__name__,
                 kind=kind,
                 parameters=parameters,
                 facts=facts,
-                children=tuple(_entries(children) if listed else _named(children)),
+                children=tuple(_entries(children) if listed else alone),
             )
         return self._known[key]
 
     def _keep_in_fp32(self, path: str, name: str) -> str:
-        """When a cast leaves the parameter in float32; the stronger condition if two patterns
-        match.
-        """
+        """When a cast leaves the parameter in float32: the stronger condition of two patterns."""
         return max((word for p, word in self._fp32_patterns if p.search(path + name)), default="")
 
     def _parameter(self, name: str, parameter: Any, keep_in_fp32: str) -> Parameter:
@@ -148,11 +145,6 @@ def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
         for field, word in conditions.items()
         for name in sorted(getattr(module, field, None) or ())
     ]
-
-
-def _named(children: list[tuple[str, Module]]) -> Iterator[Child]:
-    for name, module in children:
-        yield Child(module=module, name=name)
 
 
 def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:

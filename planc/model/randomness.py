@@ -1,7 +1,5 @@
 """The random numbers that a model draws in training, as stated by its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

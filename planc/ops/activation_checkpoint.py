@@ -1,7 +1,5 @@
 """`checkpoint_wrapper`: activations are recomputed in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self

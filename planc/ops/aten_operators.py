@@ -4,8 +4,6 @@ Selective checkpointing saves what a dispatch mode sees below autograd. `aten.li
 there: it is decomposed into `aten.mm` or `aten.addmm` first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

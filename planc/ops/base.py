@@ -1,7 +1,5 @@
 """The base class of operations, and the JSON forms of their field types."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set

@@ -83,9 +83,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A list of pairs: the index of a block in the outermost list, and a module inside that
-    block.
-    """
+    """Pairs: the index of a block in the outermost list, and a module inside that block."""
 
     modules: Modules
 
@@ -302,9 +300,8 @@ def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
     if len(names) == 2 and names == tuple(a for a in axes if a in names):
         return Index(MESH, names)
     pair = Items((_dimension(mesh.replicate, axes), _dimension(mesh.shard, axes)))
-    return Shared(
-        "hsdp_mesh", FunctionCall("torch.distributed.device_mesh:DeviceMesh._concatenate", (pair,))
-    )
+    function = "torch.distributed.device_mesh:DeviceMesh._concatenate"
+    return Shared("hsdp_mesh", FunctionCall(function, (pair,)))
 
 
 def _dimension(some: tuple[str, ...], axes: Mapping[str, int]) -> Value:

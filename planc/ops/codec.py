@@ -199,6 +199,7 @@ def _record(cls: type) -> Record:
     every = [f for f in dataclasses.fields(cls) if f.metadata.get("written", True)]
     bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
     inherited = {f.name for base in bases for f in dataclasses.fields(base)}
+    own_first = sorted(every, key=lambda f: f.name in inherited)
     fields = [
         Field(
             name=f.name,
@@ -208,9 +209,7 @@ def _record(cls: type) -> Record:
             default=f.default,
             compared=f.compare,
         )
-        for f in sorted(
-            every, key=lambda f: f.name in inherited
-        )  # fields of the class before inherited ones
+        for f in own_first
     ]
     return Record(cls, tuple(fields), row=bool(every) and not any(f.kw_only for f in every))
 
@@ -297,8 +296,7 @@ def _one_text(shape: Shape) -> bool:
 
 @dataclass(slots=True)
 class Reader:
-    """Builds values from JSON that the schema accepts, and collects problems that no schema can
-    state.
+    """Builds values from JSON that the schema accepts; collects problems that no schema can state.
 
     Args:
         problems: where in the document, and a message.

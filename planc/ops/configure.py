@@ -1,7 +1,5 @@
 """A field of the model's configuration that training needs changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Self
@@ -11,8 +9,7 @@ from planc.ops.base import AxisSizes, Op, text
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step
 
 Field = Annotated[
-    str,
-    text("field", "`use_cache`, of the configuration or of a nested one", r"(\w+\.)*use_cache"),
+    str, text("field", "`use_cache`, of the configuration or of a nested one", r"(\w+\.)*use_cache")
 ]
 
 

@@ -1,7 +1,5 @@
 """The lowered plan as JSON: versioned, validated by a schema, deterministic."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any
@@ -30,10 +28,8 @@ def digest(lowered: Lowered) -> str:
     Origins (lines of the `.plan` file) and reasons are not compared, so an edited comment or a
     moved line leaves the digest unchanged.
     """
-    content = dump(lowered, _SHAPE, compared=True)
-    text = json.dumps(
-        {"format_version": FORMAT_VERSION, **content}, sort_keys=True, separators=(",", ":")
-    )
+    content = {"format_version": FORMAT_VERSION, **dump(lowered, _SHAPE, compared=True)}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -85,9 +81,8 @@ def _read(data: dict[str, Any]) -> tuple[list[tuple[Where, str]], Lowered | None
     problems = reader.problems
     for i, name in enumerate(names):
         if name in names[:i]:
-            problems.append(
-                (("mesh", i, "name"), f"the mesh has two axes of the name {short(name)}")
-            )
+            twice = f"the mesh has two axes of the name {short(name)}"
+            problems.append((("mesh", i, "name"), twice))
     known = one_of(names, last="and")
     for where, axis in reader.axes:
         if axis not in names:
@@ -134,9 +129,8 @@ def _written(value: Any, indent: str = "", levels: int = 5) -> str:
         return json.dumps(value)
     inner = f"{indent}  "
     if isinstance(value, dict):
-        lines = [
-            f"{inner}{json.dumps(k)}: {_written(v, inner, levels - 1)}" for k, v in value.items()
-        ]
+        items = ((json.dumps(k), _written(v, inner, levels - 1)) for k, v in value.items())
+        lines = [f"{inner}{name}: {text}" for name, text in items]
     elif isinstance(value[0], dict):
         lines = [f"{inner}{_written(v, inner, levels - 1)}" for v in value]
     else:

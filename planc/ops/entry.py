@@ -1,7 +1,5 @@
 """The unit of comparison of a diff: what an operation states about a set of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,9 +15,7 @@ Words = Mapping[str, tuple[str, Callable[[Any], str]]]
 
 
 class Fact(NamedTuple):
-    """A statement with its name in the lowered JSON; `usual` for a default that the JSON leaves
-    out.
-    """
+    """A statement with its name in the lowered JSON; `usual` for a default that is left out."""
 
     name: str
     value: Value

@@ -1,7 +1,5 @@
 """Which parameters require gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self

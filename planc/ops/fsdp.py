@@ -1,7 +1,5 @@
 """`fully_shard`, and the settings of its units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -129,9 +127,8 @@ class FullyShard(Op):
             yield Once(call=call, note=self.place)
             return
         for modules in self.members:
-            yield Each(
-                modules=modules, calls=(FunctionCall(function, (), keywords),), note=self.place
-            )
+            call = FunctionCall(function, (), keywords)
+            yield Each(modules=modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "fsdp"
     ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")
@@ -212,14 +209,13 @@ class FullyShard(Op):
         # memory can only be pinned with a device
         pin = FunctionCall("torch:cuda.is_available") if self.pin else False
         host = FunctionCall("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
-        return Table(
-            given(
-                mesh=MeshOf(self.shard, self.replicate),
-                mp_policy=Shared("policy", policy) if precision else None,
-                ignored_params=Shared("ignored", ignored) if self.ignored else None,
-                offload_policy=host if self.offload else None,
-            )
+        keywords = given(
+            mesh=MeshOf(self.shard, self.replicate),
+            mp_policy=Shared("policy", policy) if precision else None,
+            ignored_params=Shared("ignored", ignored) if self.ignored else None,
+            offload_policy=host if self.offload else None,
         )
+        return Table(keywords)
 
     def _keywords(self, context: Context) -> Keywords:
         placement = _split(self, context)
@@ -229,8 +225,7 @@ class FullyShard(Op):
             rest = (placement,) if placement else ()
             placement = FunctionCall(f"{_FUNCTIONS}spread", (overrides, *rest))
         return given(
-            reshard_after_forward=self.reshard if self.shard else None,
-            shard_placement_fn=placement,
+            reshard_after_forward=self.reshard if self.shard else None, shard_placement_fn=placement
         )
 
     def _spread(self, spread: Spread, context: Context) -> Value:

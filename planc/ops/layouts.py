@@ -1,7 +1,5 @@
 """Layouts of activations, with torch's names."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Where weights are created, how they are loaded, and their dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar

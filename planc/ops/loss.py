@@ -1,7 +1,5 @@
 """The loss of a causal language model, in chunks of tokens and with a sharded vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Self
@@ -9,16 +7,7 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Positive, Size
-from planc.ops.call import (
-    MODEL,
-    Context,
-    Each,
-    FunctionCall,
-    Keywords,
-    ScriptFunction,
-    Step,
-    given,
-)
+from planc.ops.call import MODEL, Context, Each, FunctionCall, Keywords, ScriptFunction, Step, given
 
 Fraction = Annotated[int | float, Form({"type": "number", "minimum": 0, "maximum": 1})]
 

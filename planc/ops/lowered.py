@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Annotated
 
 from planc.diagnostic import Diagnostic
@@ -141,10 +142,7 @@ class Lowered:
 
     @property
     def world_size(self) -> int:
-        size = 1
-        for axis in self.axes:
-            size *= axis.size
-        return size
+        return prod(axis.size for axis in self.axes)
 
     @property
     def averaged(self) -> tuple[str, ...]:
@@ -157,8 +155,4 @@ class Lowered:
         return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:
-        size = 1
-        for axis in self.axes:
-            if axis.name in names:
-                size *= axis.size
-        return size
+        return prod(axis.size for axis in self.axes if axis.name in names)

@@ -1,7 +1,5 @@
 """`megatron_fsdp.fully_shard_model`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
@@ -116,6 +114,8 @@ class MegatronShard(Op):
             ("grad_comm_dtype", dtype(self.grad_comm)),
         )
         of_units = (MODEL, Items(self.classes))
+        precision = FunctionCall("megatron_fsdp:MixedPrecisionPolicy", (), policy)
+        current = (DEVICE_TYPE, FunctionCall("torch:cuda.current_device"))
         keywords: Keywords = (
             ("module", MODEL),
             ("device_mesh", data),
@@ -125,16 +125,8 @@ class MegatronShard(Op):
             ("fsdp_unit_modules", FunctionCall("standalone.megatron_fsdp:unit_classes", of_units)),
             ("zero_dp_strategy", self.strategy),
             ("outer_dp_sharding_strategy", self.outer),
-            (
-                "device",
-                FunctionCall(
-                    "torch:device", (DEVICE_TYPE, FunctionCall("torch:cuda.current_device"))
-                ),
-            ),
-            (
-                "mixed_precision_policy",
-                Shared("policy", FunctionCall("megatron_fsdp:MixedPrecisionPolicy", (), policy)),
-            ),
+            ("device", FunctionCall("torch:device", current)),
+            ("mixed_precision_policy", Shared("policy", precision)),
             *((("calculate_per_token_loss", True),) if self.summed else ()),
             *self.options,
         )

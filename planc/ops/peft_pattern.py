@@ -1,7 +1,5 @@
 """Sets of modules as the regular expressions that peft matches layer names with."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Text that operations share: sizes, tables, and names merged with braces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from os.path import commonprefix
 from typing import Any, Protocol
@@ -74,9 +72,7 @@ def head(name: str, text: str) -> str:
 
 
 def listing(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """(title, path, note) rows as lines; rows with the same title and note are merged, and a
-    title is printed once.
-    """
+    """(title, path, note) rows as lines, merged where title and note are equal."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, path, note in rows:
         groups.setdefault((name, note), []).append(path)
@@ -162,9 +158,7 @@ def _last(path: str) -> str:
 
 
 def _braces(names: list[str]) -> str:
-    """Names with the prefix and suffix that they share outside the braces, cut at an underscore:
-    `{q,k,v}_proj`.
-    """
+    """Names with what they share outside the braces, cut at an underscore: `{q,k,v}_proj`."""
     head = commonprefix(names)  # noqa: RUF071 - of letters
     head = head[: head.rfind("_") + 1]
     tail = commonprefix([n[::-1] for n in names])[::-1]  # noqa: RUF071

@@ -1,7 +1,5 @@
 """Frozen weights in 4 bits, through bitsandbytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self

@@ -1,7 +1,5 @@
 """The random numbers of ranks that share activations: the same, or others by rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self

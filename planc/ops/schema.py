@@ -3,8 +3,6 @@
 `python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is that output.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -51,9 +49,8 @@ class _Definitions:
             case Leaf():
                 return self._named(shape.form, {**shape.form.schema})
             case Many():
-                return self._named(
-                    shape.form, {"type": "array", "items": self.of(shape.item), **shape.form.schema}
-                )
+                body: Schema = {"type": "array", "items": self.of(shape.item)}
+                return self._named(shape.form, {**body, **shape.form.schema})
             case Named():
                 body = {"propertyNames": self.of(shape.name)}
                 body["additionalProperties"] = self.of(shape.item)
@@ -74,9 +71,7 @@ class _Definitions:
         return {"$ref": f"#/$defs/{form.name}"}
 
     def _either(self, shape: Either) -> Schema:
-        """The schema of a union of plain types: keywords of JSON Schema apply to their own type
-        only.
-        """
+        """The schema of a union of plain types: keywords of JSON Schema are for their own type."""
         bodies = [self._resolved(self.of(s)) for s in (*shape.plain, shape.listed) if s]
         values = [v for body in bodies for v in body.get("enum", ())]
         if values:
@@ -95,15 +90,9 @@ class _Definitions:
             tagged = {shape.key: {"enum": [kind]}}
             only = {"type": "object", "required": [shape.key], "properties": tagged}
             rules.append({"if": only, "then": self._record(record, {shape.key: {"const": kind}})})
-        return self._named(
-            Form(name=shape.key if shape.key != "name" else "style"),
-            {
-                "type": "object",
-                "required": [shape.key],
-                "properties": {shape.key: {"enum": list(shape.kinds)}},
-                "allOf": rules,
-            },
-        )
+        body: Schema = {"type": "object", "required": [shape.key]}
+        body |= {"properties": {shape.key: {"enum": list(shape.kinds)}}, "allOf": rules}
+        return self._named(Form(name="style" if shape.key == "name" else shape.key), body)
 
     def _record(self, record: Record, extra: Schema) -> Schema:
         if record.row:
@@ -118,23 +107,19 @@ class _Definitions:
         """The schema of a dataclass as an object; `extra` properties come first."""
         properties = dict(extra)
         descriptions = _arguments(record.cls)
+        summary = (inspect.getdoc(record.cls) or "").partition("\n\n")[0]
         for each in record.fields:
             about = {"description": descriptions[each.name]} if each.name in descriptions else {}
             # a field that is omitted at its default must not state it
             omit = {"not": {"const": dump(each.default, each.shape)}} if each.omit else {}
             properties[each.key] = {**about, **self.of(each.shape), **omit}
         return {
-            "description": _first(record.cls),
+            "description": " ".join(summary.split()),
             "type": "object",
             "additionalProperties": False,
             "required": [*extra, *(f.key for f in record.fields if not f.omit)],
             "properties": properties,
         }
-
-
-def _first(cls: type) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
 
 
 def _arguments(cls: type) -> dict[str, str]:

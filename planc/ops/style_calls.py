@@ -3,82 +3,56 @@
 Arguments at their defaults are left out.
 """
 
-from __future__ import annotations
-
 from typing import assert_never
 
+from planc.ops import styles as ir
 from planc.ops.call import FunctionCall, Items, Keywords, Table, Value, given
-from planc.ops.styles import (
-    Attributes,
-    Bare,
-    Colwise,
-    Custom,
-    Experts,
-    Features,
-    Input,
-    Layout,
-    Literal,
-    MlaKv,
-    Output,
-    Parameters,
-    Partial,
-    Parts,
-    Redistribution,
-    Replicated,
-    Rowwise,
-    Sequence,
-    Shard,
-    Style,
-    local_default,
-)
 
 _TORCH = "torch.distributed.tensor.parallel:"
 _OTHER = "standalone.tensor_styles:"
 
 
-def style_call(style: Style) -> FunctionCall:
+def style_call(style: ir.Style) -> FunctionCall:
     """A `ParallelStyle`; it holds no state, so modules can share it."""
     match style:
-        case Colwise() | Rowwise():
+        case ir.Colwise() | ir.Rowwise():
             return _weighted(style)
-        case Sequence():
-            dim = style.dim if style.dim != 1 else None
-            return FunctionCall(
-                f"{_TORCH}SequenceParallel", (), given(sequence_dim=dim, **_local(style))
-            )
-        case Input():
+        case ir.Sequence():
+            keywords = given(sequence_dim=style.dim if style.dim != 1 else None, **_local(style))
+            return FunctionCall(f"{_TORCH}SequenceParallel", (), keywords)
+        case ir.Input():
             return _input(style)
-        case Output():
+        case ir.Output():
             arrives, wanted = _sides(style.positional)
             keywords = given(output_layouts=arrives, desired_output_layouts=wanted, **_local(style))
             return FunctionCall(f"{_TORCH}PrepareModuleOutput", (), keywords)
-        case Replicated():  # `replicate` alone is a no-op and is not lowered
+        case ir.Replicated():  # `replicate` alone is a no-op and is not lowered
             return FunctionCall(f"{_OTHER}SummedGradient")
-        case MlaKv():
+        case ir.MlaKv():
             return FunctionCall(f"{_OTHER}RotaryGradient", (style.rope,))
-        case Features():
+        case ir.Features():
             return FunctionCall(f"{_OTHER}FeaturesParallel")
-        case Attributes():
+        case ir.Attributes():
             return FunctionCall(f"{_OTHER}DividedAttributes", style.names)
-        case Custom():
+        case ir.Custom():
             return FunctionCall(style.path, (), tuple((n, _literal(v)) for n, v in style.arguments))
-        case Parameters() | Experts():
+        case ir.Parameters() | ir.Experts():
             return _bare(style)
         case _:
             assert_never(style)
 
 
-def layout_call(layout: Layout) -> FunctionCall:
+def layout_call(layout: ir.Layout) -> FunctionCall:
     """A DTensor placement."""
-    arguments = (layout.dim,) if isinstance(layout, Shard) else ()
+    arguments = (layout.dim,) if isinstance(layout, ir.Shard) else ()
     return FunctionCall(f"torch.distributed.tensor:{type(layout).__name__}", arguments)
 
 
-def _local(style: Colwise | Rowwise | Sequence | Input | Output) -> dict[str, Value]:
-    return {"use_local_output": style.local if style.local != local_default(style) else None}
+def _local(style: ir.Colwise | ir.Rowwise | ir.Sequence | ir.Input | ir.Output) -> dict[str, Value]:
+    return {"use_local_output": style.local if style.local != ir.local_default(style) else None}
 
 
-def _weighted(style: Colwise | Rowwise) -> FunctionCall:
+def _weighted(style: ir.Colwise | ir.Rowwise) -> FunctionCall:
     default = type(style)()
     keywords = given(
         input_layouts=layout_call(style.input) if style.input != default.input else None,
@@ -90,24 +64,23 @@ def _weighted(style: Colwise | Rowwise) -> FunctionCall:
     if not style.transposed and parts == 1:
         return made
     name = "TransposedParallel" if style.transposed else "PackedParallel"
-    return FunctionCall(
-        f"{_OTHER}{name}", (made,), given(parts=_sizes(parts) if parts != 1 else None)
-    )
+    sizes = given(parts=_sizes(parts) if parts != 1 else None)
+    return FunctionCall(f"{_OTHER}{name}", (made,), sizes)
 
 
-def _sizes(parts: Parts) -> Value:
+def _sizes(parts: ir.Parts) -> Value:
     return parts if isinstance(parts, int) else Items(parts)
 
 
-def _bare(style: Bare) -> FunctionCall:
+def _bare(style: ir.Bare) -> FunctionCall:
     layouts = Table(tuple((name, layout_call(p.layout)) for name, p in style.layouts))
     packed = tuple(
         (name, _sizes(p.parts)) for name, p in style.layouts if p.parts != 1 and not p.interleaved
     )
     parts = (("parts", Table(packed)),) if packed else ()
-    if isinstance(style, Parameters):
+    if isinstance(style, ir.Parameters):
         return FunctionCall(f"{_OTHER}BareParallel", (layouts,), parts)
-    left = style.output in (Partial(), Shard(-1))
+    left = style.output in (ir.Partial(), ir.Shard(-1))
     keywords: Keywords = (
         ("input_layout", layout_call(style.input)),
         ("output_layout", None if left else layout_call(style.output)),
@@ -117,24 +90,21 @@ def _bare(style: Bare) -> FunctionCall:
     return FunctionCall(f"{_OTHER}ExpertsParallel", (layouts,), keywords)
 
 
-def _input(style: Input) -> FunctionCall:
+def _input(style: ir.Input) -> FunctionCall:
     arrives, wanted = _sides(style.positional)
-    named = tuple(Table(_of(style, side)) if style.named else None for side in ("source", "target"))
+    sources = tuple((name, layout_call(change.source)) for name, change in style.named)
+    targets = tuple((name, layout_call(change.target)) for name, change in style.named)
     keywords = given(
         input_layouts=arrives,
         desired_input_layouts=wanted,
-        input_kwarg_layouts=named[0],
-        desired_input_kwarg_layouts=named[1],
+        input_kwarg_layouts=Table(sources) if sources else None,
+        desired_input_kwarg_layouts=Table(targets) if targets else None,
         **_local(style),
     )
     return FunctionCall(f"{_TORCH}PrepareModuleInput", (), keywords)
 
 
-def _of(style: Input, side: str) -> Keywords:
-    return tuple((name, layout_call(getattr(change, side))) for name, change in style.named)
-
-
-def _sides(changes: tuple[Redistribution | None, ...]) -> tuple[Value, Value]:
+def _sides(changes: tuple[ir.Redistribution | None, ...]) -> tuple[Value, Value]:
     """The source layouts and the target layouts; None where there are none."""
     if not changes:
         return None, None
@@ -144,5 +114,5 @@ def _sides(changes: tuple[Redistribution | None, ...]) -> tuple[Value, Value]:
     )
 
 
-def _literal(value: Literal) -> Value:
+def _literal(value: ir.Literal) -> Value:
     return Items(tuple(map(_literal, value))) if isinstance(value, tuple) else value

@@ -1,7 +1,5 @@
 """Tensor-parallel styles and layouts, with torch's names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, assert_never
 
@@ -239,9 +237,7 @@ def style_name(style: Style) -> str:
 
 
 def mesh_dims(style: Style) -> int:
-    """The number of mesh dimensions that a style takes: 1 for all of torch 2.13's
-    `ParallelStyle`s.
-    """
+    """The number of mesh dimensions that a style takes: 1 for torch 2.13's `ParallelStyle`s."""
     return 1
 
 

@@ -1,7 +1,5 @@
 """`parallelize_module`, and the weight ties that it breaks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -83,9 +81,7 @@ class Parallelize(Op):
 
     @property
     def layouts(self) -> str:
-        """The style's arguments, and whether its output is a local tensor or a DTensor where not
-        default.
-        """
+        """The style's arguments, and whether it outputs a local tensor, where not the default."""
         return style_arguments(self.style, "local", "dtensor")
 
     @property

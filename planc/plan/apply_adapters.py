@@ -5,37 +5,13 @@ layer keeps its name and gets them as children, so that a rule means the same mo
 without adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from planc.model.facts import (
-    DTYPE_BYTES,
-    Child,
-    Facts,
-    Module,
-    Modules,
-    Parameter,
-    Segment,
-)
+from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter, Segment
+from planc.ops import styles as ir
 from planc.ops.quantization import Quantize
-from planc.ops.styles import (
-    Attributes,
-    Colwise,
-    Input,
-    MlaKv,
-    Output,
-    Partial,
-    Redistribution,
-    Replicate,
-    Replicated,
-    Rowwise,
-    Sequence,
-    Shard,
-    Style,
-)
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
 NAME = "default"  # peft's default name of an adapter
@@ -45,7 +21,7 @@ FOUR_BIT = "FourBit"  # the class of a quantized layer
 KINDS = ("linear", "conv1d", "embedding")
 """The kinds of modules that can have an adapter; an embedding's is parameters, not modules."""
 
-PARAMETERLESS = (Input, Output, MlaKv, Attributes)
+PARAMETERLESS = (ir.Input, ir.Output, ir.MlaKv, ir.Attributes)
 """Styles that change the inputs or outputs of a layer and its adapter, and no weights."""
 
 _Kept = Callable[[Parameter], str]
@@ -64,7 +40,8 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     # `load` casts before adapters are added, so the facts have its dtypes
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
     if plan.adapters and plan.adapters.own and plan.fsdp is not None:
-        own = tuple(u for r in rules if r.modules.module.kind in KINDS[:2] for u in _units(r))
+        layers = (r for r in rules if r.modules.module.kind in KINDS[:2])
+        own = [Unit(members=(half,), origin=r.origin) for r in layers for half in lora_modules(r)]
         plan = replace(plan, fsdp=replace(plan.fsdp, units=(*own, *plan.fsdp.units)))
     return plan, facts
 
@@ -139,9 +116,7 @@ def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
 
 
 def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
-    """A child with adapters; the entries of a list are split where only some of them are
-    adapted.
-    """
+    """A child with adapters; a list's entries are split where only some of them are adapted."""
     if child.indices is None:
         inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
         yield replace(child, module=_module(child.module, inner, kept))
@@ -183,11 +158,6 @@ def _dict(shape: tuple[int, ...], dtype: str) -> Module:
     return Module(cls="ModuleDict", kind="dict", children=(Child(module=linear, name=NAME),))
 
 
-def _units(rule: AdapterRule) -> Iterator[Unit]:
-    for half in lora_modules(rule):
-        yield Unit(members=(half,), origin=rule.origin)
-
-
 # Styles ------------------------------------------------------------------------------------------
 
 
@@ -201,9 +171,8 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
         two = lora_modules(replace(rule, modules=part))
         for half, style in zip(two, derived, strict=True):
             if style is not None:
-                found.append(
-                    TensorRule(modules=half, axis=base.axis, style=style, origin=rule.origin)
-                )
+                own = TensorRule(modules=half, axis=base.axis, style=style, origin=rule.origin)
+                found.append(own)
     return tuple(found)
 
 
@@ -219,7 +188,7 @@ def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, 
                 yield rule, base, part
 
 
-def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str:
+def of_layer(style: ir.Style, kind: str) -> tuple[ir.Style | None, ir.Style | None] | str:
     """The styles of lora_A and lora_B for a layer's style, or why there are none.
 
     The adapter's output must have the layout of the layer's output, to which it is added.
@@ -239,39 +208,39 @@ def of_layer(style: Style, kind: str) -> tuple[Style | None, Style | None] | str
     if kind == "embedding":
         return _of_embedding(style)
     match style:
-        case Colwise(input=Replicate()):
-            whole = Redistribution(Replicate(), Replicate())
-            return Input(positional=(whole,), local=True), replace(style, transposed=False)
-        case Colwise(input=Shard() as shard) if not _features(shard):
-            return Sequence(dim=shard.dim), replace(style, transposed=False)
-        case Rowwise(output=Replicate()):
-            whole = Redistribution(Replicate(), Replicate())
-            kept = None if style.local else Output(positional=(whole,), local=False)
+        case ir.Colwise(input=ir.Replicate()):
+            whole = ir.Redistribution(ir.Replicate(), ir.Replicate())
+            return ir.Input(positional=(whole,), local=True), replace(style, transposed=False)
+        case ir.Colwise(input=ir.Shard() as shard) if not _features(shard):
+            return ir.Sequence(dim=shard.dim), replace(style, transposed=False)
+        case ir.Rowwise(output=ir.Replicate()):
+            whole = ir.Redistribution(ir.Replicate(), ir.Replicate())
+            kept = None if style.local else ir.Output(positional=(whole,), local=False)
             return replace(style, local=True, transposed=False), kept
-        case Rowwise(output=Shard() as shard) if _features(shard):
-            a = replace(style, output=Replicate(), local=True, transposed=False)
-            return a, Colwise(output=shard, local=style.local)
-        case Rowwise(output=Shard() as shard):
+        case ir.Rowwise(output=ir.Shard() as shard) if _features(shard):
+            a = replace(style, output=ir.Replicate(), local=True, transposed=False)
+            return a, ir.Colwise(output=shard, local=style.local)
+        case ir.Rowwise(output=ir.Shard() as shard):
             a = replace(style, local=True, transposed=False)
-            return a, Sequence(dim=shard.dim, local=style.local)
-        case Sequence():
-            return Sequence(dim=style.dim), Sequence(dim=style.dim, local=style.local)
-        case Replicated():
+            return a, ir.Sequence(dim=shard.dim, local=style.local)
+        case ir.Sequence():
+            return ir.Sequence(dim=style.dim), ir.Sequence(dim=style.dim, local=style.local)
+        case ir.Replicated():
             return (style, style) if style.summed else (None, None)
-        case Colwise() | Rowwise():
-            split = style.output if isinstance(style.output, Partial) else style.input
+        case ir.Colwise() | ir.Rowwise():
+            split = style.output if isinstance(style.output, ir.Partial) else style.input
             return f"the two steps of an adapter cannot have the layout `{split}`"
     return "it is not a style of a linear layer"
 
 
-def _of_embedding(style: Style) -> tuple[None, None] | str:
+def _of_embedding(style: ir.Style) -> tuple[None, None] | str:
     """peft's adapter of an embedding is two parameters, which no torch style can shard."""
     match style:
-        case Colwise() | Rowwise() if style.output == Replicate() and style.local:
+        case ir.Colwise() | ir.Rowwise() if style.output == ir.Replicate() and style.local:
             return None, None
     return "the adapter of an embedding is replicated, so the embedding's output must be, too"
 
 
-def _features(shard: Shard) -> bool:
+def _features(shard: ir.Shard) -> bool:
     """Whether a layout shards the features; activations are [batch, sequence, features]."""
     return shard.dim in (-1, 2)

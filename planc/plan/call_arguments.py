@@ -1,15 +1,11 @@
-"""Reads the arguments of a call one by one, each with a type; any argument left over is a
-finding.
-"""
-
-from __future__ import annotations
+"""Reads a call's arguments one by one, each with a type; any argument left over is a finding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from planc.diagnostic import did_you_mean, one_of
-from planc.plan.evaluate import describe, evaluate, size
+from planc.plan.evaluate import describe, evaluate, number, size, whole
 from planc.plan.scope import Failed, Scope, Value
 from planc.syntax import ast
 
@@ -50,47 +46,44 @@ class Arguments:
         self._named.clear()
         return rest
 
-    def truth(self, name: str, default: bool) -> bool:
+    def read(
+        self,
+        name: str,
+        default: Any,
+        wanted: str,
+        valid: Callable[[Any], bool],
+        read: Callable[[ast.Expr, Scope], Value] = evaluate,
+    ) -> Any:
+        """An argument's value; the default where it is not given, or after a finding.
+
+        Args:
+            wanted: what it is, for a message: `a positive number`.
+            valid: whether a value is one.
+            read: evaluates it.
+        """
         expression = self.take(name)
         if expression is None:
             return default
-        value = evaluate(expression, self.scope)
-        if isinstance(value, bool):
+        value = read(expression, self.scope)
+        if valid(value):
             return value
-        self._type(expression, name, "true or false", value)
+        self._type(expression, name, wanted, value)
         return default
+
+    def truth(self, name: str, default: bool) -> bool:
+        return bool(self.read(name, default, "true or false", lambda v: isinstance(v, bool)))
 
     def integer(
         self, name: str, default: int, read: Callable[[ast.Expr, Scope], Value] = evaluate
     ) -> int:
         """An integer; `read` is `size` where it counts features, heads or ranks."""
-        expression = self.take(name)
-        if expression is None:
-            return default
-        value = read(expression, self.scope)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        self._type(expression, name, "an integer", value)
-        return default
+        return self.read(name, default, "an integer", whole, read)  # type: ignore[no-any-return]
 
     def number(
         self, name: str, default: Default, wanted: str, valid: Callable[[float], bool]
     ) -> float | Default:
-        """A number.
-
-        Args:
-            wanted: what it is, for a message: `a positive number`.
-            valid: whether a value is one.
-        """
-        expression = self.take(name)
-        if expression is None:
-            return default
-        value = evaluate(expression, self.scope)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and valid(value):  # type: ignore[arg-type]
-            return value  # type: ignore[return-value]
-        self._type(expression, name, wanted, value)
-        return default
+        """A number; the arguments are those of `read`."""
+        return self.read(name, default, wanted, lambda v: number(v) and valid(v))  # type: ignore[no-any-return]
 
     def word(
         self,
@@ -114,8 +107,7 @@ class Arguments:
             return words[value]
         if counts and isinstance(value, int):
             value = size(expression, self.scope)
-        whole = least is not None and isinstance(value, int) and not isinstance(value, bool)
-        if whole and value >= least:  # type: ignore[operator]
+        if least is not None and whole(value) and value >= least:
             return value
         wanted = [f"`{w}`" for w in words]
         if least is not None:

@@ -1,9 +1,9 @@
 """Expressions -> values. Evaluation is total: no loops, no external calls; a mistake is PL109."""
 
-from __future__ import annotations
-
+import operator
 import re
-from typing import assert_never
+from collections.abc import Callable
+from typing import Any, TypeGuard, assert_never
 
 from planc.ops.base import cut
 from planc.plan.scope import FAILED, Failed, Scope, Value
@@ -56,7 +56,7 @@ def size(expression: ast.Expr, scope: Scope) -> Value:
     """
     value = evaluate(expression, scope)
     numbers = value if isinstance(value, tuple) else (value,)
-    if scope.sized is None or not all(_number(n) for n in numbers):
+    if scope.sized is None or not all(number(n) for n in numbers):
         return value
     return evaluate(expression, scope.sized)
 
@@ -104,8 +104,14 @@ def _entries(values: tuple[Value, ...]) -> int:
     return count
 
 
-def _number(value: Value) -> bool:
+def number(value: Value) -> TypeGuard[int | float]:
+    """Whether a value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def whole(value: Value) -> TypeGuard[int]:
+    """Whether a value is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _unary(node: ast.Unary, scope: Scope) -> Value:
@@ -115,7 +121,7 @@ def _unary(node: ast.Unary, scope: Scope) -> Value:
     value = evaluate(node.operand, scope)
     if isinstance(value, Failed):
         return FAILED
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if number(value):
         return -value
     return _wrong(node, f"`-` takes a number, not {describe(value)}", scope)
 
@@ -153,8 +159,8 @@ def _inside(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
 
 
 def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
-    if not (_number(one) and _number(two)):
-        bad, side = (one, node.left) if not _number(one) else (two, node.right)
+    if not (number(one) and number(two)):
+        bad, side = (one, node.left) if not number(one) else (two, node.right)
         hint = None
         if bad is None and isinstance(side, ast.Name):
             hint = f"`{side.path}` is null for this model; test it first: `{side.path} != null`"
@@ -163,7 +169,7 @@ def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value
     if node.op in ("/", "//", "%") and two == 0:
         return _wrong(node.right, f"`{node.op}` by zero", scope)
     try:
-        value = _calculated(node.op, one, two)
+        value = _OPERATORS[node.op](one, two)
     except OverflowError:
         return _wrong(node, "the numbers are too large", scope)
     if not isinstance(value, bool) and not -_LARGEST < value < _LARGEST:
@@ -171,29 +177,17 @@ def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value
     return value
 
 
-def _calculated(op: str, one: int | float, two: int | float) -> int | float | bool:
-    match op:
-        case "<":
-            return one < two
-        case "<=":
-            return one <= two
-        case ">":
-            return one > two
-        case ">=":
-            return one >= two
-        case "+":
-            return one + two
-        case "-":
-            return one - two
-        case "*":
-            return one * two
-        case "//":
-            return one // two
-        case "%":
-            return one % two
-        case _:
-            exact = isinstance(one, int) and isinstance(two, int) and one % two == 0
-            return one // two if exact else one / two
+def _divided(one: int | float, two: int | float) -> int | float:
+    """A quotient; of integers that divide evenly an integer."""
+    exact = isinstance(one, int) and isinstance(two, int) and one % two == 0
+    return one // two if exact else one / two
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], int | float | bool]] = {
+    **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul},
+    **{"//": operator.floordiv, "%": operator.mod, "/": _divided},
+}
 
 
 def _call(node: ast.Call, scope: Scope) -> Value:
@@ -213,7 +207,7 @@ def _call(node: ast.Call, scope: Scope) -> Value:
         if len(values) == 1 and isinstance(values[0], tuple | str):
             return len(values[0])
         return _wrong(node, "`len` takes one list", scope)
-    numbers = [v for v in values if isinstance(v, int | float) and _number(v)]
+    numbers = [v for v in values if number(v)]
     if not numbers or len(numbers) != len(values):
         return _wrong(node, f"`{node.name}` takes numbers", scope)
     return min(numbers) if node.name == "min" else max(numbers)

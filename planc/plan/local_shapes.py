@@ -1,7 +1,5 @@
 """Local shapes under tensor parallelism, which FSDP shards further."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from planc.model.facts import Modules, Parameter
@@ -58,8 +56,7 @@ def ruled(
 
 
 def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:
-    """The value of `shard_dim = auto`: 0 where every rank gets rows of every parameter, else
-    another dim.
+    """The value of `shard_dim = auto`: 0 where every rank gets rows of every parameter.
 
     torch pads dim 0, so with fewer rows than ranks some ranks hold only padding, which is
     all-gathered like data. Any other dim must be divisible.

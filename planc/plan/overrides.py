@@ -1,7 +1,5 @@
 """Settings: lines that set one value of a section, once unless a later line overrides it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +26,7 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, item: SectionLine, read: Callable[[Any], Any] = lambda item: item) -> None:
-        """Adds a line and the value that `read` returns for it, unless an earlier line stays in
-        force.
-        """
+        """Adds a line and the value that `read` returns for it; an earlier one may be in force."""
         name = item.name if isinstance(item, ast.Setting) else item.call.name
         earlier = self.lines.get(name)
         if earlier is not None and not item.override:

@@ -1,7 +1,5 @@
 """Which unit owns a parameter and whether it trains: the innermost enclosing rule wins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

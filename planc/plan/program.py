@@ -1,7 +1,5 @@
 """Combines the files of a plan: extended files first, overrides applied, `when`s decided."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -131,12 +129,9 @@ def _style(statement: ast.Style, program: Program) -> None:
             help="choose another name",
         )
     elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", statement.path):
-        program.sink.error(
-            "PL171",
-            f'"{statement.path}" names no class',
-            statement.origin,
-            help=f'write `style {name} = python "package.module:Class"`',
-        )
+        message = f'"{statement.path}" names no class'
+        help = f'write `style {name} = python "package.module:Class"`'
+        program.sink.error("PL171", message, statement.origin, help=help)
     else:
         program.styles[name] = statement
 
@@ -158,17 +153,16 @@ def _define(
     if statement.override and not earlier:
         what = f"{kind} `{statement.name}`"
         nothing_to_override(program.sink, what, statement.name_origin)
-    program.scope.define(
-        Definition(
-            name=statement.name,
-            kind=kind,
-            value=statement.value,
-            origin=statement.name_origin,
-            given=given.get(statement.name) if kind == "option" else None,
-        )
+    own = given.get(statement.name) if kind == "option" else None
+    definition = Definition(
+        name=statement.name,
+        kind=kind,
+        value=statement.value,
+        origin=statement.name_origin,
+        given=own,
     )
-    if kind == "option":
-        _same_type(statement, program, given.get(statement.name))
+    program.scope.define(definition)
+    _same_type(statement, program, own)
 
 
 def _same_type(
@@ -205,12 +199,9 @@ def _section(section: ast.Section, program: Program) -> None:
             nothing_to_override(program.sink, what, section.name_origin)
         program.sections = [s for s in program.sections if not replaced(s)]
     if section.name == "mesh" and program.sized:
-        program.sink.error(
-            "PL309",
-            "the mesh cannot depend on the size of one of its own axes",
-            section.name_origin,
-            help="decide it by an option or a config field",
-        )
+        message = "the mesh cannot depend on the size of one of its own axes"
+        help = "decide it by an option or a config field"
+        program.sink.error("PL309", message, section.name_origin, help=help)
         return
     program.sections.append(section)
 
@@ -223,11 +214,8 @@ def _branch(when: ast.When, program: Program, given: dict[str, ast.Literal]) -> 
         if isinstance(statement, ast.Let | ast.Require | ast.Section | ast.When):
             _add(statement, program, given)
         else:
-            program.sink.error(
-                "PL011",
-                "this stands at the top of a file, not inside a `when`",
-                statement.origin,
-            )
+            message = "this stands at the top of a file, not inside a `when`"
+            program.sink.error("PL011", message, statement.origin)
     program.scope.axis_names = _axis_names(program)
 
 
@@ -255,25 +243,16 @@ def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
             continue
         has = f"the plan has {one_of((f'`{k}`' for k in known), last='and')}" if known else None
         hint = did_you_mean(name, known, has)
-        source = literal.origin.source
-        program.sink.error(
-            "PL106",
-            f"`--set {name}` names no option and no mesh axis of the plan",
-            source.span(0, len(name)),
-            help=hint,
-        )
+        message = f"`--set {name}` names no option and no mesh axis of the plan"
+        program.sink.error("PL106", message, literal.origin.source.span(0, len(name)), help=hint)
 
 
 def _unused(files: Sequence[ast.File], program: Program) -> None:
     used = {name.partition(".")[0] for file in files for name in mentioned(file.statements)}
     for name, definition in program.scope.definitions.items():
         if name not in used:
-            program.sink.warning(
-                "PL104",
-                f"{definition.kind} `{name}` is never used",
-                definition.origin,
-                help="use it or remove it",
-            )
+            message = f"{definition.kind} `{name}` is never used"
+            program.sink.warning("PL104", message, definition.origin, help="use it or remove it")
 
 
 _LATER = {
@@ -301,9 +280,8 @@ def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
             continue
         hint = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
         hint = _ITEMS.get(section.name, hint)
-        program.sink.error(
-            "PL011", f"there is no section `{section.name}`", section.name_origin, help=hint
-        )
+        message = f"there is no section `{section.name}`"
+        program.sink.error("PL011", message, section.name_origin, help=hint)
 
 
 def require(program: Program) -> None:

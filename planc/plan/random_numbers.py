@@ -1,7 +1,5 @@
 """What makes training draw random numbers, and which axes' ranks share activations."""
 
-from __future__ import annotations
-
 from planc.model.facts import Facts
 from planc.model.randomness import random_fields
 from planc.plan.ir import Plan

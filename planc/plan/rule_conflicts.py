@@ -83,12 +83,7 @@ class Claims(Generic[T]):
         self.add_all([(m, value) for m in modules], aspect, origin, override=override)
 
     def add_all(
-        self,
-        decisions: Sequence[tuple[Modules, T]],
-        aspect: str,
-        origin: Span,
-        *,
-        override: bool,
+        self, decisions: Sequence[tuple[Modules, T]], aspect: str, origin: Span, *, override: bool
     ) -> None:
         """Adds a rule's claims where it decides differently for each of its sets."""
         met = False
@@ -102,15 +97,13 @@ class Claims(Generic[T]):
                     continue
                 met = True
                 if any(both.overlap(earlier) for earlier in own):
-                    self._twice(both, aspect, origin)
+                    message = f"this rule decides the {aspect} of `{both}` twice"
+                    self.sink.error("PL102", message, origin, help="name it once")
                 elif not override:
                     self._conflict(both, claim, origin)
-                rest.extend(_less(claim, wanted))
+                rest += (replace(claim, modules=left) for left in claim.modules.minus(wanted))
             own.append(wanted)
-            self.claims = [
-                *rest,
-                Claim(modules=wanted, aspect=aspect, value=value, origin=origin),
-            ]
+            self.claims = [*rest, Claim(modules=wanted, aspect=aspect, value=value, origin=origin)]
         if override and decisions and not met:
             nothing_to_override(self.sink, f"rule for `{decisions[0][0]}`", origin)
 
@@ -122,20 +115,7 @@ class Claims(Generic[T]):
             if claim.value is not None
         )
 
-    def _twice(self, both: Modules, aspect: str, origin: Span) -> None:
-        self.sink.error(
-            "PL102",
-            f"this rule decides the {aspect} of `{both}` twice",
-            origin,
-            help="name it once",
-        )
-
     def _conflict(self, both: Modules, claim: Claim[T], origin: Span) -> None:
         count = f", {len(both)} modules" if len(both) > 1 else ""
         what = f"the {claim.aspect} of `{both}`{count}"
         conflict(self.sink, "rule", what, origin, claim.origin)
-
-
-def _less(claim: Claim[T], wanted: Modules) -> Iterator[Claim[T]]:
-    for left in claim.modules.minus(wanted):
-        yield Claim(modules=left, aspect=claim.aspect, value=claim.value, origin=claim.origin)

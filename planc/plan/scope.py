@@ -40,12 +40,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of a small model and its mesh, for the numbers in arguments.
-
-    Args:
-        config: the configuration of the small model.
-        axes: the size of each mesh axis.
-    """
+    """The sizes of a small model and its mesh, for the numbers in arguments."""
 
     config: Mapping[str, Any]
     axes: Mapping[str, int]
@@ -98,10 +93,6 @@ class Scope:
         self.definitions[definition.name] = definition
         self._values.pop(definition.name, None)
 
-    def option(self, name: str) -> Definition | None:
-        found = self.definitions.get(name)
-        return found if found and found.kind == "option" else None
-
     def knows(self, name: str) -> bool:
         return name in self.definitions or bool(axes_of(name, self.axis_names))
 
@@ -139,12 +130,8 @@ class Scope:
         return value
 
     def _too_long(self, name: ast.Name) -> Value:
-        self.sink.error(
-            "PL108",
-            f"the value of `{name.path}` goes through too many others",
-            name.origin,
-            help="shorten the chain of definitions",
-        )
+        message = f"the value of `{name.path}` goes through too many others"
+        self.sink.error("PL108", message, name.origin, help="shorten the chain of definitions")
         return FAILED
 
     def _module_path(self, value: ast.Expr) -> Value:
@@ -200,12 +187,9 @@ class Scope:
             )
             return FAILED
         if not path:
-            self.sink.error(
-                "PL100",
-                "`config` stands for no value itself",
-                name.origin,
-                help="name a field: `config.hidden_size`",
-            )
+            message = "`config` stands for no value itself"
+            help = "name a field: `config.hidden_size`"
+            self.sink.error("PL100", message, name.origin, help=help)
             return FAILED
         return _plain(value)
 

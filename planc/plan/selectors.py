@@ -4,8 +4,6 @@ A selector is a path of steps. Each step maps a set of modules to the sets one l
 `**`, any number of levels); where a step matches nothing, the help names what exists there.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from planc.diagnostic import did_you_mean, one_of
-from planc.model.facts import Modules
+from planc.model.facts import Modules, merged
 from planc.model.indices import Indices
 from planc.plan.scope import Failed, Scope
 from planc.syntax import ast
@@ -89,7 +87,7 @@ def select(
                 _report(selector, each, scope)
                 return ()
         found.extend(() if isinstance(matched, _Miss) else matched)
-    return _merged(found)
+    return tuple(merged(found, alike=True))
 
 
 def _every_alternative(
@@ -99,19 +97,14 @@ def _every_alternative(
     try:
         return tuple(_alternatives(selector, scope))
     except RecursionError:
-        scope.sink.error(
-            "PL108",
-            f"`{selector.path}` goes through too many `let`s, or through itself",
-            selector.origin,
-            help="a `let` can't use its own name",
-        )
+        message = f"`{selector.path}` goes through too many `let`s, or through itself"
+        scope.sink.error("PL108", message, selector.origin, help="a `let` can't use its own name")
         return ()
 
 
 def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[SelectorStep, ...]]:
     """The patterns that braces expand to, each as steps."""
-    prefix: tuple[SelectorStep, ...] = ()
-    prefixes: list[tuple[SelectorStep, ...]] = [prefix]
+    prefixes: list[tuple[SelectorStep, ...]] = [()]
     path = selector.path
     if path.startswith("$"):
         match = re.match(r"\$(\w+)\.?", path)
@@ -122,12 +115,9 @@ def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Select
         if isinstance(value, Failed):
             return
         if not isinstance(value, ast.Selector):
-            scope.sink.error(
-                "PL109",
-                f"`${match[1]}` is not a path of modules",
-                selector.origin,
-                help=f"write `let {match[1]} = model.layers.*`, or the like",
-            )
+            message = f"`${match[1]}` is not a path of modules"
+            help = f"write `let {match[1]} = model.layers.*`, or the like"
+            scope.sink.error("PL109", message, selector.origin, help=help)
             return
         prefixes = list(_alternatives(value, scope))
         path = path[match.end() :]
@@ -226,9 +216,8 @@ def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]
 
 
 def _contains(at: Modules, has: ast.Selector, scope: Scope) -> bool:
-    return any(
-        not isinstance(_walk(at, steps, scope), _Miss) for steps in _every_alternative(has, scope)
-    )
+    every = _every_alternative(has, scope)
+    return any(not isinstance(_walk(at, steps, scope), _Miss) for steps in every)
 
 
 def _length(at: Modules) -> int:
@@ -255,25 +244,6 @@ def _integer(digits: str) -> int:
     return int(digits) if len(digits) < 1_000 else 2**63
 
 
-def _merged(found: Iterable[Modules]) -> tuple[Modules, ...]:
-    """Sets of the same structure, merged where their paths differ in one set of indices only."""
-    result: list[Modules] = []
-    for modules in found:
-        current = modules
-        for i, other in enumerate(result):
-            union = _union(other, current)
-            if union is not None:
-                result[i] = union
-                break
-        else:
-            result.append(current)
-    return tuple(result)
-
-
-def _union(one: Modules, two: Modules) -> Modules | None:
-    return one.union(two) if one.module == two.module else None
-
-
 def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
     written = selector.path + (f"<{selector.cls}>" if selector.cls else "")
     at = miss.at[0]
@@ -291,16 +261,13 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
             reason += f", none of them in `{text}`" if length else ""
         case Kept(cls, has):
             found = one_of(dict.fromkeys(m.module.cls for m in miss.at), last="and")
-            reason = f"the modules there are {found}" if cls else f"none of them has `{_path(has)}`"
+            reason = f"the modules there are {found}"
+            if cls is None and has is not None:
+                reason = f"none of them has `{has.path}`"
         case _:
             reason = f"{where} has no modules inside"
-    scope.sink.error(
-        "PL101", f"`{written}` matches nothing: {reason}", selector.origin, facts=facts, help=hint
-    )
-
-
-def _path(selector: ast.Selector | None) -> str:
-    return selector.path if selector else ""
+    message = f"`{written}` matches nothing: {reason}"
+    scope.sink.error("PL101", message, selector.origin, facts=facts, help=hint)
 
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:

@@ -1,7 +1,5 @@
 """Resolves `shard_dim = auto`, which needs parameter shapes and the tensor sections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar

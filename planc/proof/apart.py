@@ -4,8 +4,6 @@ Layout flow makes a process group of threads and draws random numbers, neither o
 can spare that trains; so `planc.apply` has it done elsewhere, without a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

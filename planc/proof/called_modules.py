@@ -6,8 +6,6 @@ cached by the configuration, the library versions and planc's sources, so a warm
 import torch.
 """
 
-from __future__ import annotations
-
 import json
 
 from planc.model import cache
@@ -29,9 +27,8 @@ def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
     if isinstance(model, str):
         return None, model
     config = json.dumps(model.values, sort_keys=True)
-    key = cache.entry_name(
-        f"calls {_FORMAT}", config, *cache.extra_versions(model.values), source_digest()
-    )
+    versions = cache.extra_versions(model.values)
+    key = cache.entry_name(f"calls {_FORMAT}", config, *versions, source_digest())
     kept = None if model.of_the_user else cache.recall(key)
     if isinstance(kept, list):
         return frozenset(map(str, kept)), ""

@@ -1,8 +1,4 @@
-"""Reports the discrepancies of layout flow at the lines of the plan, with the model's source
-line.
-"""
-
-from __future__ import annotations
+"""Reports the discrepancies of layout flow at the plan's lines, with the model's source line."""
 
 import re
 from collections.abc import Callable, Iterable, Set
@@ -31,12 +27,6 @@ def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], si
     as all of them do of random numbers that differ, and of one cause only one finding: an input
     with another layout than the plan states (PL505), or tied parameters of which one is replicated.
     The latter replaces PL401, which says the same from structure alone.
-
-    Args:
-        outcome: what the run of the small model showed.
-        small: the plan for the small model.
-        ties: the tied parameters that the plan shards differently.
-        sink: receives the findings.
     """
     groups = _groups(outcome, small)
     first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
@@ -94,9 +84,8 @@ def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
         mismatch, subject = group[0], generic(group[0].subject)
         before, after = mismatch.layouts
         change = f"{before} -> {after} (for {mismatch.op})"
-        message = (
-            f"implicit redistribution in `{subject or 'the model'}`, which no rule states: {change}"
-        )
+        where = f"`{subject or 'the model'}`"
+        message = f"implicit redistribution in {where}, which no rule states: {change}"
         labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
         advice = "state it with a style, `input(...)` or `output(...)`, or keep it implicit"
         facts = [*_source(mismatch), _SEEN]
@@ -176,16 +165,16 @@ def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
     mismatch = group[0]
     measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
     facts = [*tie.facts, measured, *_source(mismatch), _SEEN]
-    module, help = _module(group), TiedStyles.HELP
+    where, help = f"`{_module(group)}`", TiedStyles.HELP
     match mismatch.kind:
         case "crash":
-            message = f"{tie.message}: the model raises in `{module}`"
+            message = f"{tie.message}: the model raises in {where}"
             sink.error("PL503", message, *tie.labels, facts=facts, help=help)
         case "output":
-            message = f"{tie.message}: the output of `{module}` is wrong"
+            message = f"{tie.message}: the output of {where} is wrong"
             sink.error("PL501", message, *tie.labels, facts=facts, help=help)
         case _:
-            message = f"{tie.message}: the gradient of `{module}` is wrong"
+            message = f"{tie.message}: the gradient of {where} is wrong"
             sink.error("PL502", message, *tie.labels, facts=facts, help=help)
 
 
@@ -194,10 +183,9 @@ def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> lis
     if not mismatch.before:
         return labels
     marked = {label.span for label in labels}
-    before = [
-        label.span for label in rule_labels(mismatch.before, small) if label.span not in marked
-    ]
-    return [*labels, *(Label(span=span, text="ended just before") for span in before)]
+    before = (label.span for label in rule_labels(mismatch.before, small))
+    more = (Label(span=span, text="ended just before") for span in before if span not in marked)
+    return [*labels, *more]
 
 
 def _crash(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
@@ -260,12 +248,9 @@ def _later(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
-    message = (
-        f"`{subject}` gets {mismatch.detail}: the length of a local shard, not of the sequence"
-    )
     sink.error(
         "PL507",
-        message,
+        f"`{subject}` gets {mismatch.detail}: the length of a local shard, not of the sequence",
         *rule_labels(mismatch.subject, small),
         facts=[*_source(mismatch), _SEEN],
         help="return the sharded activations as a DTensor, which has the global size: `local = "

@@ -1,7 +1,5 @@
 """The outcome of a small case: from the cache, or by simulation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ configuration's per-layer lists (such as `layer_types`). The small model has one
 its result holds for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +51,7 @@ class _Group:
 
 
 def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[LayerVerdict, ...]:
-    """The verdict on each kind of layer of a model, from a run of the small model.
-
-    Args:
-        facts: the facts of the model.
-        small: the plan for the small model that was run.
-        outcome: the outcome of the run.
-    """
+    """The verdict on each kind of layer of a model, from a run of the small model."""
     if outcome.verdict not in ("proved", "refuted") or small.facts is None or small.plan is None:
         return ()
     groups = {key: group.modules for key, group in _groups(small.facts, facts)}
@@ -82,17 +74,13 @@ def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Lay
 def _not_used(
     small: Compiled, blocks: list[str], ran: set[str], missing_inputs: str
 ) -> Iterator[LayerVerdict]:
-    """Modules outside of block lists that a rule applies to and the run neither calls nor
-    trains.
-    """
+    """Modules outside of block lists with a rule that the run neither calls nor trains."""
     assert small.plan is not None
     for rule in small.plan.tensor:
         names = [n for n in rule.modules.names() if not any(_in(n, b) for b in blocks)]
         if rule.modules.module.count and names and not any(_in(r, n) for n in names for r in ran):
-            reason = _unreached(missing_inputs)
-            yield LayerVerdict(
-                modules=str(rule.modules), label="", verdict="unknown", reason=reason
-            )
+            name, reason = str(rule.modules), _unreached(missing_inputs)
+            yield LayerVerdict(modules=name, label="", verdict="unknown", reason=reason)
 
 
 def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -> LayerVerdict:
@@ -113,21 +101,20 @@ def _unreached(missing_inputs: str) -> str:
 
 def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> LayerVerdict:
     errors = [e for n, e in outcome.modules if any(_in(n, name) for name in names)]
-    if not errors:
-        reason = "the small model has no such layer"
-        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
     first = outcome.first
     worst = max((e for e in errors if e is not None), default=None)
     wrong = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
-    if wrong:
-        return LayerVerdict(modules=modules, label=label, verdict="refuted", error=worst)
-    if first is not None:
+    reason = ""
+    if not errors:
+        reason = "the small model has no such layer"
+    elif first is not None and not wrong:
         reason = f"the model is wrong at {first.subject or 'its end'}, so this cannot be compared"
-        return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
-    if None in errors:
+    elif None in errors and not wrong:
         reason = "the run did not reach it"
+    if reason:
         return LayerVerdict(modules=modules, label=label, verdict="unknown", reason=reason)
-    return LayerVerdict(modules=modules, label=label, verdict="proved", error=worst)
+    verdict = "refuted" if wrong else "proved"
+    return LayerVerdict(modules=modules, label=label, verdict=verdict, error=worst)
 
 
 def _in(name: str, holder: str) -> bool:
@@ -160,10 +147,7 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
                     assert joined is not None
                     merged[key].modules = joined
                 else:
-                    labels = [v for v, (_, c) in zip(values, columns, strict=True) if _varies(c)]
+                    both = zip(values, columns, strict=True)
+                    labels = [value for value, (_, c) in both if len(set(map(str, c))) > 1]
                     merged[key] = _Group(one, ", ".join(labels))
         yield from merged.items()
-
-
-def _varies(column: list[Any]) -> bool:
-    return len({str(v) for v in column}) > 1

@@ -6,8 +6,6 @@ plan. The outcome is cached by the digest of the small lowered plan, the configu
 versions and planc's own sources, so a warm check does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,12 +22,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
-from planc.proof.flow_findings import (
-    report_means,
-    report_refuted,
-    report_uncalled,
-    report_unstated,
-)
+from planc.proof.flow_findings import report_means, report_refuted, report_uncalled, report_unstated
 from planc.proof.judge import judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
@@ -195,9 +188,9 @@ def flow(
         outcome, small = _judge_all(compiled, axes)
     if not axes and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
-    layers = (
-        () if isinstance(small, Unrepresented) else layer_verdicts(facts, small.compiled, outcome)
-    )
+    layers: tuple[LayerVerdict, ...] = ()
+    if isinstance(small, SmallCase):
+        layers = layer_verdicts(facts, small.compiled, outcome)
     released_early = bool(outcome.recomputed) and _released(lowered, ir, outcome, small)
     verdict = Verdict(
         outcome=outcome,
@@ -222,12 +215,7 @@ def flow(
 
 
 def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | Unrepresented]:
-    """The outcome over all small meshes, and the case that decided it.
-
-    Args:
-        compiled: the plan.
-        split: the axes of tensor parallelism.
-    """
+    """The outcome over all small meshes, and the case that decided it."""
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     axes = compiled.plan.mesh.axes
@@ -257,9 +245,8 @@ def _draws(
         facts, small = compiled.facts, case.compiled.plan
         wrong = report_draws(outcome, small, facts, sink, strict=strict)
         verdict = outcome.verdict if wrong or outcome.verdict != "refuted" else "unknown"
-        yield SectionVerdict(
-            name="random numbers", verdict=verdict, by="simulation", reason=outcome.reason
-        )
+        name, by = "random numbers", "simulation"
+        yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)
 
 
 def _report(outcome: Outcome, small: Compiled, real: Compiled, sink: Sink) -> bool:
@@ -289,12 +276,9 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
         return Verdict(outcome=nothing, sections=sections)
     ran, reason = called_modules(facts)
     if ran is None:
-        sections = tuple(
-            replace(s, verdict="unknown", reason=f"whether its units are called: {reason}")
-            if s.data
-            else s
-            for s in sections
-        )
+        why = f"whether its units are called: {reason}"
+        unknown = (replace(s, verdict="unknown", reason=why) if s.data else s for s in sections)
+        sections = tuple(unknown)
     gathered = ran is None or not report_uncalled(ran, ir, sink)
     return Verdict(outcome=nothing, sections=sections, gathered=gathered)
 
@@ -346,9 +330,8 @@ def _sections(
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))
     for axes in every:
-        yield SectionVerdict(
-            name=f"tensor on {' * '.join(axes)}", verdict=run, by=by, reason=outcome.reason
-        )
+        name = f"tensor on {' * '.join(axes)}"
+        yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
     if any(isinstance(op, Checkpoint) for op in lowered.ops):
         reason, verdict = outcome.reason, run
         if run == "refuted":
@@ -366,10 +349,8 @@ def _sections(
         else:
             yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
     if ir.fsdp is not None and is_megatron(lowered):
-        on = " * ".join(ir.fsdp.shard)
-        yield SectionVerdict(
-            name=f"fsdp on {on}", verdict="unknown", by="structure", reason=UNSEEN, data=True
-        )
+        name, by = f"fsdp on {' * '.join(ir.fsdp.shard)}", "structure"
+        yield SectionVerdict(name=name, verdict="unknown", by=by, reason=UNSEEN, data=True)
     for left in left_out(lowered):
         name, _, reason = left.partition(": ")
         yield SectionVerdict(name=name, verdict="left out", by="structure", reason=reason)

@@ -5,8 +5,6 @@ the ranks have drawn, so outputs and gradients can be compared; where ranks hold
 activations, their numbers must be the same, and where they hold shards, others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,10 +32,6 @@ _STATE = (
 def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | None:
     """The small case with the dropout of the real model; None if that draws nothing, or cannot be
     made small.
-
-    Args:
-        compiled: the plan for the original model.
-        sizes: the sizes of the small mesh by axis.
     """
     assert compiled.plan is not None and compiled.facts is not None
     if not drawing_fields(compiled.plan, compiled.facts):

@@ -1,7 +1,5 @@
 """Writes down what a check found, for `planc.apply` to find by the digest of the lowered plan."""
 
-from __future__ import annotations
-
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.proof.layout_flow import Verdict

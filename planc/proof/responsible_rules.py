@@ -1,7 +1,5 @@
 """The lines of a plan that are responsible for a module, for layout flow and verify."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from planc.diagnostic import Label
@@ -26,9 +24,8 @@ def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
     known = [(r.modules, r.origin) for r in plan.loss]
     known += [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
     direct = _direct(name, known)
-    inside = _right_inside(name, known) or [
-        (m, o) for m, o in known if any(below(n, name) for n in m.names())
-    ]
+    anywhere = ((m, o) for m, o in known if any(below(n, name) for n in m.names()))
+    inside = _right_inside(name, known) or list(anywhere)
     if direct or inside:
         yield from _labels(direct or inside)
         return

@@ -63,9 +63,7 @@ class SmallModel:
         return bool(self.code) or self.own is not None
 
     def builder(self) -> ModelBuilder:
-        """The object that builds the model and its inputs; imports torch. Raises as
-        `builder_of`.
-        """
+        """The builder of the model and its inputs; imports torch. Raises as `builder_of`."""
         from planc.model.small.user_model import builder_of
 
         return builder_of(self.values, self.code, self.own, dropout=self.dropout)
@@ -129,10 +127,7 @@ def small_model(
 
 
 def small_case(
-    compiled: Compiled,
-    sizes: Mapping[str, int],
-    *,
-    checks: Sink | None = None,
+    compiled: Compiled, sizes: Mapping[str, int], *, checks: Sink | None = None
 ) -> SmallCase | Unrepresented:
     """The plan for a small model on a small mesh, or the reason why there is none.
 

@@ -1,7 +1,5 @@
 """Reduces the mesh of a run to a few processes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from math import prod
 
@@ -12,13 +10,7 @@ RANKS = 2
 """The size of a simulated axis in the first run: errors on 8 ranks show on 2, and heads stay
 divisible."""
 
-_FIRST = (
-    AxisRole.TENSOR,
-    AxisRole.DATA,
-    AxisRole.EXPERT,
-    AxisRole.SEQUENCE,
-    AxisRole.STAGE,
-)
+_FIRST = (AxisRole.TENSOR, AxisRole.DATA, AxisRole.EXPERT, AxisRole.SEQUENCE, AxisRole.STAGE)
 """The order in which axes get processes, if there are not enough."""
 
 

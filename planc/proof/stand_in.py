@@ -22,15 +22,7 @@ from planc.plan.ir import AdapterRule, Fsdp, Ignored, LossRule, Plan, SpreadRule
 from planc.source import Span
 
 Ruled = TypeVar(
-    "Ruled",
-    TensorRule,
-    Checkpoint,
-    Compile,
-    Freeze,
-    LossRule,
-    AdapterRule,
-    Ignored,
-    SpreadRule,
+    "Ruled", TensorRule, Checkpoint, Compile, Freeze, LossRule, AdapterRule, Ignored, SpreadRule
 )
 Rules = frozenset[tuple[Span, tuple[Any, ...]]]
 """The lines of a plan that act on a layer, with the path inside the layer."""

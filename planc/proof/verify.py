@@ -1,7 +1,5 @@
 """`planc verify`: proves on real processes that a plan trains the same model."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,14 +22,7 @@ from planc.proof.verify_findings import report_difference, report_failure, repor
 from planc.runtime.known_verdict import Level
 from planc.trial import certificate as store
 from planc.trial import verdict_store
-from planc.trial.launcher import (
-    LIMITS,
-    SEEDS,
-    Comparison,
-    ForkServer,
-    TrialFailure,
-    fork_server,
-)
+from planc.trial.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
 from planc.trial.trial_part import left_out, rounds, trial_part
 
 PROCESSES = 4
@@ -92,8 +83,7 @@ def verify(
     timeout: float = TIMEOUT,
     precision: bool = False,
 ) -> Proof:
-    """Proves on real processes, with a small model of the family, that a plan trains the same
-    model.
+    """Proves on real processes, with a small model of the family, that a plan trains the same.
 
     Args:
         model: as for `planc.model.load.load`.
@@ -222,13 +212,9 @@ def _remember(case: _Case, certificate: store.Certificate) -> None:
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:
-    """Why the small model's verdict may not hold for the original: only one of them fails a
-    check.
-    """
-    real, small = (
-        set(case.check_codes) - set(case.small_check_codes),
-        set(case.small_check_codes) - set(case.check_codes),
-    )
+    """Why the small model's verdict may not hold for the original: only one fails a check."""
+    every, reduced = set(case.check_codes), set(case.small_check_codes)
+    real, small = every - reduced, reduced - every
     if verdict == "verified" and real:
         codes = one_of(sorted(real), last="and")
         return f"planc check finds {codes} at the real sizes, and not at the small ones"
@@ -245,7 +231,7 @@ def _certificate(
     found: Comparison | None = None,
     places: tuple[str, ...] = (),
 ) -> store.Certificate:
-    first = found.first if found else None
+    first, parts = found.first if found else None, ("what", "name", "error")
     return {
         "format_version": store.FORMAT_VERSION,
         "verdict": verdict,
@@ -263,8 +249,7 @@ def _certificate(
         "limits": dict(found.limits if found else LIMITS),
         "errors": found.errors if found else None,
         "worst": found.worst if found else None,
-        "first": first
-        and {**{n: first[n] for n in ("what", "name", "error")}, "places": list(places)},
+        "first": first and {**{n: first[n] for n in parts}, "places": list(places)},
         "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
         "left_out": list(left_out(case.lowered, precision=case.precision)),

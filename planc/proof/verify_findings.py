@@ -1,7 +1,5 @@
 """Reports the result of a proof at the responsible lines of the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +48,8 @@ def report_difference(
     ]
     if found.errors["gradients"] > limits["gradients"]:
         facts.append(f"worst gradient: {found.worst['gradients']}")
-    if not any(r.modules.has(name) for r in plan.tensor) and _tensor(lowered):
+    styled = any(isinstance(op, Parallelize) for op in lowered.ops)
+    if styled and not any(r.modules.has(name) for r in plan.tensor):
         facts.append(f"no tensor rule covers {name or 'the model'}")
     sink.error("PL520", message, *labels, facts=facts)
     return message, tuple(dict.fromkeys(label.span.place for label in labels))
@@ -91,7 +90,3 @@ def _frames(failure: TrialFailure) -> Iterator[str]:
     outside = [f for f in failure.frames if "/torch/" not in f[0] and "/planc/" not in f[0]]
     for path, line, function, code in dict.fromkeys((*outside[-1:], *failure.frames[-1:])):
         yield f"{Path(path).name}:{line}, in {function}: {code}".rstrip(": ")
-
-
-def _tensor(lowered: Lowered) -> bool:
-    return any(isinstance(op, Parallelize) for op in lowered.ops)

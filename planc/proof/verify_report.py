@@ -53,9 +53,8 @@ def document(proof: Proof, sink: Sink) -> str:
 
 def _what(certificate: Certificate) -> str:
     small = certificate["small"]
-    text = (
-        f"{certificate['plan']} for {certificate['model']}, lowered {certificate['lowered'][:12]}"
-    )
+    plan, model = certificate["plan"], certificate["model"]
+    text = f"{plan} for {model}, lowered {certificate['lowered'][:12]}"
     if small is None:
         return text
     config, mesh = small["config"], " | ".join(f"{a['name']} {a['size']}" for a in small["mesh"])

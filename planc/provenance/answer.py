@@ -1,7 +1,5 @@
 """The answer of `planc why`, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

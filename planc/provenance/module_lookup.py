@@ -1,7 +1,5 @@
 """A name in torch -> the module or the parameter."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 

@@ -4,8 +4,6 @@ The answer is built from the lowered plan, which is what `apply` runs. The IR ad
 lowering drops because they have no effect, and the text of each line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 from math import prod
@@ -92,7 +90,6 @@ class _Question:
         self.shard = self._unit()
         around = (m for m in (self.shard.ignored if self.shard else ()) if at.inside(m))
         self.ignored = max(around, key=lambda m: len(m.path), default=None)
-        self.training = tuple(self._training())
 
     def answer(self) -> Answer:
         module = self.at.module
@@ -108,7 +105,7 @@ class _Question:
             parameter=self.parameter.name if self.parameter else None,
             cls=module.cls,
             kind=module.kind,
-            like=_alike(self.facts, self.at),
+            like=next(m for m in self.facts.model.below() if m.overlap(self.at) is not None),
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
@@ -119,7 +116,7 @@ class _Question:
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
-            training=self.training,
+            training=tuple(self._training()),
             draws=tuple(self._on(DrawByRank)),
             ties=tuple(self._ties()),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
@@ -253,13 +250,11 @@ class _Question:
         return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:
+        """What freezes or unfreezes the module; the last one is in force."""
         ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
         return [op for op in ops if self.at.inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:
-        """What freezes or unfreezes the module: the last operation on it or an ancestor is in
-        force.
-        """
         for op in self._freezing()[-1:]:
             what = "trains" if op.trainable else "frozen"
             yield self._reason(what, self._part(len(op.modules.path)), op)
@@ -272,10 +267,9 @@ class _Question:
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}
+        names = {self.full} if self.parameter else names
         for op in self.lowered.ops:
-            if isinstance(op, Tie) and {op.parameter, op.source} & (
-                {self.full} if self.parameter else names
-            ):
+            if isinstance(op, Tie) and {op.parameter, op.source} & names:
                 yield self._reason("tied again after tensor parallelism", op.parameter, op)
 
     def _missing(self, section: str) -> str:
@@ -324,9 +318,8 @@ class _Question:
         placement = (self._spread(unit) or unit) if unit else None
         shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
-        if not any(
-            isinstance(op, Adapt) for op in self.lowered.ops
-        ):  # else the facts are cast already
+        adapted = any(isinstance(op, Adapt) for op in self.lowered.ops)
+        if not adapted:  # else the facts are cast already
             load = (op for op in self.lowered.ops if isinstance(op, Load))
             dtype = next(load, Load()).kept(parameter)
         computed = (unit.param if unit else None) or dtype
@@ -355,11 +348,6 @@ def _wrapped(op: Checkpoint | Compile) -> str:
     return "compiled as one graph, or fails" if op.fullgraph else "compiled"
 
 
-def _alike(facts: Facts, at: Modules) -> Modules:
-    """The entry of the module table that contains a module."""
-    return next(m for m in facts.model.below() if m.overlap(at) is not None)
-
-
 def _after(inner: Modules, outer: Modules) -> str:
     """The path of modules relative to another module."""
     return str(inner).removeprefix(str(outer)).removeprefix(".") if outer.path else str(inner)
@@ -373,12 +361,7 @@ def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int
     """(ranks, size) along the sharded dim, each part cut as by `torch.chunk`; () where even."""
     parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
     chunks = [-(-size // ranks) for size in parts]
-    local = [
-        sum(
-            min(chunk, max(0, size - rank * chunk))
-            for size, chunk in zip(parts, chunks, strict=True)
-        )
-        for rank in range(ranks)
-    ]
+    cut = list(zip(parts, chunks, strict=True))
+    local = [sum(min(c, max(0, size - rank * c)) for size, c in cut) for rank in range(ranks)]
     runs = [(len(list(group)), size) for size, group in groupby(local)]
     return tuple(runs) if len(runs) > 1 else ()

@@ -1,10 +1,9 @@
 """The answer of `planc why` as lines of text and as a JSON document."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from math import prod
 from typing import Any
 
 from planc.ops import phrases
@@ -39,17 +38,13 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
     yield []
     for reason in answer.load:
         yield from _reason("load", reason.what, reason)
-    for reason in answer.adapter:
-        yield from _reason("adapter", f"{reason.target}: {reason.what}", reason)
+    yield from _targeted("adapter", answer.adapter)
     yield from _reasons("tensor", answer.tensor, answer)
     for reason in answer.around:
         yield from _reason("", f"in {reason.target}: {reason.what}", reason)
-    for reason in _together(answer.inside):
-        yield from _reason("", f"{reason.target}: {reason.what}", reason)
-    for reason in answer.ties:
-        yield from _reason("tie", f"{reason.target}: {reason.what}", reason)
-    for reason in answer.training:
-        yield from _reason("train", f"{reason.target}: {reason.what}", reason)
+    yield from _targeted("", _together(answer.inside))
+    yield from _targeted("tie", answer.ties)
+    yield from _targeted("train", answer.training)
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
     yield from _reasons("loss", answer.loss, answer)
@@ -74,15 +69,8 @@ def _title(answer: Answer) -> Iterator[list[Segment]]:
         yield _head(parameter.name, _shapes(parameter))
         if parameter.ties:
             yield _head("", f"the same tensor as {' and '.join(parameter.ties)}")
-    if answer.parameter is None and answer.count > sum(_numel(p.shape) for p in answer.parameters):
+    if answer.parameter is None and answer.count > sum(prod(p.shape) for p in answer.parameters):
         yield _head("inside", f"{answer.count:,} parameters with those of the modules in it")
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _shapes(parameter: ParameterAnswer) -> str:
@@ -116,6 +104,11 @@ def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterato
         yield from _reason("" if i else title, what, reason)
 
 
+def _targeted(title: str, reasons: Iterable[Reason]) -> Iterator[list[Segment]]:
+    for reason in reasons:
+        yield from _reason(title, f"{reason.target}: {reason.what}", reason)
+
+
 def _reason(title: str, what: str, reason: Reason) -> Iterator[list[Segment]]:
     yield _head(title, what)
     if reason.place:
@@ -139,12 +132,7 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
 
 
 def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
-    """The answer in the form of `grammars/why.schema.json`.
-
-    Args:
-        answer: of `why`.
-        lowered: the plan; each reason gets its operation.
-    """
+    """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
     fields = asdict(answer)

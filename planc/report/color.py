@@ -1,7 +1,5 @@
 """Terminal colors: when to use them, and their ANSI codes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 StyledText = tuple[str, str]

@@ -1,7 +1,5 @@
 """Findings on one line each, for editors and grep: `path:line:col: error[PL203]: message`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic

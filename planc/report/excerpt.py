@@ -1,9 +1,8 @@
 """Draws one source line with the labels that point into it, on a grid of terminal cells."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from planc.diagnostic import Label
 from planc.report.color import StyledText
@@ -30,9 +29,7 @@ class Mark:
 
 @dataclass(slots=True)
 class _Canvas:
-    """Rows of cells; a wide character has its text in the first cell and empty strings in the
-    others.
-    """
+    """Rows of cells; the text of a wide character is in the first of its cells."""
 
     rows: list[dict[int, StyledText]] = field(default_factory=list)
 
@@ -59,14 +56,9 @@ class _Canvas:
 
 
 def _merged(row: dict[int, StyledText]) -> Row:
-    out: Row = []
-    for column in range(max(row, default=-1) + 1):
-        text, style = row.get(column, (" ", ""))
-        if out and out[-1][1] == style:
-            out[-1] = (out[-1][0] + text, style)
-        else:
-            out.append((text, style))
-    return out
+    filled = (row.get(column, (" ", "")) for column in range(max(row, default=-1) + 1))
+    styled = groupby(filled, key=lambda cell: cell[1])
+    return [("".join(text for text, _ in run), style) for style, run in styled]
 
 
 def displayed_line(source: Source, number: int) -> str:
@@ -151,15 +143,11 @@ def _window(
         start = min(max(one.start, low), bound - 1)
         end = min(max(one.end, start + 1), bound)
         shifted.append(replace(one, start=start - left, end=end - left))
-    _underline(canvas, shifted)
-    _write(canvas, shifted, room)
-    return canvas.segments()
-
-
-def _underline(canvas: _Canvas, marks: Sequence[Mark]) -> None:
-    for one in sorted(marks, key=lambda m: (m.primary, m.start - m.end)):
+    for one in sorted(shifted, key=lambda m: (m.primary, m.start - m.end)):
         sign = "^" if one.primary else "-"
         canvas.put(1, one.start, sign * (one.end - one.start), one.style)
+    _write(canvas, shifted, room)
+    return canvas.segments()
 
 
 def _write(canvas: _Canvas, marks: Sequence[Mark], room: int) -> None:

@@ -1,7 +1,5 @@
 """`planc explain CODE`: the pages of `docs/diagnostics`, and their index."""
 
-from __future__ import annotations
-
 import re
 import sys
 

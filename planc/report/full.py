@@ -1,7 +1,5 @@
 """Findings as blocks for people: the message, the source lines, the facts, the help."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -46,9 +44,8 @@ def render(diagnostics: Iterable[Diagnostic], *, color: bool, width: int) -> str
         width: the line width in cells; only locations and unbreakable words exceed it.
     """
     found = sorted_findings(diagnostics)
-    numbers = [
-        label.span.line for d in found for label in labels_with_source(d) if _numbered(label)
-    ]
+    spans = [label.span for d in found for label in labels_with_source(d)]
+    numbers = [span.line for span in spans if not span.source.argument]
     gutter = len(str(max(numbers, default=1)))
     lines: list[str] = []
     for diagnostic in found:
@@ -58,10 +55,6 @@ def render(diagnostics: Iterable[Diagnostic], *, color: bool, width: int) -> str
     worst = next((s for s in Severity if any(d.severity is s for d in found)), None)
     lines.append(paint([(summary(found), worst.value if worst else "bold")], color))
     return "\n".join(lines) + "\n"
-
-
-def _numbered(label: Label) -> bool:
-    return not label.span.source.argument
 
 
 def _block(diagnostic: Diagnostic, gutter: int, room: int) -> list[Row]:

@@ -3,13 +3,11 @@
 Source of the escapes: actions/toolkit, packages/core/src/command.ts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 
 from planc.diagnostic import Diagnostic, Severity
-from planc.report.sorting import labels_with_source, primary_span, sorted_findings
+from planc.report.sorting import is_file, labels_with_source, notes, primary_span, sorted_findings
 from planc.report.terminal_width import visible
 from planc.source import Span
 
@@ -35,7 +33,7 @@ def _place(span: Span | None) -> dict[str, str]:
 
     GitHub accepts columns only for an annotation of one line.
     """
-    if span is None or span.source.argument or span.source.name.startswith("<"):
+    if span is None or not is_file(span):
         return {}
     line, column = span.source.position(span.start)
     end_line, end_column = span.source.position(span.end)
@@ -51,10 +49,7 @@ def _message(diagnostic: Diagnostic) -> str:
         place = label.span.place
         if label.text or index > 0 or label.span.source.argument:
             lines.append(f"{place}: {label.text}" if label.text else place)
-    lines += [f"fact: {fact}" for fact in diagnostic.facts]
-    if diagnostic.help:
-        lines.append(f"help: {diagnostic.help}")
-    return "\n".join(lines)
+    return "\n".join((*lines, *notes(diagnostic)))
 
 
 def _escaped(text: str, signs: dict[str, str]) -> str:

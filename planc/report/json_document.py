@@ -1,13 +1,12 @@
 """Findings as a JSON document; its schema is `grammars/diagnostics.schema.json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planc.diagnostic import Diagnostic, Label
 from planc.report.sorting import counts, sorted_findings
+from planc.source import Source
 
 FORMAT = 1
 """Raised when a field is removed or changes its meaning; not for a new field."""
@@ -16,38 +15,28 @@ FORMAT = 1
 def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
     """The findings as plain data, in the order of the other formats."""
     found = sorted_findings(diagnostics)
-    return {
-        "format_version": FORMAT,
-        "diagnostics": findings(found),
-        "counts": counts(found),
-    }
+    return {"format_version": FORMAT, "diagnostics": findings(found), "counts": counts(found)}
 
 
 def findings(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
     """Each finding as plain data, in the order of the other formats."""
-    return [_finding(diagnostic) for diagnostic in sorted_findings(diagnostics)]
+    return [
+        {
+            "code": diagnostic.code,
+            "severity": diagnostic.severity.value,
+            "message": diagnostic.message,
+            "labels": [_label(label) for label in diagnostic.labels],
+            "facts": list(diagnostic.facts),
+            "help": diagnostic.help,
+            **_edit(diagnostic),
+        }
+        for diagnostic in sorted_findings(diagnostics)
+    ]
 
 
 def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = None) -> str:
-    """The document as ASCII text, which any terminal and codec can handle.
-
-    Args:
-        diagnostics: the findings.
-        also: fields beside the findings.
-    """
+    """The document as ASCII text, which any terminal and codec can handle."""
     return json.dumps({**document(diagnostics), **(also or {})}, indent=2) + "\n"
-
-
-def _finding(diagnostic: Diagnostic) -> dict[str, Any]:
-    return {
-        "code": diagnostic.code,
-        "severity": diagnostic.severity.value,
-        "message": diagnostic.message,
-        "labels": [_label(label) for label in diagnostic.labels],
-        "facts": list(diagnostic.facts),
-        "help": diagnostic.help,
-        **_edit(diagnostic),
-    }
 
 
 def _edit(diagnostic: Diagnostic) -> dict[str, Any]:
@@ -66,12 +55,12 @@ def _label(label: Label) -> dict[str, Any]:
     return {
         "file": None if source.argument else source.name,
         "argument": source.name if source.argument else None,
-        "start": _position(label, span.start),
-        "end": _position(label, span.end),
+        "start": _position(source, span.start),
+        "end": _position(source, span.end),
         "text": label.text,
     }
 
 
-def _position(label: Label, offset: int) -> dict[str, int]:
-    line, column = label.span.source.position(offset)
+def _position(source: Source, offset: int) -> dict[str, int]:
+    line, column = source.position(offset)
     return {"line": line, "column": column, "offset": offset}

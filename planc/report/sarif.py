@@ -4,8 +4,6 @@ Source: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html; the nu
 are its sections.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -15,7 +13,7 @@ from urllib.parse import quote
 from planc.codes import CODES
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.explain import explain
-from planc.report.sorting import labels_with_source, sorted_findings
+from planc.report.sorting import is_file, labels_with_source, notes, sorted_findings
 from planc.report.terminal_width import visible
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -54,29 +52,22 @@ def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
 def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
     """3.27: the first label is the location, the others are related locations."""
     labels = labels_with_source(diagnostic)
-    files = [label for label in labels if _is_file(label)]
+    files = [label for label in labels if is_file(label.span)]
     lines = [diagnostic.message]
     for label in labels:
-        if not _is_file(label):  # an argument or standard input is not an artifact
+        if label not in files:  # an argument or standard input is not an artifact
             lines.append(f"{label.span.place}: {label.text}" if label.text else label.span.place)
-    lines += [f"fact: {fact}" for fact in diagnostic.facts]
-    lines += [f"help: {diagnostic.help}"] if diagnostic.help else []
     result: dict[str, Any] = {
         "ruleId": diagnostic.code,
         "ruleIndex": rule,
         "level": _LEVELS[diagnostic.severity],
-        "message": {"text": _shown("\n".join(lines))},
+        "message": {"text": _shown("\n".join((*lines, *notes(diagnostic))))},
     }
     if files:
         result["locations"] = [_location(files[0])]
     if files[1:]:
         result["relatedLocations"] = [_location(label) for label in files[1:]]
     return result
-
-
-def _is_file(label: Label) -> bool:
-    source = label.span.source
-    return not source.argument and not source.name.startswith("<")
 
 
 def _location(label: Label) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Selects, sorts and counts the findings of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
+from dataclasses import replace
 
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.source import Span
@@ -37,6 +36,17 @@ def primary_span(diagnostic: Diagnostic) -> Span | None:
     return next((label.span for label in labels_with_source(diagnostic)), None)
 
 
+def is_file(span: Span) -> bool:
+    """Whether a source is a file: an argument and standard input are not."""
+    return not span.source.argument and not span.source.name.startswith("<")
+
+
+def notes(diagnostic: Diagnostic) -> list[str]:
+    """The facts and the help of a finding, as lines of text."""
+    help = [f"help: {diagnostic.help}"] if diagnostic.help else []
+    return [*(f"fact: {fact}" for fact in diagnostic.facts), *help]
+
+
 def counts(diagnostics: Iterable[Diagnostic]) -> dict[str, int]:
     """The number of findings of each severity, by its name."""
     found = [d.severity for d in diagnostics]
@@ -62,16 +72,13 @@ def _rank(diagnostic: Diagnostic, sources: dict[str, int]) -> tuple[int, int, in
 def _identity(diagnostic: Diagnostic) -> object:
     """The key for equality of findings: sources compare by content, not by identity."""
     labels = tuple(
-        (label.span.source.name, label.span.source.text, label.span.start, label.span.end)
+        (
+            label.span.source.name,
+            label.span.source.text,
+            label.span.start,
+            label.span.end,
+            label.text,
+        )
         for label in diagnostic.labels
     )
-    texts = tuple(label.text for label in diagnostic.labels)
-    return (
-        diagnostic.code,
-        diagnostic.severity,
-        diagnostic.message,
-        labels,
-        texts,
-        diagnostic.facts,
-        diagnostic.help,
-    )
+    return replace(diagnostic, labels=()), labels

@@ -4,8 +4,6 @@ Plans, paths and model configurations are untrusted: control characters and char
 the reading order are replaced by visible ones.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 
@@ -15,9 +13,7 @@ _SPLIT = re.compile(r"[ \t]*[^ \t]+")
 
 
 def cell(char: str) -> tuple[str, int]:
-    """How a character is shown and its width in cells; 0 for one that combines with the
-    previous.
-    """
+    """How a character is shown and its width in cells; 0 for one that joins the previous."""
     if " " <= char <= "~":
         return char, 1
     if char == "\t":

@@ -1,7 +1,5 @@
 """Evaluates the values of `planc.ops.call` in this process."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter

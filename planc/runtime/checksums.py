@@ -1,7 +1,5 @@
 """Checksums of tensors, computed where the tensors are, so that ranks can compare them."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch
@@ -20,9 +18,7 @@ def text_sum(text: str) -> int:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether the tensor has bytes of its own here: it is not on meta, and of no subclass such as
-    DTensor.
-    """
+    """Whether the tensor has bytes of its own here: not on meta, no subclass such as DTensor."""
     own = type(tensor) in (Tensor, nn.Parameter)
     return own and not tensor.is_meta and tensor.layout is torch.strided
 
@@ -43,10 +39,8 @@ def tensor_sum(tensor: Tensor) -> Tensor:
         whole = chunk.numel() // 8 * 8
         words = chunk[:whole] if chunk.storage_offset() % 8 == 0 else chunk[:whole].clone()
         total = total * _MULTIPLIER + (words.view(torch.int64) * places[: whole // 8]).sum()
-        if whole < chunk.numel():
-            total = (
-                total + (chunk[whole:].to(torch.int64) * places[-8:][: chunk.numel() - whole]).sum()
-            )
+        if rest := chunk.numel() - whole:
+            total = total + (chunk[whole:].to(torch.int64) * places[-8:][:rest]).sum()
     return total
 
 
@@ -57,12 +51,8 @@ def model_sums(model: nn.Module) -> dict[str, int]:
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     sums = {n: tensor_sum(t) for n, t in named if plain(t)}
-    marks = {
-        n: text_sum(
-            f"{t.device.type if t.is_meta else type(t).__name__} {t.dtype} {tuple(t.shape)}"
-        )
-        for n, t in named
-    }
+    kinds = {n: "meta" if t.is_meta else type(t).__name__ for n, t in named}
+    marks = {n: text_sum(f"{kinds[n]} {t.dtype} {tuple(t.shape)}") for n, t in named}
     by_device: dict[torch.device, list[str]] = {}
     for name, total in sums.items():
         by_device.setdefault(total.device, []).append(name)

@@ -1,8 +1,4 @@
-"""Refuses the one way to recompute attention in compiled modules that torch cannot run on the
-CPU.
-"""
-
-from __future__ import annotations
+"""Refuses the one way to recompute attention in compiled modules that torch lacks on the CPU."""
 
 from collections.abc import Iterator
 
@@ -49,12 +45,9 @@ def require(model: nn.Module, lowered: Lowered, device: str) -> None:
 
 
 def _recomputed(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
-    """The checkpointed modules that save no attention and that are compiled, or inside a compiled
-    one: the checkpoint, the compilation, and the names of both modules.
-    """
-    compiled = [
-        (op, n) for op in lowered.ops if isinstance(op, Compile) for n in op.modules.names()
-    ]
+    """(checkpoint, compilation, names of both modules) where compiled attention is recomputed."""
+    every = (op for op in lowered.ops if isinstance(op, Compile))
+    compiled = [(op, name) for op in every for name in op.modules.names()]
     for op in lowered.ops if compiled else ():
         if isinstance(op, Checkpoint) and not any(_ON_CPU in saved.ops for saved in op.save):
             for name in op.modules.names():

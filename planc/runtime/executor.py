@@ -1,7 +1,5 @@
 """Runs a lowered plan on a model: exactly the operations of the list, in its order."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time
@@ -24,7 +22,6 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.registry import AnyOp
 from planc.runtime import compiled_attention, input_embeddings, megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.lora import remember, require_packages
@@ -82,7 +79,8 @@ def apply_lowered(
             try:
                 worker.run(op)
             except Exception as error:
-                raise _refused(op, worker.at, error) from error
+                what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
+                raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
     if distributed.get_rank() == 0:
         taken = time.perf_counter() - began
@@ -119,11 +117,9 @@ def _code(lowered: Lowered, allowed: bool) -> None:
     """Imports the custom styles of a plan before the model is changed."""
     for path in lowered.code:
         if not allowed:
-            raise stop(
-                "PL172",
-                f"the plan has a custom style, {path}, which is code",
-                help="review it, then allow it: `planc.apply(..., allow_code=True)`",
-            )
+            message = f"the plan has a custom style, {path}, which is code"
+            help = "review it, then allow it: `planc.apply(..., allow_code=True)`"
+            raise stop("PL172", message, help=help)
         try:
             if not (isinstance(style := resolve(path), type) and issubclass(style, ParallelStyle)):
                 raise TypeError("it is not a torch.distributed.tensor.parallel.ParallelStyle")
@@ -145,11 +141,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _prepare(
-    model: nn.Module,
-    lowered: Lowered,
-    digest: str,
-    device: str,
-    own: Statement,
+    model: nn.Module, lowered: Lowered, digest: str, device: str, own: Statement
 ) -> tuple[dict[str, nn.Module], Meshes, Said]:
     """Checks the model and creates the meshes; on an error, destroys a process group it started."""
     started = False
@@ -164,10 +156,6 @@ def _prepare(
         if isinstance(error, PlanError):
             raise
         raise stop("PL495", f"no process group or mesh on {device}: {first_line(error)}") from error
-
-
-def _refused(op: AnyOp, at: str, error: Exception) -> PlanError:
-    return stop("PL492", f"torch refused {op_name(op)} of {at or 'the model'}: {first_line(error)}")
 
 
 class Worker:
@@ -256,9 +244,8 @@ class Worker:
     def _inner(self, name: str) -> nn.Module:
         """The module without its checkpoint wrapper: the one that holds the children."""
         module = self.modules[name]
-        return (
-            module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
-        )
+        wrapped = isinstance(module, CheckpointWrapper)
+        return module._checkpoint_wrapped_module if wrapped else module
 
 
 def _no_mesh(mesh: MeshOf) -> DeviceMesh:

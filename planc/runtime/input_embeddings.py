@@ -1,8 +1,6 @@
 """Refuses `inputs_embeds` where the plan shards the output of the embedding along the sequence."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +30,7 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
     except NotImplementedError:  # a model without one, such as a vision tower
         return
     for op in lowered.stage.ops:
-        if isinstance(op, Parallelize) and any(map(_of_sequence, _outputs(op.style))):
+        if isinstance(op, Parallelize) and _of_sequence(op.style):
             for name in op.modules.names():
                 if modules.get(name.removesuffix(f".{BASE_LAYER}")) is embedding:
                     refuse = partial(_refuse, partial(_error, name, op))
@@ -40,17 +38,16 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
                     return
 
 
-def _outputs(style: Style) -> Iterator[Layout]:
+def _of_sequence(style: Style) -> bool:
+    """Whether a style shards its module's output along the sequence."""
+    layout: Layout | None = None
     match style:
         case Colwise() | Rowwise():
-            yield style.output
-        case Output():
-            yield from (change.target for change in style.positional[:1] if change)
+            layout = style.output
+        case Output(positional=(change, *_)) if change:
+            layout = change.target
         case Sequence():
-            yield Shard(style.dim)
-
-
-def _of_sequence(layout: Layout) -> bool:
+            layout = Shard(style.dim)
     return isinstance(layout, Shard) and layout.dim in (1, -2)
 
 

@@ -1,7 +1,5 @@
 """What earlier proofs say of the plan that is about to run; imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -63,10 +61,9 @@ def accept(verdict: KnownVerdict | None, require: Required | None) -> None:
         help = "fix the plan and run `planc check` again"
         sink.error("PL480", f"this plan trains another model: {verdict.text}", help=help)
     elif require == "proved" and level not in ("proved", "verified"):
+        message = f"the run requires a proved plan, and this one is {verdict.text}"
         help = None if level == "unproved" else "`planc verify` runs it on real processes"
-        sink.error(
-            "PL481", f"the run requires a proved plan, and this one is {verdict.text}", help=help
-        )
+        sink.error("PL481", message, help=help)
     elif require == "verified" and level != "verified":
         message = f"the run requires a verified plan, and this one is {verdict.text}"
         help = "run `planc verify` with the same model, world size and settings"

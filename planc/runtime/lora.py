@@ -1,9 +1,5 @@
 """LoRA by peft: what it requires, and the initial values of adapters that were on meta."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from torch import nn
 
 from planc.diagnostic import PlanError
@@ -11,7 +7,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
 from planc.runtime.preconditions import problem, stop
-from planc.runtime.standalone.lora_init import adapter_layers, initialize_adapters
+from planc.runtime.standalone.lora_init import initialize_adapters
 
 NAME = "default"  # peft's name for the adapter
 _OPS = "_planc_adapters"  # the model's attribute with the operations that added its adapters
@@ -51,11 +47,6 @@ def require_packages(lowered: Lowered) -> None:
 def remember(model: nn.Module, op: Adapt) -> None:
     """Stores the operation that added adapters on the model, for `init_adapters`."""
     setattr(model, _OPS, (*getattr(model, _OPS, ()), op))
-
-
-def layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers, by the names of the layers that they wrap."""
-    return adapter_layers(model)
 
 
 # Initial values ----------------------------------------------------------------------------------

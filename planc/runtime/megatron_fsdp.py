@@ -1,7 +1,5 @@
 """Models that Megatron-FSDP shards: what they require, and the methods of `Run` for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -22,27 +20,18 @@ DEVICES = ("cuda",)
 def require(lowered: Lowered, device: str) -> None:
     """Checks that a plan with `backend = megatron` can run here.
 
-    Args:
-        lowered: the plan.
-        device: the device type of the run.
-
     Raises:
         PlanError: PL499, megatron_fsdp cannot be imported, or the device is not CUDA.
     """
     if not uses_megatron(lowered):
         return
     if find_spec("megatron_fsdp") is None:
-        raise stop(
-            "PL499",
-            "the plan has `backend = megatron`, and megatron-fsdp cannot be imported",
-            help="pip install 'planc[megatron]'",
-        )
+        message = "the plan has `backend = megatron`, and megatron-fsdp cannot be imported"
+        raise stop("PL499", message, help="pip install 'planc[megatron]'")
     if device not in DEVICES:
-        raise stop(
-            "PL499",
-            f"Megatron-FSDP runs only on CUDA, and this run is on {device}",
-            help="put the model on a CUDA device, or remove `backend = megatron`",
-        )
+        message = f"Megatron-FSDP runs only on CUDA, and this run is on {device}"
+        help = "put the model on a CUDA device, or remove `backend = megatron`"
+        raise stop("PL499", message, help=help)
 
 
 def uses_megatron(lowered: Lowered) -> bool:

@@ -1,7 +1,5 @@
 """The device mesh of a run, its submeshes, and the default process group."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from itertools import combinations

@@ -1,12 +1,10 @@
 """Checks before a model is changed: on this rank, and across ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed, nn
 
@@ -24,6 +22,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
 
+T = TypeVar("T")
 _MOST = 8  # findings about a wrong model
 
 
@@ -43,13 +42,9 @@ def require_not_parallel(model: nn.Module) -> None:
     Raises:
         PlanError: PL493, the model is parallel already.
     """
-    found = already_parallel(model)
-    if found:
-        raise stop(
-            "PL493",
-            f"this model is already parallel: {found}",
-            help="apply a plan once, to a model that is not parallel yet",
-        )
+    if found := already_parallel(model):
+        message = f"this model is already parallel: {found}"
+        raise stop("PL493", message, help="apply a plan once, to a model that is not parallel yet")
 
 
 def ready(
@@ -151,11 +146,9 @@ def _fits(
     if any(isinstance(op, Load) and op.meta for op in lowered.ops):
         full = next((n for n, p in model.named_parameters() if not p.is_meta), None)
         if full is not None:
-            yield problem(
-                "PL474",
-                f"the plan starts on the meta device, and {full} is already allocated",
-                help='build the model inside `with torch.device("meta"):`',
-            )
+            message = f"the plan starts on the meta device, and {full} is already allocated"
+            help = 'build the model inside `with torch.device("meta"):`'
+            yield problem("PL474", message, help=help)
             return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     context = Context.of(lowered.axes)
@@ -163,11 +156,8 @@ def _fits(
         # a set has modules of one structure, so all of them have the same mismatch
         text = next(_misfits(op, context, model, modules), None)
         if text:
-            yield problem(
-                "PL494",
-                f"{op_name(op)}: {text}",
-                help="lower the plan for this model's configuration",
-            )
+            message = f"{op_name(op)}: {text}"
+            yield problem("PL494", message, help="lower the plan for this model's configuration")
 
 
 def _inside_adapters(
@@ -220,9 +210,8 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
         actual = None if parameter is None else tuple(parameter.shape)
         if actual != shape.shape:
             shown = list(actual) if actual is not None else "missing"
-            yield (
-                f"{name}.{shape.name} is {shown}, and the plan was lowered for {list(shape.shape)}"
-            )
+            wanted = f"the plan was lowered for {list(shape.shape)}"
+            yield f"{name}.{shape.name} is {shown}, and {wanted}"
 
 
 # All ranks ---------------------------------------------------------------------------------------
@@ -241,24 +230,27 @@ class _RankStatus:
     also: Any = None
 
 
+def of_all_ranks(own: T) -> list[T]:
+    """What every rank gives, by rank; a collective where there are several."""
+    every = [own] * distributed.get_world_size()
+    if len(every) > 1 and distributed.get_backend() != "fake":
+        distributed.all_gather_object(every, own)
+    return every
+
+
 def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:
     """Raises on every rank unless all ranks have the same digest and no findings; returns what
     each rank says besides, by rank.
     """
     first = findings[0] if findings else None
     mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings), also)
-    everyone: list[Any] = [mine]
-    if distributed.get_world_size() > 1 and distributed.get_backend() != "fake":
-        everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, mine)
+    everyone = of_all_ranks(mine)
     lowered = all(status.digest for status in everyone)
     if lowered and len({status.digest for status in everyone}) > 1:
         different = one_of(_digests([status.digest for status in everyone]), last="and")
-        raise stop(
-            "PL491",
-            f"the ranks disagree on the lowered plan: {different}",
-            help="every rank must read the same plan, settings and model configuration",
-        )
+        message = f"the ranks disagree on the lowered plan: {different}"
+        help = "every rank must read the same plan, settings and model configuration"
+        raise stop("PL491", message, help=help)
     if findings:
         raise PlanError(findings)
     for rank, status in enumerate(everyone):
@@ -280,9 +272,8 @@ def _in_one_line(findings: list[Diagnostic]) -> str:
 def _digests(digests: list[str]) -> Iterator[str]:
     """Each digest, with enough digits to be unique, and the ranks that have it."""
     different = set(digests)
-    length = next(
-        (n for n in range(12, 64) if len({d[:n] for d in different}) == len(different)), 64
-    )
+    enough = (n for n in range(12, 64) if len({d[:n] for d in different}) == len(different))
+    length = next(enough, 64)
     for digest in dict.fromkeys(digests):
         ranks = [i for i, d in enumerate(digests) if d == digest]
         names = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")

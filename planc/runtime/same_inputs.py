@@ -5,8 +5,6 @@ says nothing: each rank adds its part of one product to another rank's part of a
 data axis should read different rows; where all read the same, the step is that of one rank.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -5,12 +5,9 @@ from another seed, the parts are of different models: copies are never equal aga
 not belong together.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -19,7 +16,7 @@ from planc.diagnostic import Diagnostic, one_of
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime.checksums import model_sums, plain
-from planc.runtime.preconditions import problem
+from planc.runtime.preconditions import of_all_ranks, problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,7 @@ def unequal(
     """
     if len(set(totals)) == 1:
         return None
-    built: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(built, own)
+    built = of_all_ranks(own)
     sent = any(isinstance(op, Load) and op.weights == "rank0" for op in lowered.ops)
     if sent and not any(sums.meta for sums in built):
         _send(model, device)

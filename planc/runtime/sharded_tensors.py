@@ -1,7 +1,5 @@
 """FSDP units, and shards of Megatron-FSDP, whose offsets only the package knows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

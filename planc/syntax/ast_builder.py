@@ -1,8 +1,7 @@
 """Parse tree -> AST: one method per grammar rule, each node with its span."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable
 from typing import Any
 
 from lark import Token, Transformer, v_args
@@ -13,6 +12,32 @@ from planc.syntax import ast
 
 _LARGEST = 2**63
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+Method = Callable[[Any, Meta, list[Any]], ast.Node]
+
+
+def _of_children(kind: type[ast.Node], *fields: str) -> Method:
+    """Builds a node whose fields are the children of its rule, in order."""
+
+    def method(self: Any, meta: Meta, children: list[Any]) -> ast.Node:
+        return kind(origin=self.span(meta), **dict(zip(fields, children, strict=True)))
+
+    return method
+
+
+def _definition(kind: type[ast.Option] | type[ast.Let]) -> Method:
+    """Builds an option or a let."""
+
+    def method(self: Any, meta: Meta, children: list[Any]) -> ast.Node:
+        override, name, value = children
+        named = {"name": str(name), "name_origin": self.at(name)}
+        return kind(origin=self.span(meta), value=value, override=override is not None, **named)
+
+    return method
+
+
+def _constant(value: bool | None) -> Method:
+    return lambda self, meta, _: ast.Literal(origin=self.span(meta), value=value)
 
 
 @v_args(meta=True)
@@ -54,25 +79,8 @@ class Builder(Transformer[Token, ast.File]):
     def extend(self, meta: Meta, children: list[Any]) -> ast.Extend:
         return ast.Extend(origin=self.span(meta), path=_unquote(children[0]))
 
-    def option(self, meta: Meta, children: list[Any]) -> ast.Option:
-        override, name, value = children
-        return ast.Option(
-            origin=self.span(meta),
-            name=str(name),
-            name_origin=self.at(name),
-            value=value,
-            override=override is not None,
-        )
-
-    def let(self, meta: Meta, children: list[Any]) -> ast.Let:
-        override, name, value = children
-        return ast.Let(
-            origin=self.span(meta),
-            name=str(name),
-            name_origin=self.at(name),
-            value=value,
-            override=override is not None,
-        )
+    option = _definition(ast.Option)
+    let = _definition(ast.Let)
 
     def require(self, meta: Meta, children: list[Any]) -> ast.Require:
         condition, message = children
@@ -81,10 +89,7 @@ class Builder(Transformer[Token, ast.File]):
     def style(self, meta: Meta, children: list[Any]) -> ast.Style:
         name, path = children
         return ast.Style(
-            origin=self.span(meta),
-            name=str(name),
-            name_origin=self.at(name),
-            path=_unquote(path),
+            origin=self.span(meta), name=str(name), name_origin=self.at(name), path=_unquote(path)
         )
 
     def section(self, meta: Meta, children: list[Any]) -> ast.Section:
@@ -109,13 +114,9 @@ class Builder(Transformer[Token, ast.File]):
         return tuple(self.word(c) for c in children if c.type == "NAME")
 
     def top_when(self, meta: Meta, children: list[Any]) -> ast.When:
-        condition, then, *otherwise = children
-        return ast.When(
-            origin=self.span(meta),
-            condition=condition,
-            then=then,
-            otherwise=(otherwise[0] if otherwise else None) or (),
-        )
+        condition, then, *rest = children
+        otherwise = (rest[0] if rest else None) or ()
+        return ast.When(origin=self.span(meta), condition=condition, then=then, otherwise=otherwise)
 
     when = top_when
 
@@ -174,45 +175,31 @@ class Builder(Transformer[Token, ast.File]):
 
     def action(self, meta: Meta, children: list[Any]) -> ast.Call:
         name, *arguments = children
-        return ast.Call(
-            origin=self.span(meta),
-            name=str(name),
-            arguments=tuple(a for a in arguments if a is not None),
-        )
+        given = tuple(a for a in arguments if a is not None)
+        return ast.Call(origin=self.span(meta), name=str(name), arguments=given)
 
     call = action
 
     def argument(self, meta: Meta, children: list[Any]) -> ast.Argument:
         name, value = children
-        return ast.Argument(
-            origin=self.span(meta), name=None if name is None else str(name), value=value
-        )
+        named = None if name is None else str(name)
+        return ast.Argument(origin=self.span(meta), name=named, value=value)
 
-    def arrow(self, meta: Meta, children: list[Any]) -> ast.Arrow:
-        source, target = children
-        return ast.Arrow(origin=self.span(meta), source=source, target=target)
+    arrow = _of_children(ast.Arrow, "source", "target")
 
     def selector(self, meta: Meta, children: list[Any]) -> ast.Selector:
         path = next(c for c in children if isinstance(c, Token) and c.type != "CLASS")
         cls = next((c for c in children if isinstance(c, Token) and c.type == "CLASS"), None)
         has = next((c for c in children if isinstance(c, ast.Selector)), None)
-        return ast.Selector(
-            origin=self.span(meta),
-            path=str(path),
-            cls=None if cls is None else str(cls)[1:-1],
-            has=has,
-        )
+        kind = None if cls is None else str(cls)[1:-1]
+        return ast.Selector(origin=self.span(meta), path=str(path), cls=kind, has=has)
 
     picked = selector
     has = selector
 
     # Expressions
 
-    def choice(self, meta: Meta, children: list[Any]) -> ast.Choice:
-        condition, then, otherwise = children
-        return ast.Choice(
-            origin=self.span(meta), condition=condition, then=then, otherwise=otherwise
-        )
+    choice = _of_children(ast.Choice, "condition", "then", "otherwise")
 
     def binary(self, meta: Meta, children: list[Any]) -> ast.Binary:
         left, op, right = children
@@ -242,14 +229,9 @@ class Builder(Transformer[Token, ast.File]):
     def string(self, meta: Meta, children: list[Any]) -> ast.Literal:
         return ast.Literal(origin=self.span(meta), value=_unquote(children[0]))
 
-    def true(self, meta: Meta, children: list[Any]) -> ast.Literal:
-        return ast.Literal(origin=self.span(meta), value=True)
-
-    def false(self, meta: Meta, children: list[Any]) -> ast.Literal:
-        return ast.Literal(origin=self.span(meta), value=False)
-
-    def null(self, meta: Meta, children: list[Any]) -> ast.Literal:
-        return ast.Literal(origin=self.span(meta), value=None)
+    true = _constant(True)
+    false = _constant(False)
+    null = _constant(None)
 
 
 def _flags(modifiers: tuple[str, ...] | None) -> dict[str, bool]:

@@ -59,9 +59,6 @@ class Brackets:
     lonely: set[int] = field(default_factory=set)
     _stack: list[_Open] = field(default_factory=list)
 
-    def _in_block(self) -> bool:
-        return not self._stack or self._stack[-1].block
-
     def _lose(self, end: int) -> None:
         """The innermost open bracket is never closed."""
         one = self._stack.pop()
@@ -100,10 +97,11 @@ class Brackets:
                 self._indented(start, line)
             for match in _BRACKET.finditer(line):
                 position = start + match.start()
+                in_block = not self._stack or self._stack[-1].block
                 if match[0] in "{([":
                     block = match[0] == "{" and _is_block(line, match.start())
                     self._stack.append(_Open(start=position, indent=_indent(line), block=block))
-                elif self._in_block() and _SELECTOR_END.match(line, match.start()):
+                elif in_block and _SELECTOR_END.match(line, match.start()):
                     self.lonely.add(position)
                 else:
                     self._close(position, start)
@@ -135,9 +133,7 @@ def brackets(text: str, ends: Collection[int] = ()) -> Brackets:
 
 
 def guessed(text: str) -> list[Unclosed]:
-    """The blocks that are not closed according to the indentation, whatever the number of
-    braces.
-    """
+    """The blocks that are not closed by the indentation, whatever the number of braces."""
     return [u for u in Brackets(text).scan(indented=True).unclosed if u.end is not None]
 
 

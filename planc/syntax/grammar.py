@@ -1,7 +1,5 @@
 """The LALR parser that lark builds from `grammars/plan.lark`, once per process."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

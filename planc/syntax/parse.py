@@ -5,8 +5,6 @@ braces that belong to blocks around it) and the rest is parsed again, until no e
 each diagnostic is one real mistake, and the valid statements still give an AST.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 
@@ -56,20 +54,14 @@ def parse(source: Source, sink: Sink) -> ast.File:
             continue
         deep = _too_deep(parsed)
         if deep is not None:
-            span = source.span(deep, deep + 1)
-            sink.error(
-                "PL003",
-                f"blocks, brackets and operators nest deeper than {MAX_NESTING}",
-                span,
-                help="give the inner parts names with `let`",
-            )
-            text = _blank(text, span.start)
+            message = f"blocks, brackets and operators nest deeper than {MAX_NESTING}"
+            help = "give the inner parts names with `let`"
+            sink.error("PL003", message, source.span(deep, deep + 1), help=help)
+            text = _blank(text, deep)
             continue
         return _built(parsed, source, text, sink, quiet=sink.errors > errors)
-    sink.error(
-        "PL001",
-        f"{source.name} has more than {sink.errors - errors} syntax errors; the rest is not shown",
-    )
+    many = sink.errors - errors
+    sink.error("PL001", f"{source.name} has more than {many} syntax errors; the rest is not shown")
     return empty
 
 
@@ -79,21 +71,14 @@ def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool
     file: ast.File = builder.transform(parsed)
     for stray in builder.strays:
         if text.startswith(source.line(stray.line), source.offset(stray.line)):
-            sink.error(
-                "PL001",
-                "this block has no head",
-                source.span(stray.start, stray.start + 1),
-                help="write the head, such as `tensor on tp {`",
-            )
+            brace = source.span(stray.start, stray.start + 1)
+            help = "write the head, such as `tensor on tp {`"
+            sink.error("PL001", "this block has no head", brace, help=help)
     for number in builder.giants:
         sink.error("PL003", "this number is out of range", number)
     if not (file.statements or quiet or builder.strays):
-        sink.error(
-            "PL002",
-            f"{source.name} holds no statement",
-            source.span(0, 0),
-            help="a plan starts with `plan NAME for FAMILY`",
-        )
+        help = "a plan starts with `plan NAME for FAMILY`"
+        sink.error("PL002", f"{source.name} holds no statement", source.span(0, 0), help=help)
     return file
 
 
@@ -101,22 +86,15 @@ def _readable(source: Source, sink: Sink) -> bool:
     """Whether the text can be parsed at all: not too long, not binary, not nested too deep."""
     text = source.text
     if len(text) > MAX_CHARACTERS:
-        sink.error(
-            "PL003",
-            f"{source.name} has {len(text):,} characters; a plan has at most {MAX_CHARACTERS:,}",
-            help="is this a .plan file?",
-        )
+        size = f"{len(text):,} characters; a plan has at most {MAX_CHARACTERS:,}"
+        sink.error("PL003", f"{source.name} has {size}", help="is this a .plan file?")
         return False
     binary = _BINARY.search(text)
     if binary:
         code = ord(binary[0])
         found = f"it holds U+{code:04X}" if code < 0x80 else "it is not UTF-8"
-        sink.error(
-            "PL003",
-            f"{source.name} is not text: {found}",
-            source.span(binary.start(), binary.end()),
-            help="a .plan file is UTF-8 text",
-        )
+        where, help = source.span(binary.start(), binary.end()), "a .plan file is UTF-8 text"
+        sink.error("PL003", f"{source.name} is not text: {found}", where, help=help)
         return False
     start = 0
     for line in text.split("\n"):
@@ -133,12 +111,9 @@ def _shallow(source: Source, sink: Sink) -> bool:
     for match in re.finditer(r"[{}()\[\]]", error_recovery.masked(source.text)):
         depth += 1 if match[0] in "{([" else -1
         if depth > MAX_NESTING:
-            sink.error(
-                "PL003",
-                f"brackets nest deeper than {MAX_NESTING}",
-                source.span(match.start(), match.end()),
-                help="a `let` gives a long selector or expression a name",
-            )
+            where = source.span(match.start(), match.end())
+            help = "a `let` gives a long selector or expression a name"
+            sink.error("PL003", f"brackets nest deeper than {MAX_NESTING}", where, help=help)
             return False
     return True
 
@@ -172,12 +147,8 @@ def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
         end = one.end + len(source.line(line))
         note = "by the indentation, it ends before this line"
         labels.append(Label(span=source.span(one.end, end), text=note))
-    sink.error(
-        "PL004",
-        f"this `{span.text}` is never closed",
-        *labels,
-        help=f"close it with `{syntax_errors.CLOSERS[span.text]}`",
-    )
+    help = f"close it with `{syntax_errors.CLOSERS[span.text]}`"
+    sink.error("PL004", f"this `{span.text}` is never closed", *labels, help=help)
 
 
 def _parsed(text: str, ends: Sequence[int]) -> Parsed:

@@ -4,8 +4,6 @@ Reading a plan runs none of its code. The plans that it extends are read relativ
 its git revision, or else from the plans that ship with planc.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -51,13 +49,8 @@ class _Chain:
     def add(self, place: PlanFile, origin: Span | None) -> None:
         key = (os.path.realpath(place.path) if place.path else "-", place.revision)
         if key in self.open:
-            where = [origin] if origin else []
-            self.sink.error(
-                "PL008",
-                f"{place.name} extends itself",
-                *where,
-                help="remove one `extend` of the cycle",
-            )
+            where, help = [origin] if origin else [], "remove one `extend` of the cycle"
+            self.sink.error("PL008", f"{place.name} extends itself", *where, help=help)
             return
         if key in self.done:
             return
@@ -71,8 +64,7 @@ class _Chain:
         file = parse(Source(place.name, content), self.sink)
         for statement in file.statements:
             if isinstance(statement, ast.Extend):
-                base = _base(place, statement.path)
-                self.add(base, statement.origin)
+                self.add(_base(place, statement.path), statement.origin)
         self.open.pop()
         self.done.add(key)
         self.files.append(file)
@@ -227,12 +219,9 @@ def quotable(place: PlanFile, content: str, origin: Span | None, sink: Sink) -> 
     named_by_user = origin is None and not (place.path and os.path.islink(place.path))  # noqa: PTH114
     if named_by_user or _PLAN.match(content):
         return True
-    sink.error(
-        "PL009",
-        f"{place.name} is not a plan: it does not begin with a header",
-        *([origin] if origin else []),
-        help="a plan begins with `plan NAME for FAMILY`; no line of another file is shown",
-    )
+    message = f"{place.name} is not a plan: it does not begin with a header"
+    help = "a plan begins with `plan NAME for FAMILY`; no line of another file is shown"
+    sink.error("PL009", message, *([origin] if origin else []), help=help)
     return False
 
 
@@ -246,15 +235,13 @@ def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
     """
     where = [origin] if origin else []
     try:
-        data = _bytes(place)
+        return _bytes(place).decode("utf-8-sig", errors="replace")
     except OSError as error:
-        reason = error.strerror or str(error)
-        sink.error("PL006", f"cannot read {place.name}: {reason.lower()}", *where)
-        return None
+        reason = (error.strerror or str(error)).lower()
     except ValueError as error:
-        sink.error("PL006", f"cannot read {place.name}: {error}", *where)
-        return None
-    return data.decode("utf-8-sig", errors="replace")
+        reason = str(error)
+    sink.error("PL006", f"cannot read {place.name}: {reason}", *where)
+    return None
 
 
 def _bytes(place: PlanFile) -> bytes:
@@ -295,10 +282,7 @@ def _at_revision(revision: str, path: Path) -> bytes:
     inside = path.as_posix() if path.is_absolute() else f"./{path.as_posix()}"
     try:
         done = subprocess.run(
-            ["git", "show", f"{revision}:{inside}"],
-            capture_output=True,
-            check=False,
-            timeout=30,
+            ["git", "show", f"{revision}:{inside}"], capture_output=True, check=False, timeout=30
         )
     except FileNotFoundError:
         raise ValueError("there is no such file, and git is not installed") from None

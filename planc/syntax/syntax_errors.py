@@ -1,7 +1,5 @@
 """The message of a syntax error: what was found, what was expected, and the likely mistake."""
 
-from __future__ import annotations
-
 import re
 
 from lark import UnexpectedCharacters, UnexpectedInput, UnexpectedToken

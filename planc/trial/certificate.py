@@ -5,8 +5,6 @@ of what it certifies: the lowered plan, the model's configuration, the library v
 own sources. `planc check` finds it by that name, and a new torch invalidates it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -37,8 +35,7 @@ def key_of(lowered: str, config: Mapping[str, Any]) -> str:
 
 
 def identity(facts: Facts) -> dict[str, Any]:
-    """What a verdict depends on of a model: its configuration, and the classes and shapes of its
-    modules.
+    """What a verdict depends on of a model: its configuration, its modules' classes and shapes.
 
     The same for a model that is read from `config.json` and for one that a script built from it.
     """

@@ -21,7 +21,7 @@ from planc.trial.outcome import LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
 from planc.trial.program import RankResult, Reference
 from planc.trial.prove import Errors, compare
 from planc.trial.thread_ranks import RankFailure
-from planc.trial.trace import ModuleCall, Seen, Trace, code_line
+from planc.trial.trace import Seen, Trace, code_line
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,9 +35,7 @@ class Runs:
     implicit: list[Implicit] = field(default_factory=list)
 
     def views(self) -> Iterator[View]:
-        """Yields what the ranks that read the same rows computed in a pass, beside the right
-        one.
-        """
+        """Yields what the ranks of equal rows computed in a pass, beside the right one."""
         names = [one.name for one in self.batches.steps[0]]
         for number, name in enumerate(names):
             for right in self.reference.passes:
@@ -83,9 +81,8 @@ def compare_runs(runs: Runs) -> Outcome:
     gradients = list(_gradients(runs, errors))
     unknown = next((one for one in runs.reference.unlike if one.wrong is None), None)
     if unknown is not None:
-        return Outcome(
-            verdict="unknown", reason=f"{unknown.problem}{unknown.line and f' ({unknown.line})'}"
-        )
+        reason = f"{unknown.problem}{unknown.line and f' ({unknown.line})'}"
+        return Outcome(verdict="unknown", reason=reason)
     found = [*_sizes(runs), *_draws(runs)]
     if max(logits, loss) > LIMIT:
         whole = Discrepancy(kind="output", subject=_head(runs), error=max(logits, loss))
@@ -148,12 +145,8 @@ def _gradients(runs: Runs, errors: list[Errors]) -> Iterator[Discrepancy]:
             detail = "" if summed else _ratio(mine[0], wanted, floor)
         yield Discrepancy(kind=kind, subject=name, error=min(error, 1e9), line=line, detail=detail)
     for name in dict.fromkeys(n for r in runs.results for n in r.gradients if n not in reference):
-        yield Discrepancy(
-            kind="gradient",
-            subject=name,
-            error=1.0,
-            detail="the single process does not train it",
-        )
+        detail = "the single process does not train it"
+        yield Discrepancy(kind="gradient", subject=name, error=1.0, detail=detail)
 
 
 def _ratio(mine: torch.Tensor, wanted: torch.Tensor, floor: float) -> str:
@@ -200,15 +193,13 @@ def _wrong_in(view: View) -> Discrepancy | None:
         layouts = observed_layouts(mine, right, LIMIT)
         error = _error(mine, right)
         if error is not None and error > LIMIT and (mine[0].placements or not layouts):
-            detail = (
-                f"`{last}` before it gives a part of a sum that nothing adds up" if last else ""
-            )
+            part = f"`{last}` before it gives a part of a sum that nothing adds up"
             return Discrepancy(
                 kind="output",
                 subject=name,
                 error=error,
                 line=view.mine[0].calls[name].line,
-                detail="; ".join(filter(None, [_batch(view.name), detail])),
+                detail="; ".join(filter(None, [_batch(view.name), part if last else ""])),
                 before=last or "",
             )
         if layouts != (ir.Partial(),) or mine[0].placements:
@@ -257,8 +248,8 @@ def _sizes(runs: Runs) -> Iterator[Discrepancy]:
         for name, call in view.mine[0].calls.items():
             right = view.right.calls.get(name)
             for which, value, wanted in resized_inputs(call, right) if right else ():
-                detail = f"{which} of {list(value.shape)} where one process has "
-                detail += f"{list(wanted.shape)}"
+                sizes = list(value.shape), list(wanted.shape)
+                detail = f"{which} of {sizes[0]} where one process has {sizes[1]}"
                 yield Discrepancy(kind="size", subject=name, detail=detail, line=call.line)
                 return
 
@@ -277,7 +268,7 @@ def _unstated(runs: Runs) -> Iterator[Discrepancy]:
         found = observed_layouts(mine, wanted.tensor, LIMIT)
         if found and not agrees(layout, found, wanted.tensor.dim()):
             both = (str(layout), str(found[0]))
-            line = _line(calls)
+            line = next((call.line for call in calls if call), "")
             yield Discrepancy(kind="boundary", subject=name, layouts=both, line=line)
     for seen in runs.implicit:
         yield Discrepancy(
@@ -290,37 +281,24 @@ def _unstated(runs: Runs) -> Iterator[Discrepancy]:
         )
 
 
-def _line(calls: list[ModuleCall | None]) -> str:
-    return next((call.line for call in calls if call), "")
-
-
 # What stops it ------------------------------------------------------------------------------------
 
 
 def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
-    """The outcome of ranks that did not end: unknown if the simulation itself failed, else
-    refuted.
-    """
+    """The outcome of ranks that did not end: unknown if the simulation failed, else refuted."""
     error = failure.error
     if error is None:
-        ranks = [r.phase for r in runs.results if r.phase != "done"]
-        crash = Discrepancy(
-            kind="crash", subject=_next_module(runs), detail=failure.message, before=_leaf(runs)
-        )
-        if not ranks:
+        if all(r.phase == "done" for r in runs.results):
             return Outcome(verdict="unknown", reason=failure.message)
+        subject, leaf = _next_module(runs), _leaf(runs)
+        crash = Discrepancy(kind="crash", subject=subject, detail=failure.message, before=leaf)
         return Outcome(verdict="refuted", discrepancies=(crash, *_sizes(runs)))
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, NotImplementedError | AssertionError) and frames[-1].filename.endswith(
-        "multi_threaded_pg.py"
-    ):
+    inside = any(f.filename.endswith("multi_threaded_pg.py") for f in frames[-1:])
+    if inside and isinstance(error, NotImplementedError | AssertionError):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {first_line(error)}")
     own_frames = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
-    line = (
-        code_line(own_frames[-1].filename, own_frames[-1].lineno or 0, own_frames[-1].line)
-        if own_frames
-        else ""
-    )
+    lines = [code_line(f.filename, f.lineno or 0, f.line) for f in own_frames[-1:]]
     part = _first_wrong_output(runs)
     subject = part.subject if part else _next_module(runs)
     at = runs.results[failure.rank].traces
@@ -331,7 +309,7 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
         kind="crash",
         subject=subject,
         detail="; ".join(filter(None, [first_line(cause), _batch(name)])),
-        line=line,
+        line="".join(lines),
         before=_leaf(runs),
     )
     found = (crash, *([part] if part else []), *_sizes(runs), *_unstated(runs))

@@ -1,14 +1,12 @@
 """Finds where two models diverge: the first module, in execution order, whose output differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
@@ -30,7 +28,20 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
         inputs: the inputs of the forward.
     """
     found: Outputs = {}
-    with _watched(model, found, take):
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            value = main_tensor(output)
+            if value is not None and name not in found:
+                kept = take(name, value)
+                if kept is not None:
+                    found[name] = kept
+
+        return keep
+
+    with ExitStack() as hooks:
+        for name, module in named_modules(model).items():
+            hooks.callback(module.register_forward_hook(hook(name)).remove)
         model(**inputs)
     return found
 
@@ -68,8 +79,6 @@ def whole_outputs(run: Run, lowered: Lowered) -> Take:
         mesh = run.submesh(axis)
         match layout:
             case ir.Shard():
-                from torch.distributed.tensor import Shard
-
                 placed = DTensor.from_local(value.detach(), mesh, [Shard(layout.dim)])
                 return placed.full_tensor()
             case ir.Partial():
@@ -98,27 +107,3 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
             if layout is not None:
                 for name in op.modules.names():
                     yield name, (axis, layout)
-
-
-@contextmanager
-def _watched(model: nn.Module, found: Outputs, take: Take) -> Iterator[None]:
-    """Fills `found` with the kept part of each module's output while the model runs."""
-
-    def hook(name: str) -> Callable[..., None]:
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            value = main_tensor(output)
-            if value is not None and name not in found:
-                kept = take(name, value)
-                if kept is not None:
-                    found[name] = kept
-
-        return keep
-
-    handles = [
-        module.register_forward_hook(hook(name)) for name, module in named_modules(model).items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

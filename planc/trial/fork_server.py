@@ -6,8 +6,6 @@ thread before that, so forking is safe. Standard input stays open as long as the
 it closes, for whatever reason, every process ends.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -68,9 +66,7 @@ def end_with_the_command() -> None:
 
 
 def _wait(children: dict[int, int], folder: Path) -> int:
-    """Waits for all ranks; after a failure, for `GRACE` seconds. Records ranks ended by a
-    signal.
-    """
+    """Waits for all ranks; `GRACE` seconds after a failure. Records ranks that a signal ended."""
     failed, end = False, float("inf")
     ended: set[int] = set()
     while children:

@@ -1,7 +1,5 @@
 """Records implicit redistributions: those that DTensor makes because an op needs another layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

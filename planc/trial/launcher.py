@@ -4,8 +4,6 @@ The processes are a session of their own, started by `fork_server`. However a pr
 verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,10 +164,8 @@ class ForkServer:
             return _failure_of("rank", failed[0])
         if ended:
             _, rank, number = ended[0]
-            name = signal.Signals(number).name
-            return TrialFailure(
-                kind="rank", message=f"ended by {name}", rank=rank, detail=_tail(self.log)
-            )
+            message = f"ended by {signal.Signals(number).name}"
+            return TrialFailure(kind="rank", message=message, rank=rank, detail=_tail(self.log))
         if late is not None:
             silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
             who = "any rank" if len(silent) == ranks else f"rank {one_of(map(str, silent))}"
@@ -178,22 +173,16 @@ class ForkServer:
             waits = "\n".join(_waiting(self.folder, silent))
             return TrialFailure(kind="time", message=message, detail=waits or _tail(self.log))
         lines = _tail(self.log).splitlines()
-        return TrialFailure(
-            kind="rank",
-            message=f"the processes did not start: {lines[-1] if lines else 'no word'}",
-            detail="\n".join(lines),
-        )
+        message = f"the processes did not start: {lines[-1] if lines else 'no word'}"
+        return TrialFailure(kind="rank", message=message, detail="\n".join(lines))
 
 
-@contextmanager
+@contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer]:
     """Processes for one proof, which end with the block."""
-    with tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True) as name:
-        server = ForkServer(Path(name))
-        try:
-            yield server
-        finally:
-            server.close()
+    temporary = tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True)
+    with temporary as name, contextlib.closing(ForkServer(Path(name))) as server:
+        yield server
 
 
 def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:

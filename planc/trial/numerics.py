@@ -5,8 +5,6 @@ the right one. For a tensor that is negligible among its kind (a gradient that i
 rounding), the divisor is a floor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ tensors of all ranks and the full tensor of the plain run are available, so the 
 the values. A DTensor has its layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -42,13 +40,7 @@ def _inputs(style: ir.Style) -> Iterator[tuple[str, ir.Layout]]:
 def observed_layouts(
     parts: Sequence[Seen], wanted: torch.Tensor, limit: float
 ) -> tuple[ir.Layout, ...]:
-    """Every layout for which the ranks' tensors represent the full tensor; empty if there is none.
-
-    Args:
-        parts: the tensors of the ranks.
-        wanted: the full tensor.
-        limit: the largest relative error.
-    """
+    """Every layout in which the ranks' tensors represent the full tensor; empty for none."""
     if placements := parts[0].placements:
         return tuple(filter(None, [_named(placements[0])]))
     tensors = [part.tensor for part in parts]

@@ -1,7 +1,5 @@
 """The outcome of a simulation, as data that can be cached; imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -108,6 +106,6 @@ def outcome_of(kept: Any) -> Outcome | None:
 
 def _sound(record: Outcome | Discrepancy) -> bool:
     """Whether the texts and numbers of a record are texts and numbers."""
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float)}
-    typed = ((getattr(record, f.name), kinds.get(str(f.type))) for f in fields(record))
+    kinds: dict[object, tuple[type, ...]] = {str: (str,), float: (int, float)}
+    typed = ((getattr(record, f.name), kinds.get(f.type)) for f in fields(record))
     return all(isinstance(value, kind) for value, kind in typed if kind)

@@ -3,8 +3,6 @@
 docs/proof.md derives the tolerance.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,11 +1,8 @@
 """One rank of a proof on processes: the trial program, and its distance from a single process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import distributed
@@ -14,6 +11,7 @@ from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.preconditions import of_all_ranks
 from planc.trial.batches import Batches, batches
 from planc.trial.numerics import errors_by_name, relative
 from planc.trial.precision import NEGLIGIBLE, Operations, norm_error, tolerance
@@ -82,10 +80,8 @@ def prove(
     train_rank(model, run, data, result, traced=False, draws=reference.draws)
     report("compare")
     if reference.draws:
-        ranks = _drawn_by_all(result)
-        reference = train_single(
-            alone(builder.build(seed).to(device), lowered), data, lowered, ranks
-        )
+        single = alone(builder.build(seed).to(device), lowered)
+        reference = train_single(single, data, lowered, _drawn_by_all(result))
     if precision:
         return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
     return compare(result, reference)
@@ -102,8 +98,7 @@ def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> Operation
 
 def _drawn_by_all(own: RankResult) -> list[RankResult]:
     """The data rank and the random numbers of each rank."""
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, (own.data_rank, own.drawn))
+    found = of_all_ranks((own.data_rank, own.drawn))
     return [RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
 
 
@@ -124,14 +119,7 @@ def compare(result: RankResult, reference: Reference) -> Errors:
 def compare_rounded(
     result: RankResult, reference: Reference, lowered: Lowered, operations: Operations
 ) -> Errors:
-    """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits.
-
-    Args:
-        result: of the rank, which has ended.
-        reference: of the single process, in float32.
-        lowered: the plan for the small model.
-        operations: of a forward pass.
-    """
+    """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits."""
     right, gradients = reference.passes[result.data_rank], reference.gradients
     floor = NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
     limit = tolerance(lowered, operations.count)

@@ -4,8 +4,6 @@ torch has one default generator for each device, and threads share it. Each rank
 own. The single process uses again what the ranks drew, so that all else can be compared.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

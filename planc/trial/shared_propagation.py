@@ -7,8 +7,6 @@ is a third of a simulation, so here the first rank's result serves all. What may
 ranks (sizes of local shards, masks of an embedding) is not shared.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,11 +41,7 @@ def shared_propagation() -> Iterator[None]:
 
 
 class _Shared:
-    """torch's function, whose results are kept for other ranks.
-
-    Args:
-        propagate: torch's function.
-    """
+    """torch's function, whose results are kept for other ranks."""
 
     def __init__(self, propagate: Callable[[OpSchema], OutputSharding]) -> None:
         self._propagate = propagate

@@ -6,8 +6,6 @@ partial, a wrong divisor or a mix of local tensors and DTensors shows in the num
 exception of the real code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -27,13 +25,7 @@ from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run
 from planc.trial.implicit_redistribution import redistributions
 from planc.trial.outcome import Outcome
-from planc.trial.program import (
-    RankResult,
-    SingleError,
-    seed_rank,
-    train_rank,
-    train_single,
-)
+from planc.trial.program import RankResult, SingleError, seed_rank, train_rank, train_single
 from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import RankFailure, busy, run_ranks
 from planc.trial.trace import Trace
@@ -70,15 +62,10 @@ def simulate(
     except SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
-        return Outcome(
-            verdict="unknown", reason=f"the small model does not run: {first_line(error)}"
-        )
-    runs = Runs(
-        lowered=lowered,
-        batches=data,
-        reference=reference,
-        results=[RankResult() for _ in models],
-    )
+        reason = f"the small model does not run: {first_line(error)}"
+        return Outcome(verdict="unknown", reason=reason)
+    results = [RankResult() for _ in models]
+    runs = Runs(lowered=lowered, batches=data, reference=reference, results=results)
     failure = _run(models, runs)
     if failure is None and reference.draws:
         plain = alone(builder.build(0), trained)
@@ -94,10 +81,8 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
         model, result = models[number], runs.results[number]
         seed_rank(number)
         with RankRandom() if runs.reference.draws else nullcontext():
-            run = apply_lowered(
-                model, runs.lowered, digest=name, device_type="cpu", allow_code=True
-            )
-            draws = runs.reference.draws
+            plan, draws = runs.lowered, runs.reference.draws
+            run = apply_lowered(model, plan, digest=name, device_type="cpu", allow_code=True)
             train_rank(model, run, runs.batches, result, traced=True, draws=draws)
 
     def current() -> Trace | None:

@@ -1,13 +1,11 @@
-"""Records the inputs and outputs of every module in one run, and the model's line that called
-it.
-"""
+"""Records inputs and outputs of every module in one run, and the model's line that called it."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +19,7 @@ from planc.model.facts import below
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
 _MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/modeling_layers")
+"""The paths of libraries that run a model, whose lines are not its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +78,15 @@ class Trace:
     @contextmanager
     def of(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Watches modules while they run, under these names, outside of all hooks."""
-        handles = []
-        for name, module in modules.items():
-            before, after = self._hooks(name)
-            handles += [
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after),
-            ]
-        self.watching = True
-        try:
+        with ExitStack() as hooks:
+            for name, module in modules.items():
+                before, after = self._hooks(name)
+                first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                hooks.callback(first.remove)
+                hooks.callback(module.register_forward_hook(after).remove)
+            self.watching = True
+            hooks.callback(setattr, self, "watching", False)
             yield
-        finally:
-            self.watching = False
-            for handle in handles:
-                handle.remove()
 
     def _hooks(self, name: str) -> tuple[Any, Any]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -167,17 +161,12 @@ def code_line(path: str, number: int, text: str | None = None) -> str:
     return f"{short}:{number}: {shown.strip()}"
 
 
-def is_model_code(path: str) -> bool:
-    """Whether a file belongs to the model, not to the libraries that run it."""
-    return not any(part in path.replace("\\", "/") for part in _MACHINERY)
-
-
 def caller() -> str:
     """The running line of the model's own code; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if is_model_code(path):
+        if not any(part in path.replace("\\", "/") for part in _MACHINERY):
             return code_line(path, frame.f_lineno) if "/modeling_" in path else ""
         frame = frame.f_back  # type: ignore[assignment]
     return ""

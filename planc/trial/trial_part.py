@@ -1,7 +1,5 @@
 """The part of a lowered plan that a trial runs; imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -46,9 +44,7 @@ def trial_part(
 
 
 def _small_unit(op: FullyShard, lowered: Lowered, *, precision: bool) -> FullyShard:
-    """A unit without mixed precision unless asked; what fewer ranks cannot reshard to part of, they
-    reshard.
-    """
+    """A unit without mixed precision unless asked; it is resharded where ranks are too few."""
     ranks = lowered.axis_size(*op.shard)
     partial = op.reshard if not isinstance(op.reshard, bool) else 0
     reshard = True if partial and (partial >= ranks or ranks % partial) else op.reshard

@@ -8,10 +8,6 @@ the digest of its content: a damaged one counts as missing, and one that is olde
 sources is never found. Imports no torch.
 """
 
-from __future__ import annotations
-
-import hashlib
-import os
 from dataclasses import replace
 from functools import cache as once
 from typing import Literal, get_args
@@ -22,10 +18,9 @@ from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
-from planc.ops.registry import AnyOp
 from planc.runtime.known_verdict import KnownVerdict, Level, strongest
 from planc.trial import certificate
-from planc.trial.source_digest import PACKAGE
+from planc.trial.source_digest import digest_of, files
 
 _FORMAT = 1
 _NEVER = KnownVerdict(
@@ -44,14 +39,7 @@ _SAID: dict[Proof, tuple[Level, ...]] = {
 def remember(
     lowered: Lowered, facts: Facts, level: Level, text: str, *, by: Proof = "layout flow"
 ) -> None:
-    """Writes the verdict of a proof; a no-op if the cache folder cannot be written.
-
-    Args:
-        lowered: the lowered plan.
-        facts: the model that it was lowered for.
-        level, text: of the `KnownVerdict`.
-        by: the proof.
-    """
+    """Writes the verdict of a proof; a no-op if the cache folder cannot be written."""
     cache.keep(_key(lowered, facts, by), {"level": level, "text": text})
 
 
@@ -65,14 +53,11 @@ def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
 
 def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
     """Proofs run in float32, so bytes, which depend on the dtype of the weights, are left out."""
-    ops = (_without_bytes(op) for op in lowered.ops)
+    sized = (FullyShard, MegatronShard)
+    ops = (replace(o, nbytes=0, gathered=0) if isinstance(o, sized) else o for o in lowered.ops)
     plain = replace(lowered, stages=(replace(lowered.stage, parameters=0, gathered=0),))
     key = certificate.key_of(digest(plain.with_ops(ops)), certificate.identity(facts))
     return cache.entry_name(f"verdict {_FORMAT} by {by}", key, _all_sources())
-
-
-def _without_bytes(op: AnyOp) -> AnyOp:
-    return replace(op, nbytes=0, gathered=0) if isinstance(op, FullyShard | MegatronShard) else op
 
 
 def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:
@@ -87,11 +72,4 @@ def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:
 @once
 def _all_sources() -> str:
     """The sha256 of all of planc: from a lowered plan to its small one every stage has a say."""
-    found = hashlib.sha256()
-    for folder, folders, names in os.walk(PACKAGE):
-        folders.sort()
-        for name in sorted(n for n in names if n.endswith(".py")):
-            found.update(f"{folder.removeprefix(str(PACKAGE))}/{name}\n".encode())
-            with open(f"{folder}/{name}", "rb", buffering=0) as stream:  # noqa: PTH123
-                found.update(stream.read())
-    return found.hexdigest()
+    return digest_of(files(("",)))

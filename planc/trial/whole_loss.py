@@ -1,7 +1,5 @@
 """The loss of a single process with the terms that a plan's loss section adds."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

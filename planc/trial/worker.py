@@ -1,7 +1,5 @@
 """One rank of a proof, from its fork to the result in the folder."""
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import json
@@ -22,6 +20,7 @@ from planc.model.small.user_model import ModelBuilder, builder_of
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.preconditions import of_all_ranks
 from planc.trial.batches import batches
 from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
 from planc.trial.job_message import Job
@@ -95,9 +94,9 @@ def _compare(job: Job, found: dict[str, Any]) -> None:
         found["seeds"].append({"seed": seed, **_worst(errors)})
         limits = found["limits"] = errors.limits or job.limits
         found["chooses"] = errors.chooses
-        everyone: list[Any] = [None] * job.ranks
-        distributed.all_gather_object(everyone, _beyond(found["seeds"][-1], limits))
-        if any(everyone):
+        last = found["seeds"][-1]
+        beyond = any(not last[kind] <= limit for kind, limit in limits.items())
+        if any(of_all_ranks(beyond)):
             report("locate")
             wrong = {n: e for n, e in errors.gradients.items() if e > limits["gradients"]}
             job = replace(job, limits=limits)
@@ -112,10 +111,6 @@ def _worst(errors: Errors) -> dict[str, Any]:
         if name := max(values, key=values.__getitem__, default=""):
             out[kind], out[f"{kind}_at"] = values[name], name
     return out
-
-
-def _beyond(errors: dict[str, Any], limits: dict[str, float]) -> bool:
-    return any(not errors[kind] <= limit for kind, limit in limits.items())
 
 
 def _locate(

@@ -11,7 +11,7 @@ from torch import distributed
 import planc
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime import apply_lowered
+from planc.runtime.executor import apply_lowered
 from planc.source import Span
 
 

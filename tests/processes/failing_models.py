@@ -6,7 +6,7 @@ from torch import distributed
 
 from planc.diagnostic import PlanError
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.runtime import apply_lowered
+from planc.runtime.executor import apply_lowered
 
 AXES = {"dp_shard": 2, "tp": 2}
 

@@ -1,7 +1,5 @@
 """The imports of an emitted script, sorted as `ruff` sorts them."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Mapping

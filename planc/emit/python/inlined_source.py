@@ -4,8 +4,6 @@ They are read as text from the files that `apply` imports, so a script computes 
 and needs torch only. Annotations are removed: they use names that a script does not import.
 """
 
-from __future__ import annotations
-
 import ast
 import symtable
 from collections.abc import Iterable, Iterator
@@ -69,9 +67,7 @@ def imported() -> dict[str, str]:
 
 @cache
 def definitions() -> dict[str, str]:
-    """The source of each function, class and constant in the standalone files, without
-    annotations.
-    """
+    """The source of each standalone function, class and constant, without annotations."""
     found: dict[str, str] = {}
     for text in map(without_types, _texts()):
         lines = text.splitlines()

@@ -43,8 +43,7 @@ Source = str | Group
 
 
 def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> Iterator[str]:
-    """The lines of source; a comment follows the code, or stands above it where the line is too
-    long.
+    """The lines of source; a comment follows the code, or stands above a line that is too long.
 
     Args:
         source: a statement, or an item of one.

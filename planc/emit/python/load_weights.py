@@ -1,7 +1,5 @@
 """The load section in emitted Python: the function `load_weights`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.emit.python.layout import Group, lay, literal
@@ -48,8 +46,6 @@ def load_function(lowered: Lowered) -> list[str]:
 
 def _init_adapters(op: Adapt) -> Iterator[str]:
     """The call that initializes adapters, whose values are in no file of the model."""
-    arguments = ("model", "unset", f'r"{op.pattern}"', f"rank={op.rank}")
-    call = Group(
-        "initialize_adapters(", (*arguments, f"init={literal(op.initial)}", f"seed={op.seed}")
-    )
-    yield from lay(call, IN)
+    where = ("model", "unset", f'r"{op.pattern}"')
+    how = (f"rank={op.rank}", f"init={literal(op.initial)}", f"seed={op.seed}")
+    yield from lay(Group("initialize_adapters(", (*where, *how)), IN)

@@ -1,7 +1,5 @@
 """Python that selects modules: attribute chains, and loops over lists."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Prints calls as Python: the steps of one operation as the body of a function."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
@@ -20,7 +18,6 @@ from planc.emit.python.module_loops import (
     replaced,
 )
 from planc.model.facts import Modules
-from planc.model.indices import Indices
 from planc.ops.call import (
     Assign,
     Attribute,
@@ -43,7 +40,6 @@ from planc.ops.call import (
     mesh_source,
     values_of,
 )
-from planc.plan.unit_lists import entry
 
 
 class Printer:
@@ -144,18 +140,14 @@ class Printer:
                 assert_never(value)
 
     def _numbered(self, value: Numbered) -> Source:
-        modules = value.modules
-        at = entry(modules)
-        segment = modules.path[at] if at is not None else None
-        assert isinstance(segment, Indices)
-        index = "i" if len(segment) > 1 else str(segment.first)
+        modules, entries = value.modules, value.modules.entries
+        index = "i" if len(entries) > 1 else str(entries.first)
         if len(modules) == 1:
             return f"[({index}, {loop_over(modules, 0).item})]"
         return comprehension("[", modules, 0, close="]", entry=index)
 
     def _imported(self, path: str) -> str:
-        """The name of an imported object: its name for torch and `standalone`, `module.name` for
-        others.
+        """The name of an imported object: its own for torch and `standalone`, else `module.name`.
 
         Definitions of `standalone` are inlined.
         """
@@ -196,12 +188,8 @@ def inner_first(steps: Sequence[Step]) -> list[Step]:
     The plan's order where nothing is nested.
     """
     each = [step for step in steps if isinstance(step, Each)]
-    nested = any(
-        len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
-        for a in each
-        for b in each
-        if b.replaces
-    )
+    pairs = ((a.modules, b.modules) for a in each for b in each if b.replaces)
+    nested = any(len(a.path) > len(b.path) and a.within(b) for a, b in pairs)
     if not nested or len(each) < len(steps):
         return list(steps)
     return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, Each) else 0)

@@ -4,8 +4,6 @@ The file imports torch alone. It has one function per kind of operation, in orde
 lines of the `.plan` file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -38,15 +36,12 @@ def render(lowered: Lowered, *, digest: str) -> str:
     """Python source with `build_mesh` and `parallelize`; deterministic.
 
     It is laid out as `ruff format` would.
-
-    Args:
-        lowered: the plan.
-        digest: its digest in hex, for the docstring.
     """
     known: list[str] = []
     functions: list[str] = []
     calls: list[str] = []
-    context = Context.of(lowered.axes, fills=_loads(lowered))
+    fills = any(isinstance(op, Load) and op.weights for op in lowered.ops)
+    context = Context.of(lowered.axes, fills=fills)
     printer = Printer(context.axes, lowered.layers, {**_FRAME, **imported()})
     for function, group in groupby(lowered.ops, key=lambda op: op.script):
         steps = [step for op in group for step in op.calls(context)]
@@ -69,10 +64,6 @@ def render(lowered: Lowered, *, digest: str) -> str:
     return f"{_docstring(lowered, digest, packed)}\n{needed}\n{body}"
 
 
-def _loads(lowered: Lowered) -> bool:
-    return any(isinstance(op, Load) and op.weights for op in lowered.ops)
-
-
 def _body(steps: Sequence[Step], printer: Printer) -> Lines:
     yield from printer.shared(steps)
     for styled, some in groupby(inner_first(steps), key=_styles_a_module):
@@ -88,13 +79,14 @@ def _body(steps: Sequence[Step], printer: Printer) -> Lines:
 
 def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     needed = "torch alone"
+    kinds = {type(op) for op in lowered.ops}
     if any(isinstance(op, Load) and op.weights in ("slices", "rank0") for op in lowered.ops):
         needed = "torch and safetensors alone"
-    if any(isinstance(op, Adapt) for op in lowered.ops):
+    if Adapt in kinds:
         needed = "torch and peft alone"
-    if any(isinstance(op, Quantize) for op in lowered.ops):
+    if Quantize in kinds:
         needed = "torch, peft and bitsandbytes alone"
-    if any(isinstance(op, MegatronShard) for op in lowered.ops):
+    if MegatronShard in kinds:
         needed = f"CUDA, megatron_fsdp{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:
         needed = needed.replace("alone", "and the user-defined styles")
@@ -178,17 +170,13 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
         return
     loop = printer.loop(Modules(first.path[:depth], first.module))
     mesh, _ = steps[0].calls[0].arguments
-    entries = (
-        headed(f"{quoted(_key(step.modules, depth))}: ", printer.source(step.calls[0].arguments[1]))
-        for step in steps
-    )
+    styles = ((_key(s.modules, depth), printer.source(s.calls[0].arguments[1])) for s in steps)
+    entries = (headed(f"{quoted(key)}: ", style) for key, style in styles)
     plan = Group("{", tuple(entries), "}", tuple(remark(step.note) for step in steps))
     call = printer.call(FunctionCall(PARALLELIZE), loop.item, printer.source(mesh), plan)
     yield from looped(loop.head, [replace(call, notes=("", "", ""))], "")
 
 
 def _key(modules: Modules, depth: int) -> str:
-    """A module's name relative to a block, as `parallelize_module` takes it; empty for the
-    block.
-    """
+    """A module's name relative to a block, for `parallelize_module`; empty for the block itself."""
     return ".".join(str(s) for s in modules.path[depth:])

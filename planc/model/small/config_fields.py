@@ -4,8 +4,6 @@ A comment after a row names the families that need it, if known; rows without on
 families.
 """
 
-from __future__ import annotations
-
 import re
 
 LAYERS = (

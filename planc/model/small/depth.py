@@ -1,7 +1,5 @@
 """Which layers of a model a small one keeps, and the fields of a configuration that say so."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise

@@ -1,21 +1,18 @@
 """Builds a small diffusion transformer with weights and inputs, to be run in a proof."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from planc.diagnostic import PlanError, Sink
 from planc.model.config import CLASS, config_of
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.sample_inputs import Inputs
-from planc.model.small.transformers_model import SPREAD
+from planc.model.small.transformers_model import spread_weights
 from planc.model.sources.diffusers import build, class_of, quiet
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 HEAD = 16
 """The width of a head."""
@@ -77,28 +74,20 @@ class _RandomInputs:
     """
 
     def __init__(self, shape: BatchShape) -> None:
-        import torch
-
         self.rows, self.length = shape.rows, shape.length
         self._generator = torch.Generator().manual_seed(shape.seed)
 
     def normal(self, *size: int) -> torch.Tensor:
         """Normally distributed values, [rows, *size]."""
-        import torch
-
         return torch.randn((self.rows, *size), generator=self._generator)
 
     def times(self) -> torch.Tensor:
         """Uniform values in [0, 1), [rows]."""
-        import torch
-
         return torch.rand(self.rows, generator=self._generator)
 
 
 def _wan(config: DiffusersFields, made: _RandomInputs) -> Inputs:
-    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image if the model takes
-    one.
-    """
+    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image for models with one."""
     frames, high, wide = config["patch_size"]
     space = (2 * frames, 2 * high, made.length // 4 * wide)
     text = _WAN_TEXT if config.get("added_kv_proj_dim") else _TEXT
@@ -121,8 +110,6 @@ def _flux(config: DiffusersFields, made: _RandomInputs) -> Inputs:
 
     Positions are the same for all rows, so the model takes those of one row.
     """
-    import torch
-
     axes = len(config["axes_dims_rope"])
     places = torch.zeros(made.length, axes)
     places[:, 1] = torch.arange(made.length) // 4
@@ -155,9 +142,6 @@ class DiffusersBuilder:
     """Builds the same small diffusers model several times, with the interface of a model with a
     loss: the mean squared error between its output and `target`.
 
-    Args:
-        values: the fields of the configuration.
-
     Raises:
         PlanError: diffusers is not installed or has no such class.
         ValueError: the inputs of its forward are not known.
@@ -177,21 +161,11 @@ class DiffusersBuilder:
         self._kind, self._values = found, values
 
     def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in float32, in training mode, without dropout.
-
-        Args:
-            seed: the seed of the weights; the same seed gives the same weights in every process.
-        """
-        import torch
-        from torch import nn
-
+        """The model on the CPU in float32, in training mode, without dropout."""
         torch.manual_seed(seed)
         with quiet():
             made: nn.Module = build(self._kind, self._values)
-        generator = torch.Generator().manual_seed(seed + 1)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        spread_weights(made, seed + 1)
         for module in made.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0

@@ -6,18 +6,16 @@ configuration and the arguments of the model's forward. The known kinds of input
 a gradient is chosen. The number of placeholder tokens is read off the tower's output.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from planc.model.small.sample_inputs import INPUT_KINDS, InputKind, Inputs
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +36,7 @@ class BatchShape:
     ends: int = 0
 
     def text(self, vocabulary: int, least: int = 0) -> Inputs:
-        """Random `input_ids` and `labels`, [rows, length].
-
-        Args:
-            vocabulary: the vocabulary size.
-            least: the least tokens per row.
-        """
-        import torch
-
+        """Random `input_ids` and `labels`, [rows, length]."""
         generator = torch.Generator().manual_seed(self.seed)
         high = max(self.ends + 1, vocabulary - self.ends)
         low = min(max(1, self.ends), high - 1)
@@ -183,8 +174,6 @@ def _with_tokens(model: Any, config: Any, kind: InputKind) -> ChosenInput:
 
 def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
     """The tokens per row that a tower outputs for a batch of two rows; 0 if it cannot run alone."""
-    import torch
-
     try:
         with torch.no_grad():
             found = features(**made)
@@ -214,8 +203,6 @@ def _tokens_asked_for(why: str, model: Any) -> int:
 
 def _elements(found: Any) -> int:
     """The number of elements that a tower outputs for the language model."""
-    import torch
-
     found = getattr(found, "pooler_output", found)
     if isinstance(found, torch.Tensor):
         return int(found.numel())
@@ -233,8 +220,6 @@ def tower_of(config: Any, what: str) -> Any:
 
 def make_inputs(kind: InputKind, tower: Any, config: Any, rows: int, seed: int) -> Inputs:
     """The inputs of one kind, given the configurations of the tower and of the model."""
-    import torch
-
     if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
         tower = _TowerWithPinpoints(tower, pinpoints)
     return kind.make(tower, rows, torch.Generator().manual_seed(seed))
@@ -281,8 +266,6 @@ def add_tower_inputs(
         config: the model's configuration object.
         names: the argument names of its forward.
     """
-    import torch
-
     made: Inputs = dict(inputs)
     tokens = made["input_ids"]
     for special in _special(config):

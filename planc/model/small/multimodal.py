@@ -4,8 +4,6 @@ Each part of a configuration (`text_config`, `vision_config`) is shrunk separate
 shrinks the sizes that must agree between parts, and those of images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,12 +32,7 @@ _TOWERS = ("vision_config", "audio_config", "high_res_vision_config")
 
 
 def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Makes the parts of a small configuration agree, in place.
-
-    Args:
-        config: the original configuration.
-        small: the configuration whose parts were shrunk separately; it is changed.
-    """
+    """Makes the parts of a small configuration agree, in place."""
     text = _width(config.get("text_config"))
     new = _width(small.get("text_config"))
     tower = config.get("vision_config")

@@ -1,15 +1,13 @@
 """Copies of a user's own module, with weights of their own, to be run in a proof."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from planc.model.module_table import already_parallel
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
@@ -31,8 +29,6 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
         )
 
     def make() -> nn.Module:
-        import torch
-
         made = copy.deepcopy(module)
         if torch.get_default_device().type == "meta":  # to be looked at, and not to be run
             return made
@@ -49,9 +45,6 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
 
 
 def _filled(parameter: Any) -> Any:
-    import torch
-    from torch import nn
-
     wide = parameter.shape[-1] if parameter.dim() > 1 else 1
     values = torch.randn(parameter.shape) * wide**-0.5
     return nn.Parameter(values, requires_grad=parameter.requires_grad)

@@ -4,15 +4,12 @@ Each is derived from the tower's configuration alone. Rows of the batch are the 
 every input and have equal sizes, so that a rank of a data axis takes its slice of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 Inputs = dict[str, Any]
 """Arguments of a forward by name."""
@@ -67,24 +64,17 @@ def _side(config: Any) -> int:
 
 
 def _random(generator: Any, *shape: int) -> torch.Tensor:
-    import torch
-
     return torch.randn(shape, generator=generator)
 
 
 def _grid(config: Any, rows: int, generator: Any) -> Inputs:
     """Flattened patches of all images, concatenated, and the grid of each image."""
-    import torch
-
     merge = _number(config, "spatial_merge_size", "merge_size", "downsample_factor", default=2)
     times = _number(config, "temporal_patch_size", default=1)
     side = 2 * merge
     width = _channels(config) * times * _patch(config) ** 2
     grid = torch.tensor([[1, side, side]] * rows)
-    return {
-        "pixel_values": _random(generator, rows * side * side, width),
-        "image_grid_thw": grid,
-    }
+    return {"pixel_values": _random(generator, rows * side * side, width), "image_grid_thw": grid}
 
 
 def _grid_of_images(config: Any, rows: int, generator: Any) -> Inputs:
@@ -98,18 +88,11 @@ def _grid_of_images(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _grid_merged(config: Any, rows: int, generator: Any) -> Inputs:
     """Patches and grids, and how many patches per side are merged into one token."""
-    import torch
-
-    return {
-        **_grid(config, rows, generator),
-        "image_merge_sizes": torch.tensor([2] * rows),
-    }
+    return {**_grid(config, rows, generator), "image_merge_sizes": torch.tensor([2] * rows)}
 
 
 def _tiles(config: Any, rows: int, generator: Any) -> Inputs:
     """One image per row in one of several tiles, with its aspect ratio."""
-    import torch
-
     tiles = _number(config, "max_num_tiles", default=1)
     mask = torch.zeros(rows, 1, tiles, dtype=torch.long)
     mask[:, :, 0] = 1
@@ -123,8 +106,6 @@ def _tiles(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _shapes(config: Any, rows: int, generator: Any) -> Inputs:
     """Patches per image, and the shape of each image in patches."""
-    import torch
-
     side = GRID
     width = _channels(config) * _patch(config) ** 2
     return {
@@ -136,8 +117,6 @@ def _shapes(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _places(config: Any, rows: int, generator: Any) -> Inputs:
     """Patches per image, and the position of each patch."""
-    import torch
-
     side = 2 * _number(config, "pooling_kernel_size", default=2)
     width = _channels(config) * _patch(config) ** 2
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
@@ -149,8 +128,6 @@ def _places(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _crops(config: Any, rows: int, generator: Any) -> Inputs:
     """The whole image and its crops, and its size before cropping."""
-    import torch
-
     side, pinpoints = _side(config), getattr(config, "planc_pinpoints", None)
     height, width = min(pinpoints or [(side, 2 * side)], key=prod)
     parts = 1 + (height // side) * (width // side)
@@ -162,8 +139,6 @@ def _crops(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _sized(config: Any, rows: int, generator: Any) -> Inputs:
     """One image per row, with its size."""
-    import torch
-
     found = _images(config, rows, generator)
     return {**found, "image_sizes": torch.tensor([[_side(config)] * 2] * rows)}
 
@@ -181,8 +156,6 @@ def _lists(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _spectrum(config: Any, rows: int, generator: Any) -> Inputs:
     """Mel bands over time, as whisper's encoder takes them: twice its number of positions."""
-    import torch
-
     bands = _number(config, "num_mel_bins", "input_size", "feature_size", default=80)
     time = 2 * _number(config, "max_source_positions", "max_position_embeddings", default=32)
     if window := 2 * _number(config, "n_window", default=0):
@@ -197,8 +170,6 @@ def _spectrum(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _frames(config: Any, rows: int, generator: Any) -> Inputs:
     """Time steps over mel bands, with a mask of the valid frames."""
-    import torch
-
     bands = _number(
         config,
         "input_feat_size",

@@ -6,30 +6,13 @@ Fields are recognized by meaning, under the names that all families of transform
 family is likely to shrink too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
 from planc.model.config import is_diffusers
-from planc.model.small.config_fields import (
-    COUNTS,
-    DROPOUT,
-    EXPERTS,
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    LIMITS,
-    NESTED,
-    POSITIONS,
-    QK,
-    TOKEN,
-    VOCABULARY,
-    WIDE,
-)
+from planc.model.small import config_fields as fields
 from planc.model.small.depth import Depth, number
 from planc.model.small.multimodal import shrink_multimodal
 
@@ -93,7 +76,7 @@ def shrink(
 def _joined(config: Fields) -> list[int]:
     """The widths of heads that are a rotated and an unrotated part, in any layer."""
     layers = (config, *({**config, **v} for v in (config.get("per_layer_config") or {}).values()))
-    parts = ([layer.get(name) for name in QK] for layer in layers)
+    parts = ([layer.get(name) for name in fields.QK] for layer in layers)
     return [sum(b for b in both if number(b)) for both in parts if all(map(number, both))]
 
 
@@ -114,7 +97,7 @@ class _Shrinker:
         """Shrinks one level; nested configurations (`text_config`) are shrunk separately."""
         small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
         for name, value in config.items():
-            if isinstance(value, Mapping) and (name.endswith("_config") or name in NESTED):
+            if isinstance(value, Mapping) and (name.endswith("_config") or name in fields.NESTED):
                 small[name] = self.config(value)
         _sizes_of_sibling(config, small)
         self.depth.shrink(config, small, self.config)
@@ -129,36 +112,36 @@ class _Shrinker:
 
     def _width(self, config: Fields, small: dict[str, Any]) -> None:
         heads = 0
-        for name in HEADS:
+        for name in fields.HEADS:
             if number(config.get(name)):
                 heads = max(heads, self._heads(config, small, name))
         if not heads:
             heads = 4 * self.tp // (2 if self.tp > 1 else 1)
         size = heads * HEAD
-        first = next((config[n] for n in HIDDEN if number(config.get(n))), 1)
-        for name in HIDDEN:
+        first = next((config[n] for n in fields.HIDDEN if number(config.get(n))), 1)
+        for name in fields.HIDDEN:
             if number(config.get(name)):
                 times, rest = divmod(config[name], first)
                 small[name] = size * times if times <= 4 and not rest else size
-        for name in HEAD_DIM:
+        for name in fields.HEAD_DIM:
             if number(config.get(name)):
                 small[name] = HEAD
         if config.get("head_dim") in _joined(config):
-            small["head_dim"] = HEAD * len(QK)
+            small["head_dim"] = HEAD * len(fields.QK)
         if number(config.get("qk_head_dim")):
-            small["qk_head_dim"] = sum(HEAD for n in QK if number(config.get(n)))
+            small["qk_head_dim"] = sum(HEAD for n in fields.QK if number(config.get(n)))
             if number(config.get("swa_head_dim")):
                 small["swa_head_dim"] = small["qk_head_dim"]
         if number(config.get("attention_head_dim")):
             inner = small.get("attention_hidden_size", size)
             small["attention_head_dim"] = inner // max(heads, 1)
-        for name in WIDE & config.keys():
+        for name in fields.WIDE & config.keys():
             value = config[name]
             if number(value) and value > 1:
                 small[name] = self._even(96 if size < 96 else size + 32)
             elif isinstance(value, list):
                 small[name] = [self._even(96)] * small.get("num_hidden_layers", len(value))
-        for name in VOCABULARY & config.keys():
+        for name in fields.VOCABULARY & config.keys():
             if number(config[name]):
                 small[name] = min(self._even(128), self._even(config[name]))
                 if self.tp > 1 and self.real and config[name] % self.real:
@@ -169,8 +152,8 @@ class _Shrinker:
         queries = config[name]
         # `num_attention_heads` goes with `num_key_value_heads`, `swa_num_...` with `swa_num_...`
         before = name.removesuffix("num_attention_heads") if name.endswith("_heads") else ""
-        fields = [f for f in KV_HEADS if number(config.get(before + f))]
-        grouped = min((config[before + f] for f in fields), default=queries)
+        shared = [f for f in fields.KV_HEADS if number(config.get(before + f))]
+        grouped = min((config[before + f] for f in shared), default=queries)
         ratio = max(1, queries // max(1, grouped))
         if grouped == 1 and ratio > 1:
             small_kv, small_queries = 1, self._even(4, self.tp)
@@ -184,7 +167,7 @@ class _Shrinker:
             if small_queries % self.tp:
                 small_queries = lcm(small_kv, self.tp)
         small[name] = small_queries
-        for field in fields:
+        for field in shared:
             small[before + field] = small_kv
         return int(small_queries)
 
@@ -196,33 +179,33 @@ class _Shrinker:
     # The rest ------------------------------------------------------------------------------------
 
     def _experts(self, small: dict[str, Any]) -> None:
-        for name in EXPERTS & small.keys():
+        for name in fields.EXPERTS & small.keys():
             value = small[name]
             if number(value) and value > 1:
                 small[name] = min(value, max(4, 2 * self.ep)) if value % self.ep == 0 else value
             elif isinstance(value, list):
                 small[name] = [max(4, 2 * self.ep)] * len(value)
-        for name, most in COUNTS.items():
+        for name, most in fields.COUNTS.items():
             if number(small.get(name)):
                 small[name] = min(small[name], most)
 
     def _rest(self, small: dict[str, Any]) -> None:
         scaled = any(small.get(n) for n in ("rope_scaling", "original_max_position_embeddings"))
         scaled = scaled or any(t != "default" for t in _rope_types(small.get("rope_parameters")))
-        for name, most in LIMITS.items():
+        for name, most in fields.LIMITS.items():
             value = small.get(name)
-            if number(value) and value > most and not (scaled and name in POSITIONS):
+            if number(value) and value > most and not (scaled and name in fields.POSITIONS):
                 small[name] = most
-        vocabulary = min((small[n] for n in VOCABULARY if number(small.get(n))), default=128)
+        vocabulary = min((small[n] for n in fields.VOCABULARY if number(small.get(n))), default=128)
         used: set[int] = set()
         for name, value in small.items():
             if (
-                DROPOUT.search(name)
+                fields.DROPOUT.search(name)
                 and isinstance(value, int | float)
                 and not isinstance(value, bool)
             ):
                 small[name] = type(value)(0)
-            elif TOKEN.search(name):
+            elif fields.TOKEN.search(name):
                 small[name] = _token(value, vocabulary, used)
 
 
@@ -238,9 +221,7 @@ def _token(value: Any, vocabulary: int, used: set[int]) -> Any:
 
 
 def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
-    """Fields for a size of another part: `hidden_size_global` is `global_config`'s
-    `hidden_size`.
-    """
+    """Fields for a size of another part, as `hidden_size_global` for `global_config`'s."""
     nested = (n for n, v in config.items() if n.endswith("_config") and isinstance(v, Mapping))
     parts = {name.removesuffix("_config"): name for name in nested}
     for part in parts.values():
@@ -284,7 +265,7 @@ def _scaled(values: Mapping[str, Any], head: int, partial: float) -> dict[str, A
 
 def _mamba(small: dict[str, Any]) -> None:
     """Heads times head width of a state-space layer equal its expanded hidden size."""
-    hidden = next((small[n] for n in HIDDEN if number(small.get(n))), 64)
+    hidden = next((small[n] for n in fields.HIDDEN if number(small.get(n))), 64)
     for expand in ("mamba_expand", "expand"):
         inner = small.get("mamba_d_ssm") or int((small.get(expand) or 2) * hidden)
         if not small.get(expand):

@@ -1,10 +1,12 @@
 """Builds a small transformers model with weights, to be run in a proof."""
 
-from __future__ import annotations
-
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from planc.diagnostic import PlanError, Sink
 from planc.model.config import config_of
@@ -20,12 +22,15 @@ from planc.model.small.input_search import (
 from planc.model.sources.huggingface import prepare, prepare_own, quiet
 from planc.model.sources.isolation import isolated
 
-if TYPE_CHECKING:
-    from torch import nn
+_SPREAD = 0.05
 
-SPREAD = 0.05
-"""The standard deviation of the noise added to every weight. Without it, a norm's weight of 1 or a
-bias of 0 would hide a wrong split."""
+
+def spread_weights(model: nn.Module, seed: int) -> None:
+    """Adds noise to every weight: a norm's weight of 1 or a bias of 0 would hide a wrong split."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * _SPREAD)
 
 
 class TransformersBuilder:
@@ -71,17 +76,12 @@ class TransformersBuilder:
         Args:
             seed: the seed of the weights; the same seed gives the same weights in every process.
         """
-        import torch
-
         torch.manual_seed(seed)
         with quiet(), isolated():
             # a copy: a plan changes the configuration of its model
             config = copy.deepcopy(self._part)
             made = self._cls._from_config(config, attn_implementation="eager")
-        generator = torch.Generator().manual_seed(seed + 1)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        spread_weights(made, seed + 1)
         model: nn.Module = made.float().train()
         add_denoising_loss(model)
         return model
@@ -137,8 +137,6 @@ def add_denoising_loss(model: nn.Module) -> None:
     Token ids become the prompt and the shifted labels the canvas, so the whole model runs; the
     loss is the mean cross entropy of the canvas.
     """
-    from torch.nn.functional import cross_entropy
-
     plain = model.forward
     names = inspect.signature(plain).parameters
     if "labels" in names or "decoder_input_ids" not in names:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
 
 from planc.model.config import is_diffusers
 from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.own_module import copies_of
-from planc.model.small.transformers_model import SPREAD, TransformersBuilder
-
-if TYPE_CHECKING:
-    from torch import nn
+from planc.model.small.transformers_model import TransformersBuilder, spread_weights
+from planc.model.sources.huggingface import user_factory
 
 LARGEST = 200_000_000
 """The most parameters of a user's model, which cannot be shrunk without a configuration."""
@@ -44,18 +43,8 @@ def builder_of(
     if module is not None:
         return UserModelBuilder(copies_of(module), dropout=dropout)
     if code and not values:
-        return UserModelBuilder(factory_of(code), dropout=dropout)
+        return UserModelBuilder(user_factory(code), dropout=dropout)
     return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values, code)
-
-
-def factory_of(code: str) -> Callable[[], nn.Module]:
-    """The function that `package.module:factory` names, which the user allows planc to run."""
-    module, _, factory = code.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    found: Callable[[], nn.Module] = getattr(importlib.import_module(module), factory)
-    return found
 
 
 class UserModelBuilder:
@@ -82,9 +71,6 @@ class UserModelBuilder:
         self._build_meta()
 
     def _build_meta(self) -> None:
-        import torch
-        from torch import nn
-
         with torch.device("meta"):
             made = self._make()
         count = sum(p.numel() for p in made.parameters())
@@ -99,20 +85,10 @@ class UserModelBuilder:
         self.vocabulary = int(max(tables, default=64))
 
     def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in float32, in training mode, without dropout unless it is kept.
-
-        Args:
-            seed: the seed of the weights; the same seed gives the same weights in every process.
-        """
-        import torch
-        from torch import nn
-
+        """The model on the CPU in float32, in training mode, without dropout unless it is kept."""
         torch.manual_seed(seed)
         made = self._make()
-        generator = torch.Generator().manual_seed(seed + 1)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+        spread_weights(made, seed + 1)
         for module in () if self._dropout else made.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -126,11 +102,7 @@ class UserModelBuilder:
     """A user's own model is run on tokens only."""
 
     def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
-        """Token ids and labels, [rows, length] each.
-
-        Args:
-            shape: the batch.
-        """
+        """Token ids and labels, [rows, length] each."""
         return (shape or BatchShape()).text(self.vocabulary)
 
     def _rename_inputs(
@@ -144,8 +116,6 @@ class UserModelBuilder:
         return args, named  # type: ignore[return-value]
 
     def _wrap_output(self, module: Any, _args: Any, output: Any) -> Any:
-        import torch
-
         if self._target is None:
             logits = output if isinstance(output, torch.Tensor) else _logits(output)
             return _causal_output(_loss(logits, module.__dict__.pop(_LABELS, None)), logits)
@@ -160,8 +130,6 @@ class UserModelBuilder:
 
 def _logits(output: Any) -> Any:
     """The first tensor of features in what a forward returns."""
-    import torch
-
     found = getattr(output, "logits", None)
     if found is None:
         values = output.values() if isinstance(output, dict) else output
@@ -173,7 +141,6 @@ def _logits(output: Any) -> Any:
 def _loss(logits: Any, labels: Any) -> Any:
     """The cross entropy of a model that returns logits alone; None for other outputs."""
     from torch.distributed.tensor import DTensor
-    from torch.nn import functional
 
     if logits is None or labels is None:
         return None
@@ -182,9 +149,7 @@ def _loss(logits: Any, labels: Any) -> Any:
 
 
 def _causal_output(loss: Any, logits: Any) -> Any:
-    """The outputs as a type that torch registers as a pytree: FSDP's hooks look for tensors in
-    it.
-    """
+    """The outputs as a type that is a pytree for torch: FSDP's hooks look for tensors in it."""
     from transformers.modeling_outputs import CausalLMOutput
 
     return CausalLMOutput(loss=loss, logits=logits)

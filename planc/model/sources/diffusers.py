@@ -4,9 +4,8 @@ The class is looked up by `_class_name` in the installed diffusers; code in a mo
 never run. diffusers is optional: `pip install 'planc[diffusers]'`.
 """
 
-from __future__ import annotations
-
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from planc.diagnostic import Sink, nearest, one_of
 from planc.model.config import CLASS, Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
+from planc.model.sources.huggingface import lacks, refusals, version_of
 from planc.model.sources.isolation import isolated
 
 _ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
@@ -34,22 +34,14 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     kind = class_of(config, sink)
     if kind is None or not _complete(kind, config, sink):
         return None
-    with quiet(), isolated():
-        try:
-            made = _on_meta(kind, config.values)
-        except Exception as error:
-            from planc.model.sources.huggingface import reason
+    import torch
 
-            sink.error(
-                "PL606",
-                f"diffusers cannot build a model from {config.name}: {reason(error)}",
-                facts=[_version()],
-                help="the fields of the configuration contradict each other, or one is wrong",
-            )
-            return None
-    stated_fields = frozenset(config.values)
-    facts = facts_of(made, config=made.config, config_name=config.name, stated_fields=stated_fields)
-    return replace(facts, config=normal(facts.config, facts.name))
+    with quiet(), refusals("diffusers", config, sink), isolated(), torch.device("meta"):
+        made = build(kind, config.values)
+        stated, name = frozenset(config.values), config.name
+        facts = facts_of(made, config=made.config, config_name=name, stated_fields=stated)
+        return replace(facts, config=normal(facts.config, facts.name))
+    return None
 
 
 def class_of(config: Config, sink: Sink) -> Any | None:
@@ -59,18 +51,12 @@ def class_of(config: Config, sink: Sink) -> Any | None:
         import diffusers
         from diffusers import ModelMixin
     except ImportError as error:
-        sink.error(
-            "PL675",
-            f"{config.name} needs diffusers, which cannot be imported: {error}",
-            facts=[f"{CLASS} = {name}"],
-            help="pip install 'planc[diffusers]'",
-        )
+        message = f"{config.name} needs diffusers, which cannot be imported: {error}"
+        help = "pip install 'planc[diffusers]'"
+        sink.error("PL675", message, facts=[f"{CLASS} = {name}"], help=help)
         return None
     kind = None
-    with (
-        quiet(),
-        contextlib.suppress(ImportError, RuntimeError),
-    ):  # the class may need packages that are missing
+    with quiet(), contextlib.suppress(ImportError, RuntimeError):  # it may need other packages
         kind = getattr(diffusers, name, None)
     if isinstance(kind, type) and issubclass(kind, ModelMixin):
         return kind
@@ -79,12 +65,8 @@ def class_of(config: Config, sink: Sink) -> Any | None:
     advice = f"did you mean {one_of(close)}?" if close else "a newer diffusers may support it"
     if isinstance(kind, type):
         advice = "pass the folder of one of its models, such as its `transformer` folder"
-    sink.error(
-        "PL676",
-        f"diffusers has no model class {name!r}",
-        facts=[f"{_version()}  ({config.name})"],
-        help=advice,
-    )
+    message = f"diffusers has no model class {name!r}"
+    sink.error("PL676", message, facts=[f"{version_of('diffusers')}  ({config.name})"], help=advice)
     return None
 
 
@@ -96,13 +78,6 @@ def normal(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def build(kind: Any, values: Mapping[str, Any]) -> Any:
     """Builds a model of a diffusers class from the fields of a configuration."""
     return kind.from_config({k: v for k, v in values.items() if not k.startswith("_")})
-
-
-def _on_meta(kind: Any, values: Mapping[str, Any]) -> Any:
-    import torch
-
-    with torch.device("meta"):
-        return build(kind, values)
 
 
 @contextlib.contextmanager
@@ -118,24 +93,12 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _version() -> str:
-    import diffusers
-
-    return f"diffusers {diffusers.__version__}"
-
-
 def _complete(kind: Any, config: Config, sink: Sink) -> bool:
     """Whether the file states the fields whose class defaults would mean another model."""
-    import inspect
-
     complete = True
     for field, taken in inspect.signature(kind.__init__).parameters.items():
         if field in _ESSENTIAL and field not in config.values:
             complete = False
-            sink.error(
-                "PL603",
-                f"{config.name} lacks `{field}`",
-                facts=[f"{field} = {taken.default}  (default of {kind.__name__})"],
-                help="add it: diffusers would use its default, which is another model's",
-            )
+            said = f"{taken.default}  (default of {kind.__name__})"
+            lacks(config, field, said, "diffusers", sink)
     return complete

@@ -3,14 +3,12 @@
 Code in a model's folder (`auto_map`) runs only if the user allows it, and only from that folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
-from planc.model.sources.isolation import import_models, isolated, without_kernels
+from planc.model.sources.isolation import import_models, isolated, replaced, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields that a file must state: the family defaults would mean another model."""
@@ -39,14 +37,16 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     if prepared is None:
         return None
     cls, part = prepared
-    with quiet(), _refusals(config, sink), isolated():
-        return _facts(_on_meta(lambda: cls._from_config(part)), part, config)
+    with quiet(), refusals("transformers", config, sink), isolated():
+        made = _on_meta(lambda: cls._from_config(part))
+        stated_fields = frozenset(config.values)
+        return facts_of(made, config=part, config_name=config.name, stated_fields=stated_fields)
     return None
 
 
 def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
     """The class to build and its configuration object, or None after a finding."""
-    with quiet(), _refusals(config, sink), isolated():
+    with quiet(), refusals("transformers", config, sink), isolated():
         resolved = _resolve(config)
         found = _class_of(config, resolved)
         if found is None:
@@ -57,17 +57,14 @@ def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
 
 
 @contextlib.contextmanager
-def _refusals(config: Config, sink: Sink) -> Iterator[None]:
-    """Reports an exception that transformers raises for a configuration (PL606)."""
+def refusals(library: str, config: Config, sink: Sink) -> Iterator[None]:
+    """Reports an exception that a library raises for a configuration (PL606)."""
     try:
         yield
     except Exception as error:
-        sink.error(
-            "PL606",
-            f"transformers cannot build a model from {config.name}: {reason(error)}",
-            facts=[_version()],
-            help="the fields of the configuration contradict each other, or one is wrong",
-        )
+        message = f"{library} cannot build a model from {config.name}: {reason(error)}"
+        help = "the fields of the configuration contradict each other, or one is wrong"
+        sink.error("PL606", message, facts=[version_of(library)], help=help)
 
 
 def from_folder(config: Config, sink: Sink) -> Facts | None:
@@ -139,18 +136,14 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
     """The facts of the model that a user's factory builds on the meta device.
 
     Args:
-        module: the Python module; the current folder is searched first.
-        factory: a function or class of the module, called without arguments.
+        module, factory: a Python module, and a function or class of it without arguments.
         sink: receives PL608 if importing or calling it fails.
     """
     with _importing():
         import torch
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     name = f"{module}:{factory}"
     try:
-        made = _on_meta(getattr(importlib.import_module(module), factory))
+        made = _on_meta(user_factory(name))
         if not isinstance(made, torch.nn.Module):
             kind = type(made).__name__
             raise TypeError(f"it returned an object of type {kind}, not an nn.Module")
@@ -160,6 +153,20 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
         advice = "it is called without arguments, on the meta device, and returns an nn.Module"
         sink.error("PL608", f"{name} failed: {reason(error)}", help=advice)
         return None
+
+
+def user_factory(code: str) -> Callable[[], Any]:
+    """What `package.module:factory` names, which the user allows planc to run.
+
+    Raises:
+        Exception: whatever importing the module raises; the current folder is searched first.
+    """
+    module, _, factory = code.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    found: Callable[[], Any] = getattr(importlib.import_module(module), factory)
+    return found
 
 
 def reason(error: BaseException) -> str:
@@ -201,10 +208,16 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _version() -> str:
-    import transformers
+def version_of(library: str) -> str:
+    """A library that was imported, and its version."""
+    return f"{library} {sys.modules[library].__version__}"
 
-    return f"transformers {transformers.__version__}"
+
+def lacks(config: Config, field: str, default: str, library: str, sink: Sink) -> None:
+    """Reports that a file leaves a field to a default that means another model (PL603)."""
+    help = f"add it: {library} would use its default, which is another model's"
+    message = f"{config.name} lacks `{field}`"
+    sink.error("PL603", message, facts=[f"{field} = {default}"], help=help)
 
 
 def _known(config: Config, sink: Sink) -> bool:
@@ -219,7 +232,8 @@ def _known(config: Config, sink: Sink) -> bool:
     if config.own_code:
         advice = "the model needs custom code, which planc runs only with --allow-code"
     message = f"transformers does not support model_type {family!r}"
-    sink.error("PL604", message, facts=[f"{_version()}  ({config.name})"], help=advice)
+    facts = [f"{version_of('transformers')}  ({config.name})"]
+    sink.error("PL604", message, facts=facts, help=advice)
     return False
 
 
@@ -266,7 +280,8 @@ def _no_class(config: Config, sink: Sink) -> None:
     if named:
         message += f", and {one_of(named)} is not one of its classes for that family"
     advice = f"name a class of {family} in `architectures`"
-    sink.error("PL605", message, facts=[f"{_version()}  ({config.name})"], help=advice)
+    facts = [f"{version_of('transformers')}  ({config.name})"]
+    sink.error("PL605", message, facts=facts, help=advice)
 
 
 def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
@@ -282,12 +297,8 @@ def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
         default = defaults.get(name)
         if isinstance(default, int) and not {field, name} & config.values.keys():
             complete = False
-            sink.error(
-                "PL603",
-                f"{config.name} lacks `{name}`",
-                facts=[f"{name} = {default}  (default of {config.values['model_type']})"],
-                help="add it: transformers would use its default, which is another model's",
-            )
+            said = f"{default}  (default of {config.values['model_type']})"
+            lacks(config, name, said, "transformers", sink)
     return complete
 
 
@@ -295,7 +306,11 @@ def _on_meta(make: Any) -> Any:
     """Builds a model on the meta device, without initializing weights, and ties its weights."""
     import torch
 
-    with torch.device("meta"), _no_init():
+    with torch.device("meta"), contextlib.ExitStack() as stack:
+        if "transformers" in sys.modules:
+            from transformers.initialization import no_init_weights
+
+            stack.enter_context(no_init_weights())
         module = make()
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
@@ -303,35 +318,10 @@ def _on_meta(make: Any) -> Any:
     return module
 
 
-def _no_init() -> contextlib.AbstractContextManager[Any]:
-    if "transformers" not in sys.modules:
-        return contextlib.nullcontext()
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:
-        return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = no_init_weights()
-    return context
-
-
-def _facts(module: Any, resolved: Any, config: Config) -> Facts:
-    stated_fields = frozenset(config.values)
-    return facts_of(module, config=resolved, config_name=config.name, stated_fields=stated_fields)
-
-
-@contextlib.contextmanager
-def one_sequence_a_row() -> Iterator[None]:
+def one_sequence_a_row() -> contextlib.AbstractContextManager[None]:
     """Each row of a batch counts as one sequence: to find several, transformers reads data, which
     fake tensors do not have.
     """
     from transformers import masking_utils
 
-    name = "find_packed_sequence_indices"
-    found = getattr(masking_utils, name, None)
-    if found is not None:
-        setattr(masking_utils, name, lambda *_args, **_kwargs: None)
-    try:
-        yield
-    finally:
-        if found is not None:
-            setattr(masking_utils, name, found)
+    return replaced(masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None)

@@ -4,8 +4,6 @@ A config.json can name kernels and backbones of the hub, which transformers woul
 it builds the model, and sizes for which building would take hours.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,18 +26,14 @@ def without_kernels(values: Any) -> Any:
     transformers itself multiplies experts is kept: it decides which sizes can be sharded.
     """
     if isinstance(values, dict):
-        kept = {k: v for k, v in values.items() if not _chooses_kernels(k) or _own_experts(k, v)}
-        return {k: without_kernels(v) for k, v in kept.items()}
+        return {k: without_kernels(v) for k, v in values.items() if not _kernel(k, v)}
     return [without_kernels(v) for v in values] if isinstance(values, list) else values
 
 
-def _chooses_kernels(field: Any) -> bool:
-    return str(field).lstrip("_").removesuffix("_internal") in _KERNELS
-
-
-def _own_experts(field: Any, value: Any) -> bool:
-    """Whether a field chooses one of transformers' own ways to run experts."""
-    return field == _EXPERTS and value in ("eager", "batched_mm")
+def _kernel(field: Any, value: Any) -> bool:
+    """Whether a field chooses kernels, other than transformers' own ways to run experts."""
+    own = field == _EXPERTS and value in ("eager", "batched_mm")
+    return not own and str(field).lstrip("_").removesuffix("_internal") in _KERNELS
 
 
 @contextlib.contextmanager
@@ -62,9 +56,9 @@ def isolated() -> Iterator[None]:
             raise TooLargeError(f"the model has more than {MAX_PARTS:,} modules and parameters")
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(constants, "HF_HUB_OFFLINE", True))
+        stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
         if hasattr(hub_kernels, "get_kernel_hub"):  # where the package `kernels` is installed
-            stack.enter_context(_replaced(hub_kernels, "get_kernel_hub", _refused))
+            stack.enter_context(replaced(hub_kernels, "get_kernel_hub", _refused))
         for register in (
             hooks.register_module_module_registration_hook,
             hooks.register_module_parameter_registration_hook,
@@ -91,12 +85,13 @@ def import_models() -> None:
 
     with contextlib.ExitStack() as stack:
         if read is not None:
-            stack.enter_context(_replaced(import_utils, name, remembered))
+            stack.enter_context(replaced(import_utils, name, remembered))
         import transformers.models
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value in a block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

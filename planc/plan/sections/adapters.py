@@ -1,7 +1,5 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
-from __future__ import annotations
-
 from planc.plan.call_arguments import Arguments, unknown, word
 from planc.plan.evaluate import describe
 from planc.plan.ir import AdapterRule, Adapters
@@ -35,14 +33,9 @@ def adapters(program: Program) -> Adapters | None:
         for placed in flatten(section, program.scope):
             _item(placed, claims, settings, program)
     rules = tuple(
-        AdapterRule(
-            modules=claim.modules,
-            adapt=claim.value[0],
-            quantize=claim.value[1],
-            origin=claim.origin,
-        )
-        for claim in claims.claims
-        if claim.value is not None
+        AdapterRule(modules=c.modules, adapt=c.value[0], quantize=c.value[1], origin=c.origin)
+        for c in claims.claims
+        if c.value is not None
     )
     own = settings.lines.get("units")
     return Adapters(
@@ -64,12 +57,8 @@ def _item(
         case ast.Setting() if item.name in ("units", "seed"):
             settings.add(item, lambda item: _value(item, program.scope))
         case ast.Setting():
-            program.sink.error(
-                "PL011",
-                f"`{item.name}` has no place in an `adapters` section",
-                item.origin,
-                help="it can set `units` and `seed`",
-            )
+            message = f"`{item.name}` has no place in an `adapters` section"
+            program.sink.error("PL011", message, item.origin, help="it can set `units` and `seed`")
         case _:
             program.sink.error(
                 "PL011",
@@ -86,12 +75,9 @@ def _rule(rule: ast.Rule, placed: Placed, claims: Claims[Lora | None], program: 
     if rule.action.name not in ACTIONS:
         unknown(rule.action, ACTIONS, "adapter", scope)
         return
-    value, right = None, True
-    if rule.action.name == "none":
-        right = Arguments(rule.action, scope).done()
-    else:
-        value = lora(rule.action, rule.origin, scope)
-        right = value is not None
+    nothing = rule.action.name == "none"
+    value = None if nothing else lora(rule.action, rule.origin, scope)
+    right = Arguments(rule.action, scope).done() if nothing else value is not None
     found = select(rule.target, placed.bases, scope, optional=rule.optional)  # report both findings
     if right:
         claims.add(found, "adapters", value, rule.origin, override=rule.override)

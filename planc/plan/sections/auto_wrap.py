@@ -1,7 +1,5 @@
 """Units that are found by parameter count or dtype. The result is a list of explicit units."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -36,9 +34,7 @@ class _SizeSearch:
     found: list[Modules] = field(default_factory=list)
 
     def left(self, modules: Modules) -> int:
-        """The number of parameters of one of these modules outside units, after its own were
-        found.
-        """
+        """The number of parameters outside units of one of these modules, after its own units."""
         if modules.path and any(modules.overlap(t) is not None for t in self.taken):
             return 0
         own = sum(p.numel for p in modules.module.parameters)

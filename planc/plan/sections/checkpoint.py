@@ -1,7 +1,5 @@
 """The checkpoint and compile sections: activation checkpointing and torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,12 +7,12 @@ from planc.diagnostic import did_you_mean, one_of
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.aten_operators import GROUPS, Save, like, listed, seen
 from planc.ops.compile import Compile
-from planc.plan.call_arguments import Arguments, unknown, word
+from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import evaluate
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, flatten
+from planc.plan.rule_conflicts import Claims
 from planc.plan.scope import Failed, Scope
-from planc.plan.sections.tensor import modules_of, no_axes, rule_of
+from planc.plan.sections.tensor import modules_of, no_axes, rules_of
 from planc.syntax import ast
 
 T = TypeVar("T")
@@ -66,13 +64,7 @@ def _claim(
     """
     for section in program.named(name):
         no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, name, program)
-            if rule is None:
-                continue
-            if rule.action.name not in known:
-                unknown(rule.action, known, f"way to {name}", program.scope)
-                continue
+        for rule, placed in rules_of(section, known, f"way to {name}", program):
             value = read(rule.action)
             if value is not None:
                 found = modules_of(rule, placed, program.scope)
@@ -172,13 +164,9 @@ def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save 
         return Save(name=name, every=every, ops=(name,))
     arguments.ok = False
     if visible is False and listed(name):
-        sink.error(
-            "PL471",
-            f"`{name}` cannot be saved: torch decomposes it first",
-            item.origin,
-            facts=["it is a composite operator"],
-            help="name its parts: those of a linear layer are `matmul`, or `aten.mm.default`",
-        )
+        message = f"`{name}` cannot be saved: torch decomposes it first"
+        help = "name its parts: those of a linear layer are `matmul`, or `aten.mm.default`"
+        sink.error("PL471", message, item.origin, facts=["it is a composite operator"], help=help)
         return None
     known = like(name) if "." in name else GROUPS
     groups = one_of([f"`{g}`" for g in GROUPS])

@@ -1,7 +1,5 @@
 """The fsdp section, or the replicate section that replaces it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,29 +104,19 @@ def _spread(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tu
     axes, copies = _axes(section, program)
     if not axes:
         verb = "shards" if section.name == "fsdp" else "copies"
-        program.sink.error(
-            "PL305",
-            f"a `{section.name}` section names the axes that it {verb} over",
-            section.name_origin,
-            help=f"write `{section.name} on dp_shard {{`",
-        )
+        message = f"a `{section.name}` section names the axes that it {verb} over"
+        help = f"write `{section.name} on dp_shard {{`"
+        program.sink.error("PL305", message, section.name_origin, help=help)
     for name in section.replicate:
         for axis in set(axes).intersection(expanded([name.path], program.scope.axis_names)):
-            program.sink.error(
-                "PL310",
-                f"`{axis}` cannot both shard and replicate",
-                name.origin,
-                help="remove it from one of the two",
-            )
+            message = f"`{axis}` cannot both shard and replicate"
+            program.sink.error("PL310", message, name.origin, help="remove it from one of the two")
     if section.name == "fsdp":
         return axes, copies
     for name in section.replicate:
-        program.sink.error(
-            "PL305",
-            "a `replicate` section replicates over the axes that it is `on`",
-            name.origin,
-            help=f"write `replicate on {' * '.join((*axes, *copies))} {{`",
-        )
+        message = "a `replicate` section replicates over the axes that it is `on`"
+        help = f"write `replicate on {' * '.join((*axes, *copies))} {{`"
+        program.sink.error("PL305", message, name.origin, help=help)
     return (), axes
 
 

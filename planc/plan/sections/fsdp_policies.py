@@ -1,7 +1,5 @@
 """Settings of an fsdp section that apply to all its units: precision, prefetch, offload, divide."""
 
-from __future__ import annotations
-
 from planc.ops.fsdp import Divide, Prefetch
 from planc.plan.call_arguments import Arguments
 from planc.plan.evaluate import size
@@ -88,11 +86,8 @@ def divide(item: ast.Setting, scope: Scope) -> Divide | None:
     if isinstance(factor, Failed):
         return None
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
-        scope.sink.error(
-            "PL012",
-            "`divide` is a positive number",
-            item.value.origin,
-            help="gradients are summed over the ranks, then divided by it",
-        )
+        message = "`divide` is a positive number"
+        help = "gradients are summed over the ranks, then divided by it"
+        scope.sink.error("PL012", message, item.value.origin, help=help)
         return None
     return Divide(factor=factor, origin=item.origin)

@@ -1,12 +1,10 @@
 """The rules of an fsdp section -> units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planc.diagnostic import did_you_mean, one_of
-from planc.model.facts import Modules, Segment
+from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.plan.call_arguments import Arguments, unknown
@@ -68,11 +66,9 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) ->
         claims.add_all(pairs, "unit", item.origin, override=item.override)
         return
     root = item.target.path == "root" and not placed.nested
-    found = (
-        (scope.facts.model,)
-        if root
-        else select(item.target, placed.bases, scope, optional=item.optional)
-    )
+    found: tuple[Modules, ...] = (scope.facts.model,)
+    if not root:
+        found = select(item.target, placed.bases, scope, optional=item.optional)
     _claim(found, terms, item, claims)
 
 
@@ -160,25 +156,10 @@ def _factors(expression: ast.Expr) -> Iterator[str | None]:
 
 def _claim(found: tuple[Modules, ...], terms: Terms, item: ast.Rule, claims: Claims[Terms]) -> None:
     """Claims the modules; with `except_last` the last entries are claimed separately."""
-    last = max((_outermost(m).last for m in found if _lists(m)), default=None)
+    last = max((m.entries.last for m in found if m.entries), default=None)
     parts = [part for modules in found for part in _parts(modules, terms.reshard, last)]
-    claims.add_all(
-        [(m, replace(terms, reshard=word)) for m, word in parts],
-        "unit",
-        item.origin,
-        override=item.override,
-    )
-
-
-def _lists(modules: Modules) -> list[int]:
-    """The positions of a path that select entries of a list, outermost only."""
-    return [i for i, s in enumerate(modules.path) if isinstance(s, Indices)][:1]
-
-
-def _outermost(modules: Modules) -> Indices:
-    indices = modules.path[_lists(modules)[0]]
-    assert isinstance(indices, Indices)
-    return indices
+    pairs = [(m, replace(terms, reshard=word)) for m, word in parts]
+    claims.add_all(pairs, "unit", item.origin, override=item.override)
 
 
 def _parts(
@@ -187,17 +168,11 @@ def _parts(
     """`except_last`: the entry with the highest index of the rule's list is not resharded."""
     if not isinstance(reshard, str):
         return [(modules, reshard)]
-    positions = _lists(modules)
-    if not positions or last is None:
+    if not modules.entries or last is None:
         return [(modules, True)]
-    at, indices = positions[0], _outermost(modules)
-    final = indices & Indices.of([last])
-    parts: list[tuple[Modules, bool | int]] = []
-    for some, word in ((indices - final, True), (final, False)):
-        if some:
-            path: tuple[Segment, ...] = (*modules.path[:at], some, *modules.path[at + 1 :])
-            parts.append((Modules(path, modules.module), word))
-    return parts
+    final = modules.entries & Indices.of([last])
+    parts = ((modules.entries - final, True), (final, False))
+    return [(modules.with_entries(some), word) for some, word in parts if some]
 
 
 # Calls in the place of a selector ----------------------------------------------------------------
@@ -316,9 +291,8 @@ def _one_by_one(
         found = [s for s in member.path if isinstance(s, Indices)]
         if len(found) != 1:
             hint = "write `groups(encoder.layers.*, decoder.layers.*)`"
-            Arguments(call, scope).wrong(
-                call, f"`{member}` does not name the entries of one list", hint
-            )
+            message = f"`{member}` does not name the entries of one list"
+            Arguments(call, scope).wrong(call, message, hint)
             return
         entries.setdefault(member.key, set()).update(found[0])
     if len({frozenset(e) for e in entries.values()}) > 1:
@@ -328,12 +302,10 @@ def _one_by_one(
         return
     last = max((max(e) for e in entries.values()), default=-1)
     for member in members:
-        at = next(i for i, s in enumerate(member.path) if isinstance(s, Indices))
-        for entry in member.path[at]:
-            index = Indices(1 << int(entry))
-            one = Modules((*member.path[:at], index, *member.path[at + 1 :]), member.module)
+        for entry in member.entries:
             word = entry != last if isinstance(terms.reshard, str) else terms.reshard
-            yield one, replace(terms, reshard=word, group=True, entry=int(entry))
+            one = member.with_entries(Indices.of([entry]))
+            yield one, replace(terms, reshard=word, group=True, entry=entry)
 
 
 def units(claims: Claims[Terms]) -> Iterator[Unit]:

@@ -1,7 +1,5 @@
 """The load section -> where weights start, how they are loaded, and their dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.diagnostic import did_you_mean, one_of
@@ -35,12 +33,9 @@ def load(program: Program) -> Load | None:
         return None
     dtype = values.get("dtype")
     if "islands" in values and dtype is None:
-        program.sink.error(
-            "PL690",
-            "`islands` names what a cast leaves in fp32, and nothing is cast",
-            lines["islands"].origin,
-            help="set the dtype of the parameters, such as `dtype = bf16`, or remove this",
-        )
+        message = "`islands` names what a cast leaves in fp32, and nothing is cast"
+        help = "set the dtype of the parameters, such as `dtype = bf16`, or remove this"
+        program.sink.error("PL690", message, lines["islands"].origin, help=help)
     origin = next(lines[name].origin for name, value in values.items() if value)
     others = ((name, line.origin) for name, line in lines.items() if line.origin is not origin)
     cast = dtype if values.get("islands") != "none" else None

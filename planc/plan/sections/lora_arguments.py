@@ -1,12 +1,11 @@
 """`lora(...)` and `qlora(...)`: the arguments of an adapter."""
 
-from __future__ import annotations
-
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize
 from planc.plan.call_arguments import Arguments
-from planc.plan.evaluate import describe, size
-from planc.plan.scope import Failed, Scope
+from planc.plan.evaluate import number, size
+from planc.plan.scope import Scope
+from planc.plan.sections.fsdp_policies import DTYPES
 from planc.source import Span
 from planc.syntax import ast
 
@@ -17,14 +16,7 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 _ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init")
 _QUANT = ("quant", "storage", "compute", "double", "block")
-_DTYPES = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-}
+_DTYPES = {word: name for word, name in DTYPES.items() if name != "float64"}
 
 
 Lora = tuple[Adapt, Quantize | None]
@@ -36,9 +28,8 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> Lora | None:
     four = call.name == "qlora"
     arguments = Arguments(call, scope, (*_ARGUMENTS, *_QUANT) if four else _ARGUMENTS)
     places = {a.name: a.value.origin for a in call.arguments}
-    rank = _number(arguments, "rank")
-    alpha = _number(arguments, "alpha")
-    dropout = _number(arguments, "dropout")
+    sizes = ("rank", "alpha", "dropout")
+    rank, alpha, dropout = (arguments.read(n, None, "a number", number, size) for n in sizes)
     dtype = arguments.word("dtype", _DTYPES, None)
     init = arguments.word("init", {name: name for name in INITS}, "default")
     quant = _quantize(arguments, origin) if four else None
@@ -88,16 +79,3 @@ def _quantize(arguments: Arguments, origin: Span) -> Quantize:
 
 def _range(scope: Scope, message: str, origin: Span) -> None:
     scope.sink.error("PL181", message, origin)
-
-
-def _number(arguments: Arguments, name: str) -> int | float | None:
-    expression = arguments.take(name)
-    if expression is None:
-        return None
-    value = size(expression, arguments.scope)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    arguments.ok = False
-    if not isinstance(value, Failed):
-        arguments.wrong(expression, f"`{name}` is a number, not {describe(value)}")
-    return None

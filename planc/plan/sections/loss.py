@@ -1,14 +1,12 @@
 """The loss section -> the head whose loss is computed in chunks of tokens."""
 
-from __future__ import annotations
-
 from planc.model.logits import scale_of, softcap_of
 from planc.ops.loss import ChunkLoss
-from planc.plan.call_arguments import Arguments, unknown
+from planc.plan.call_arguments import Arguments
 from planc.plan.ir import LossRule
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, flatten
-from planc.plan.sections.tensor import modules_of, rule_of
+from planc.plan.rule_conflicts import Claims
+from planc.plan.sections.tensor import modules_of, rules_of
 from planc.syntax import ast
 
 _ACTION = "cross_entropy"
@@ -22,13 +20,7 @@ def loss(program: Program) -> tuple[LossRule, ...]:
     claims: Claims[tuple[ChunkLoss, str | None]] = Claims(program.sink)
     for section in program.named("loss"):
         axis = _axis(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, "loss", program)
-            if rule is None:
-                continue
-            if rule.action.name != _ACTION:
-                unknown(rule.action, (_ACTION,), "loss", program.scope)
-                continue
+        for rule, placed in rules_of(section, (_ACTION,), "loss", program):
             found, op = modules_of(rule, placed, program.scope), _op(rule.action, program)
             if op is not None:
                 claims.add(found, "loss", (op, axis), rule.origin, override=rule.override)
@@ -42,12 +34,9 @@ def _axis(section: ast.Section, program: Program) -> str | None:
     """The axis that shards the vocabulary; a section without one needs none."""
     axes = (*section.axes, *section.replicate)
     if len(axes) > 1:
-        program.sink.error(
-            "PL305",
-            "a loss section works over one axis of the mesh",
-            section.name_origin,
-            help="write `loss on tp {`, or `loss {` where the vocabulary is not sharded",
-        )
+        message = "a loss section works over one axis of the mesh"
+        help = "write `loss on tp {`, or `loss {` where the vocabulary is not sharded"
+        program.sink.error("PL305", message, section.name_origin, help=help)
     return axes[0].path if axes else None
 
 

@@ -3,8 +3,6 @@
 Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolicy`, version 0.6.1.
 """
 
-from __future__ import annotations
-
 from planc.diagnostic import one_of
 from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
 from planc.plan.call_arguments import Arguments, word
@@ -34,12 +32,9 @@ def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None
         return None
     backend = lines["backend"]
     if section != "fsdp":
-        scope.sink.error(
-            "PL498",
-            f"Megatron-FSDP has no `{section}` section",
-            backend.origin,
-            help="write an fsdp section with `strategy = no_shard`",
-        )
+        message = f"Megatron-FSDP has no `{section}` section"
+        help = "write an fsdp section with `strategy = no_shard`"
+        scope.sink.error("PL498", message, backend.origin, help=help)
         return None
     dtypes, options = _directive(lines.get(NAME), scope)
     places = {"strategy": "strategy", "outer_strategy": "outer", NAME: "options"}
@@ -74,9 +69,7 @@ def _word(item: SectionLine | None, words: tuple[str, ...], default: str, scope:
 def _directive(
     item: SectionLine | None, scope: Scope
 ) -> tuple[dict[str, str | None], tuple[tuple[str, bool], ...]]:
-    """`megatron(main_params = bf16, nccl_ub = true)`: dtypes, and options that differ from the
-    default.
-    """
+    """`megatron(main_params = bf16, nccl_ub = true)`: dtypes, and options that are not defaults."""
     if not isinstance(item, ast.Directive):
         return {}, ()
     arguments = Arguments(item.call, scope, (*DTYPE_WORDS, *OPTIONS))

@@ -1,7 +1,5 @@
 """Tensor sections -> styles on modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.model.facts import Modules
@@ -53,9 +51,8 @@ def tensor(program: Program) -> Iterator[TensorRule]:
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
     for axis, held in claims.items():
         for claim in held.claims:
-            yield TensorRule(
-                modules=claim.modules, axis=axis, style=claim.value, origin=claim.origin
-            )
+            modules, style = claim.modules, claim.value
+            yield TensorRule(modules=modules, axis=axis, style=style, origin=claim.origin)
 
 
 def _claim(
@@ -69,12 +66,11 @@ def _claim(
         own = kind if kind in ("embedding", "conv1d") else "other"
         by_kind.setdefault(own, []).append(modules)
     for i, (kind, group) in enumerate(by_kind.items()):
-        own_style = program.styles.get(rule.action.name)
-        style = (
-            custom(rule.action, own_style.path, program.scope)
-            if own_style
-            else style_of(rule.action, program.scope, kind=kind)
-        )
+        style: Style | None
+        if own_style := program.styles.get(rule.action.name):
+            style = custom(rule.action, own_style.path, program.scope)
+        else:
+            style = style_of(rule.action, program.scope, kind=kind)
         if style is None:
             return
         override = rule.override and i == 0
@@ -86,13 +82,22 @@ def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
     item = placed.item
     if isinstance(item, ast.Rule) and isinstance(item.target, ast.Selector):
         return item
-    program.sink.error(
-        "PL011",
-        f"this has no place in a `{section}` section",
-        item.origin,
-        help=f"it holds rules: `{_EXAMPLES[section]}`",
-    )
+    message = f"this has no place in a `{section}` section"
+    help = f"it holds rules: `{_EXAMPLES[section]}`"
+    program.sink.error("PL011", message, item.origin, help=help)
     return None
+
+
+def rules_of(
+    section: ast.Section, known: tuple[str, ...], what: str, program: Program
+) -> Iterator[tuple[ast.Rule, Placed]]:
+    """The rules of a section with one of its actions; anything else is PL011 or PL105."""
+    for placed in flatten(section, program.scope):
+        rule = rule_of(placed, section.name, program)
+        if rule is not None and rule.action.name in known:
+            yield rule, placed
+        elif rule is not None:
+            unknown(rule.action, known, what, program.scope)
 
 
 def modules_of(rule: ast.Rule, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
@@ -103,12 +108,8 @@ def modules_of(rule: ast.Rule, placed: Placed, scope: Scope) -> tuple[Modules, .
 def _axis(section: ast.Section, program: Program) -> str | None:
     """The one axis of a tensor section."""
     if section.replicate or len(section.axes) != 1:
-        program.sink.error(
-            "PL305",
-            "a tensor section works over one axis of the mesh",
-            section.name_origin,
-            help="write `tensor on tp {`",
-        )
+        message = "a tensor section works over one axis of the mesh"
+        program.sink.error("PL305", message, section.name_origin, help="write `tensor on tp {`")
         return None
     return section.axes[0].path
 

@@ -1,29 +1,6 @@
 """The styles of a plan -> styles of the IR."""
 
-from __future__ import annotations
-
-from planc.ops.styles import (
-    Attributes,
-    Colwise,
-    Custom,
-    Experts,
-    Features,
-    Input,
-    Layout,
-    MlaKv,
-    Output,
-    ParameterLayout,
-    Parameters,
-    Partial,
-    Parts,
-    Redistribution,
-    Replicate,
-    Replicated,
-    Rowwise,
-    Sequence,
-    Shard,
-    Style,
-)
+from planc.ops import styles as ir
 from planc.plan.call_arguments import Arguments
 from planc.plan.evaluate import evaluate, size
 from planc.plan.scope import Failed, Scope
@@ -44,7 +21,7 @@ STYLES = (
 )
 
 
-def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> Style | None:
+def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> ir.Style | None:
     """A style of the IR, or None after a finding.
 
     Args:
@@ -59,7 +36,7 @@ def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> Style | No
             arguments = Arguments(call, scope, ("dim", "local"))
             dim = arguments.integer("dim", 1)
             local = arguments.truth("local", False)
-            return Sequence(dim=dim, local=local) if arguments.done() else None
+            return ir.Sequence(dim=dim, local=local) if arguments.done() else None
         case "input":
             return _input(call, scope)
         case "output":
@@ -67,26 +44,25 @@ def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> Style | No
         case "replicate":
             arguments = Arguments(call, scope, ("gradient",))
             summed = arguments.word("gradient", {"sum": True}, False)
-            return Replicated(summed=summed) if arguments.done() else None
+            return ir.Replicated(summed=summed) if arguments.done() else None
         case "mla_kv":
             return _mla_kv(call, scope)
         case "features":
-            return Features() if Arguments(call, scope).done() else None
+            return ir.Features() if Arguments(call, scope).done() else None
         case "attributes":
             return _attributes(call, scope)
         case _:
             return _bare(call, scope)
 
 
-def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | None:
+def _weighted(call: ast.Call, scope: Scope, kind: str) -> ir.Colwise | ir.Rowwise | None:
     arguments = Arguments(call, scope, ("local", "parts", "interleaved"))
     local = arguments.truth("local", True)
     parts, interleaved = _parts(arguments)
-    default = Colwise() if call.name == "colwise" else Rowwise()
-    source = default.input
-    target = default.output
-    if isinstance(default, Rowwise) and kind == "embedding":
-        source = Replicate()
+    default = ir.Colwise() if call.name == "colwise" else ir.Rowwise()
+    source, target = default.input, default.output
+    if isinstance(default, ir.Rowwise) and kind == "embedding":
+        source = ir.Replicate()
     if arguments.positional:
         hint = f"write `{call.name}(-> replicate)`, or `{call.name}(shard(1) -> replicate)`"
         arrow = _arrow(arguments, 0, source, hint)
@@ -105,7 +81,7 @@ def _weighted(call: ast.Call, scope: Scope, kind: str) -> Colwise | Rowwise | No
     )
 
 
-def _arrow(arguments: Arguments, at: int, source: Layout, hint: str) -> Redistribution | None:
+def _arrow(arguments: Arguments, at: int, source: ir.Layout, hint: str) -> ir.Redistribution | None:
     """A positional arrow, whose left side may be omitted."""
     arrow = arguments.positional[at].value
     if not isinstance(arrow, ast.Arrow):
@@ -114,10 +90,10 @@ def _arrow(arguments: Arguments, at: int, source: Layout, hint: str) -> Redistri
         return None
     one = _layout(arrow.source, arguments) if arrow.source else source
     two = _layout(arrow.target, arguments)
-    return None if one is None or two is None else Redistribution(one, two)
+    return None if one is None or two is None else ir.Redistribution(one, two)
 
 
-def _parts(arguments: Arguments) -> tuple[Parts, bool]:
+def _parts(arguments: Arguments) -> tuple[ir.Parts, bool]:
     """`parts = 2` or `parts = [a, b]`, and `interleaved = true`."""
     interleaved = arguments.truth("interleaved", False)
     expression = arguments.take("parts")
@@ -143,16 +119,16 @@ def _parts(arguments: Arguments) -> tuple[Parts, bool]:
     return (tuple(good) if isinstance(value, tuple) else good[0]), interleaved
 
 
-def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
+def _layout(expression: ast.Expr, arguments: Arguments) -> ir.Layout | None:
     match expression:
         case ast.Name(path="replicate"):
-            return Replicate()
+            return ir.Replicate()
         case ast.Name(path="partial"):
-            return Partial()
+            return ir.Partial()
         case ast.Call(name="shard") if len(expression.arguments) == 1:
             dim = evaluate(expression.arguments[0].value, arguments.scope)
             if isinstance(dim, int) and not isinstance(dim, bool):
-                return Shard(dim)
+                return ir.Shard(dim)
     arguments.wrong(
         expression,
         f"`{expression.origin.text}` is not a layout",
@@ -161,25 +137,25 @@ def _layout(expression: ast.Expr, arguments: Arguments) -> Layout | None:
     return None
 
 
-def _change(expression: ast.Expr, arguments: Arguments) -> Redistribution | None:
+def _change(expression: ast.Expr, arguments: Arguments) -> ir.Redistribution | None:
     if not isinstance(expression, ast.Arrow) or expression.source is None:
         hint = "write the current and the desired layout: `shard(1) -> replicate`"
         arguments.wrong(expression, f"`{expression.origin.text}` is not a change of layout", hint)
         return None
     source = _layout(expression.source, arguments)
     target = _layout(expression.target, arguments)
-    return Redistribution(source, target) if source is not None and target is not None else None
+    return ir.Redistribution(source, target) if source is not None and target is not None else None
 
 
-def _positional(arguments: Arguments) -> tuple[Redistribution | None, ...]:
-    result: list[Redistribution | None] = []
+def _positional(arguments: Arguments) -> tuple[ir.Redistribution | None, ...]:
+    result: list[ir.Redistribution | None] = []
     for argument in arguments.positional:
         null = isinstance(argument.value, ast.Literal) and argument.value.value is None
         result.append(None if null else _change(argument.value, arguments))
     return tuple(result)
 
 
-def _input(call: ast.Call, scope: Scope) -> Input | None:
+def _input(call: ast.Call, scope: Scope) -> ir.Input | None:
     arguments = Arguments(call, scope)
     local = arguments.truth("local", False)
     positional = _positional(arguments)
@@ -189,10 +165,10 @@ def _input(call: ast.Call, scope: Scope) -> Input | None:
         arguments.wrong(call, "`input` changes nothing", "write `input(shard(1) -> replicate)`")
     if not arguments.ok:
         return None
-    return Input(positional=positional, named=changes, local=local)
+    return ir.Input(positional=positional, named=changes, local=local)
 
 
-def _output(call: ast.Call, scope: Scope) -> Output | None:
+def _output(call: ast.Call, scope: Scope) -> ir.Output | None:
     arguments = Arguments(call, scope, ("local",))
     local = arguments.truth("local", True)
     positional = _positional(arguments)
@@ -200,10 +176,10 @@ def _output(call: ast.Call, scope: Scope) -> Output | None:
         arguments.wrong(call, "`output` changes nothing", "write `output(shard(1) -> replicate)`")
     if not arguments.done(positional=len(arguments.positional)):
         return None
-    return Output(positional=positional, local=local)
+    return ir.Output(positional=positional, local=local)
 
 
-def custom(call: ast.Call, path: str, scope: Scope) -> Custom | None:
+def custom(call: ast.Call, path: str, scope: Scope) -> ir.Custom | None:
     """A style of the plan's own, with any arguments."""
     arguments = Arguments(call, scope)
     given = [(str(a.name), size(a.value, scope)) for a in arguments.rest()]
@@ -213,19 +189,19 @@ def custom(call: ast.Call, path: str, scope: Scope) -> Custom | None:
             arguments.wrong(call, f"`{name}` is a path of modules, and not a value")
     if not arguments.done():
         return None
-    return Custom(name=call.name, path=path, arguments=tuple(given))
+    return ir.Custom(name=call.name, path=path, arguments=tuple(given))
 
 
-def _mla_kv(call: ast.Call, scope: Scope) -> MlaKv | None:
+def _mla_kv(call: ast.Call, scope: Scope) -> ir.MlaKv | None:
     arguments = Arguments(call, scope, ("rope",))
     rope = arguments.integer("rope", 0, size)
     if rope < 1 and arguments.ok:
         hint = "write `mla_kv(rope = config.qk_rope_head_dim)`"
         arguments.wrong(call, "`mla_kv` needs the number of rotary features", hint)
-    return MlaKv(rope=rope) if arguments.done() else None
+    return ir.MlaKv(rope=rope) if arguments.done() else None
 
 
-def _attributes(call: ast.Call, scope: Scope) -> Attributes | None:
+def _attributes(call: ast.Call, scope: Scope) -> ir.Attributes | None:
     """`attributes(heads = split)`."""
     names = tuple(dict.fromkeys(str(a.name) for a in call.arguments if a.name is not None))
     arguments = Arguments(call, scope, names)
@@ -234,16 +210,16 @@ def _attributes(call: ast.Call, scope: Scope) -> Attributes | None:
     if not names and arguments.ok:
         hint = "name the attributes that count heads: `attributes(heads = split)`"
         arguments.wrong(call, "`attributes` names no attribute", hint)
-    return Attributes(names=names) if arguments.done() else None
+    return ir.Attributes(names=names) if arguments.done() else None
 
 
 # Bare parameters ---------------------------------------------------------------------------------
 
 
-def _bare(call: ast.Call, scope: Scope) -> Parameters | Experts | None:
+def _bare(call: ast.Call, scope: Scope) -> ir.Parameters | ir.Experts | None:
     """`parameters(sinks = shard(0))`, `experts(up = shard(1, parts = 2), down = shard(2))`."""
     arguments = Arguments(call, scope)
-    flow = Redistribution(Replicate(), Replicate())
+    flow = ir.Redistribution(ir.Replicate(), ir.Replicate())
     experts = call.name == "experts"
     local = arguments.truth("local", True) if experts else True
     if arguments.positional and experts:
@@ -260,15 +236,15 @@ def _bare(call: ast.Call, scope: Scope) -> Parameters | Experts | None:
     if not arguments.done(positional=int(experts)):
         return None
     if experts:
-        return Experts(layouts=layouts, input=flow.source, output=flow.target, local=local)
-    return Parameters(layouts=layouts)
+        return ir.Experts(layouts=layouts, input=flow.source, output=flow.target, local=local)
+    return ir.Parameters(layouts=layouts)
 
 
-def _held(expression: ast.Expr, arguments: Arguments) -> ParameterLayout | None:
+def _held(expression: ast.Expr, arguments: Arguments) -> ir.ParameterLayout | None:
     """`shard(1)`, `shard(1, parts = 2, interleaved = true)`, `replicate`, `partial`."""
     if not isinstance(expression, ast.Call) or expression.name != "shard":
         layout = _layout(expression, arguments)
-        return None if layout is None else ParameterLayout(layout=layout)
+        return None if layout is None else ir.ParameterLayout(layout=layout)
     inner = Arguments(expression, arguments.scope, ("parts", "interleaved"))
     parts, interleaved = _parts(inner)
     dim = evaluate(inner.positional[0].value, inner.scope) if inner.positional else None
@@ -276,8 +252,7 @@ def _held(expression: ast.Expr, arguments: Arguments) -> ParameterLayout | None:
         inner.wrong(expression, "`shard` names the dim that it splits", "write `shard(1)`")
         arguments.ok = False
         return None
-    good = inner.done(positional=1)
-    arguments.ok = arguments.ok and good
-    return (
-        ParameterLayout(layout=Shard(dim), parts=parts, interleaved=interleaved) if good else None
-    )
+    if not inner.done(positional=1):
+        arguments.ok = False
+        return None
+    return ir.ParameterLayout(layout=ir.Shard(dim), parts=parts, interleaved=interleaved)

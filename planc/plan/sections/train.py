@@ -1,12 +1,10 @@
 """The train sections -> which parameters take gradients."""
 
-from __future__ import annotations
-
 from planc.ops.freeze import Freeze
-from planc.plan.call_arguments import Arguments, unknown
+from planc.plan.call_arguments import Arguments
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, flatten
-from planc.plan.sections.tensor import modules_of, no_axes, rule_of
+from planc.plan.rule_conflicts import Claims
+from planc.plan.sections.tensor import modules_of, no_axes, rules_of
 
 _STATES = {"frozen": False, "trainable": True}
 
@@ -20,13 +18,8 @@ def train(program: Program) -> tuple[Freeze, ...]:
     claims: Claims[Freeze | None] = Claims(program.sink)
     for section in program.named("train"):
         no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, "train", program)
-            if rule is None:
-                continue
-            if rule.action.name not in _STATES:
-                unknown(rule.action, tuple(_STATES), "state", program.scope)
-            elif Arguments(rule.action, program.scope).done():
+        for rule, placed in rules_of(section, tuple(_STATES), "state", program):
+            if Arguments(rule.action, program.scope).done():
                 found = modules_of(rule, placed, program.scope)
                 op = Freeze(modules=program.facts.model, trainable=_STATES[rule.action.name])
                 claims.add(found, "training", op, rule.origin, override=rule.override)

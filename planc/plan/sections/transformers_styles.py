@@ -1,7 +1,5 @@
 """The styles of transformers' tensor parallel plans, in the language of planc."""
 
-from __future__ import annotations
-
 _EXPERTS = "experts(gate_up_proj = shard(1, parts = 2), down_proj = shard(2))"
 _EXPERT_PARALLEL = "expert parallelism is not supported yet; over a tensor axis it is"
 

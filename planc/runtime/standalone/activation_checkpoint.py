@@ -6,8 +6,6 @@ fully qualified.
 
 # mypy: allow-subclassing-any
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

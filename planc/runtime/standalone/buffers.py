@@ -5,8 +5,6 @@ them; the result is used only if it does not depend on previous values. Emitted 
 inline these definitions without their types.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

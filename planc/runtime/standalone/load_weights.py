@@ -17,8 +17,6 @@ tensors (stacked, concatenated, transposed), reading on one rank for all, or wei
 that are quantized one at a time. It could replace `StoredTensor.copy_to` only.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod

@@ -1,7 +1,5 @@
 """LoRA by peft, with the same values on every rank. Scripts inline it without types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

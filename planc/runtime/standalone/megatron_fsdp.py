@@ -5,8 +5,6 @@ optimizer's parameters by those for computation; a hook does the same for the mo
 itself, so that a training script can call the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

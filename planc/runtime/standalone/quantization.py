@@ -5,8 +5,6 @@ Emitted scripts inline these definitions without their types.
 
 # mypy: allow-subclassing-any
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Emitted scripts inline these definitions without their types.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ and the standard library, and code lines are laid out so that every formatter le
 them as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod

@@ -5,8 +5,6 @@ Emitted scripts inline these definitions without their types.
 
 # mypy: allow-subclassing-any
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """Loads weights from files: all are checked first, then each rank reads its own slices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +11,7 @@ from torch import Tensor, distributed, nn
 from planc.diagnostic import Diagnostic, PlanError
 from planc.model.checkpoint_conversion import recipes
 from planc.runtime.lora import init_adapters
-from planc.runtime.preconditions import problem
+from planc.runtime.preconditions import of_all_ranks, problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.buffers import computed_buffers
 from planc.runtime.standalone.load_weights import (
@@ -157,10 +155,7 @@ def _differing_buffers(model: nn.Module, values: Mapping[int, Tensor]) -> list[D
         if id(buffer) in values and buffer.numel():
             data = values[id(buffer)].cpu().flatten().view(torch.uint8).numpy()
             mine[plain_name(name)] = sha256(data.tobytes()).hexdigest()
-    everyone = [mine]
-    if distributed.get_world_size() > 1:
-        everyone = [{} for _ in range(distributed.get_world_size())]
-        distributed.all_gather_object(everyone, mine)
+    everyone = of_all_ranks(mine)
     names = [n for n in mine if any(other.get(n) != mine[n] for other in everyone)]
     if not names:
         return []

@@ -4,8 +4,6 @@ Keys are `state.NAME.exp_avg` and `param_groups.NAME.lr`. A name is the same und
 a parameter's index and its shards are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,13 +18,7 @@ from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import detached, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces
 from planc.runtime.standalone.load_weights import listed_names
-from planc.runtime.standalone.shards import (
-    Order,
-    irregular,
-    named_tensors,
-    rank_orders,
-    tied_names,
-)
+from planc.runtime.standalone.shards import Order, irregular, named_tensors, rank_orders, tied_names
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -50,10 +42,7 @@ def storage_order(key: str, value: Any, own: Mapping[str, Order]) -> Order | Non
 
 
 def check_state(
-    model: nn.Module,
-    optimizer: Optimizer,
-    stored: Mapping[str, Any],
-    findings: list[Diagnostic],
+    model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any], findings: list[Diagnostic]
 ) -> None:
     """Checks that an optimizer state in a checkpoint fits an optimizer.
 
@@ -90,21 +79,17 @@ def empty_flat_state(
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
-            same = shape == tuple(parameter.shape)
-            out[key] = (
-                empty_shard(parameter, dtype, own.get(_owner(key)))
-                if same
-                else torch.empty(shape, dtype=dtype)
-            )
+            if shape == tuple(parameter.shape):
+                out[key] = empty_shard(parameter, dtype, own.get(_owner(key)))
+            else:
+                out[key] = torch.empty(shape, dtype=dtype)
     return out
 
 
 def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     """Loads a flattened state dict into an optimizer."""
-    numbers: dict[int, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            numbers[id(parameter)] = len(numbers)
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers = {id(parameter): number for number, parameter in enumerate(every)}
     names = {name: p for name, p, _ in _parameters(model, optimizer)}
     state: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,5 @@
 """Saves and loads adapters in peft's file format, and merges them into the weights."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -16,9 +14,10 @@ from torch import Tensor, distributed, nn
 from planc.diagnostic import Diagnostic
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.runtime.lora import NAME, adapts, layers
+from planc.runtime.lora import NAME, adapts
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
+from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
 from planc.runtime.standalone.shards import (
     four_bit_layers,
@@ -112,7 +111,7 @@ def _other_trained(model: nn.Module) -> list[str]:
 
 
 def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
-    found = [name for name in _other_trained(model) if name in layers(model)]
+    found = [name for name in _other_trained(model) if name in adapter_layers(model)]
     if not found:
         return []
     text = f"{found[0]} is trainable and has an adapter: peft's files have no place for its weight"
@@ -130,10 +129,15 @@ def _peft_name(name: str) -> str:
 
 def _write(model: nn.Module, lowered: Lowered, folder: Path, full: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{WEIGHTS}.partial"
-    save_file(full, partial, metadata={"format": "pt"})
     _config(model, lowered).save_pretrained(str(folder))
-    partial.rename(folder / WEIGHTS)
+    write_tensors(folder / WEIGHTS, full)
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a file of safetensors, which is there as a whole or not at all."""
+    partial = file.with_name(f".{file.name}.partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.rename(file)
 
 
 def _config(model: nn.Module, lowered: Lowered) -> Any:
@@ -146,6 +150,7 @@ def _config(model: nn.Module, lowered: Lowered) -> Any:
         counted[op.rank, op.alpha] += sum(len(m) for m in op.members)
     (rank, alpha), _ = counted.most_common(1)[0]
     causal = type(model).__name__.endswith("ForCausalLM")
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type, unused-ignore]
@@ -154,8 +159,7 @@ def _config(model: nn.Module, lowered: Lowered) -> Any:
         rank_pattern={op.pattern: op.rank for op in ops if op.rank != rank},
         alpha_pattern={op.pattern: op.alpha for op in ops if op.alpha != alpha},
         task_type="CAUSAL_LM" if causal else None,
-        base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", "")
-        or None,
+        base_model_name_or_path=name or None,
         modules_to_save=_other_trained(model) or None,
         inference_mode=True,
     )
@@ -229,13 +233,12 @@ def _mismatches(
 
 
 def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
-    """PL189 for an export without a choice for adapters, or that cannot merge them; PL686 for
-    4-bit weights."""
+    """PL189: an export without a choice for adapters, or that cannot merge them; PL686: 4-bit."""
     if four := next(iter(four_bit_layers(model)), None):
         text = f"{four} is in 4 bits, and no export can restore the original weights"
         how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
         return [problem("PL686", text, help=how_to)]
-    own = layers(model)
+    own = adapter_layers(model)
     if not own or how == "left_out":
         return []
     if how != "merged":
@@ -261,10 +264,8 @@ def change(layer: Any) -> Tensor:
         halves = whole_of(a), whole_of(b)
     else:
         modules = layer.lora_A[NAME], layer.lora_B[NAME]
-        one, two = (
-            whole_of(m.weight, getattr(m, "_rank_order", {}).get("weight")) for m in modules
-        )
-        halves = one, two
+        orders = [getattr(m, "_rank_order", {}).get("weight") for m in modules]
+        halves = whole_of(modules[0].weight, orders[0]), whole_of(modules[1].weight, orders[1])
     product = halves[1] @ halves[0]
     turned = embedding or getattr(layer, "fan_in_fan_out", False)
     return (product.T if turned else product) * layer.scaling[NAME]

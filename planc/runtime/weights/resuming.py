@@ -1,7 +1,5 @@
 """Loads a model and its optimizer from a torch.distributed.checkpoint folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -40,18 +38,13 @@ def load(
         planned: the setting in the plan's load section, None without one.
     """
     if weights not in (None, *get_args(Weights)):
-        raise ValueError(
-            f"weights is {weights!r}, it can be {one_of(map(repr, get_args(Weights)))}"
-        )
+        known = one_of(map(repr, get_args(Weights)))
+        raise ValueError(f"weights is {weights!r}, it can be {known}")
     problems: list[Diagnostic] = []
     if weights and planned and weights != planned:
-        problems.append(
-            problem(
-                "PL475",
-                f"this call has weights = {weights}, the plan's load section {planned}",
-                help="leave it to the plan, or remove the setting from the plan",
-            )
-        )
+        text = f"this call has weights = {weights}, the plan's load section {planned}"
+        help = "leave it to the plan, or remove the setting from the plan"
+        problems.append(problem("PL475", text, help=help))
     raise_on_all_ranks(problems)
     folder = saved(folder)
     kind = [(folder / METADATA).is_file()]

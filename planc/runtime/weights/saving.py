@@ -1,7 +1,5 @@
 """Checkpoints that another plan can resume from, and exports that transformers reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.optim import Optimizer
@@ -17,10 +14,10 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
-from planc.runtime.lora import layers
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.dcp_chunks import storable
+from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.runtime.standalone.shards import (
     four_bit_layers,
@@ -32,7 +29,7 @@ from planc.runtime.standalone.shards import (
 )
 from planc.runtime.weights.loading import raise_on_all_ranks
 from planc.runtime.weights.optimizers import flat_state, storage_order
-from planc.runtime.weights.peft_files import Tuned, change, merge_findings
+from planc.runtime.weights.peft_files import Tuned, change, merge_findings, write_tensors
 
 METADATA = ".metadata"  # torch.distributed.checkpoint writes this file last
 
@@ -177,7 +174,7 @@ def export(
     raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
     names = [_kept(model, group) for group in tied_names(model) if not is_adapter(group[0])]
-    changes = layers(model) if adapters == "merged" else {}
+    changes = adapter_layers(model) if adapters == "merged" else {}
     tensors, own = dict(named_tensors(model)), rank_orders(model)
     parts = list(_parts([(n, tensors[n]) for n in names], shard_size))
     first = distributed.get_rank() == 0
@@ -193,15 +190,14 @@ def export(
             del value
         if first and not failed:
             file = folder / _named(number, len(parts))
-            failed = _on_rank0(lambda file=file, full=full: _write(file, full))  # type: ignore[misc]
+            failed = _on_rank0(lambda file=file, full=full: write_tensors(file, full))  # type: ignore[misc]
     raise_on_all_ranks(failed)
     raise_on_all_ranks(_on_rank0(lambda: _describe(model, lowered, folder, parts)))
 
 
 def _empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    there = next(folder.glob("*.safetensors*"), None)
-    if there is not None:
+    if there := next(folder.glob("*.safetensors*"), None):
         raise FileExistsError(f"{folder} holds {there.name} already: choose another folder")
 
 
@@ -226,12 +222,6 @@ def _parts(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[st
 
 def _named(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-
-
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.rename(file)
 
 
 def _describe(model: nn.Module, lowered: Lowered, folder: Path, parts: list[list[str]]) -> None:

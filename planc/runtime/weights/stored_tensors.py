@@ -4,8 +4,6 @@ Only `Run.load` reads these, because transformers defines the conversions and em
 do not import it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """`planc fmt`: plan files and their canonical layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +75,8 @@ def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]
         else:
             files = [name]
         for file in files:
-            place = PlanFile(name="<stdin>" if file == "-" else file, path=None)
-            if file != "-":
-                place = PlanFile(name=file, path=Path(file))
+            stdin = PlanFile(name="<stdin>", path=None)
+            place = stdin if file == "-" else PlanFile(name=file, path=Path(file))
             content = text(place, None, sink)
             if content is not None and quotable(place, content, None, sink):
                 after = formatted(Source(place.name, content), sink)

@@ -10,8 +10,6 @@
 - There is at most one blank line in a row, and none at the edges of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -106,17 +104,12 @@ def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
             width = len(_flat(line.parts[:position]))
             if width <= _WIDEST:
                 runs[-1].append((at, position, width))
-    return {
-        at: (position, max(w for _, _, w in run) - width)
-        for run in runs
-        for at, position, width in run
-    }
+    widest = ((run, max((width for _, _, width in run), default=0)) for run in runs)
+    return {at: (position, most - w) for run, most in widest for at, position, w in run}
 
 
 def _separator(line: OutputLine) -> tuple[tuple[object, ...], int] | None:
-    """The kind of a line that has a head, and the index of the part between the head and the
-    rest.
-    """
+    """The kind of a line that has a head, and the index between the head and the rest."""
     kinds = [p.kind if isinstance(p, PlanToken) else "" for p in line.parts]
     if "COLON" in kinds:
         return ("COLON",), kinds.index("COLON")
@@ -141,11 +134,7 @@ class _Row:
 
 
 def _rendered(
-    parts: Sequence[TokenOrGroup],
-    indent: int,
-    *,
-    pad: tuple[int, int] | None = None,
-    end: str = "",
+    parts: Sequence[TokenOrGroup], indent: int, *, pad: tuple[int, int] | None = None, end: str = ""
 ) -> list[_Row]:
     """The rows of a statement or an item: one where it fits, else with brackets broken."""
     if not parts:
@@ -222,7 +211,7 @@ def _space(before: TokenOrGroup, part: TokenOrGroup) -> str:
     if isinstance(part, BracketGroup):
         tight = part.call
     else:
-        tight = part.kind in ("COMMA", "CLASS") or part.kind == "RBRACE"
+        tight = part.kind in ("COMMA", "CLASS", "RBRACE")
     return "" if tight or (isinstance(before, PlanToken) and before.unary) else " "
 
 

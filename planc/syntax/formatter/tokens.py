@@ -158,9 +158,8 @@ def tokens_of(text: str) -> Iterator[PlanToken]:
 
 def _token(kind: str, text: str, gap: str, end: int, *, unary: bool = False) -> PlanToken:
     lines = gap.count("\n")
-    return PlanToken(
-        kind=kind, text=text, starts_line=lines > 0 or end == 0, blank=lines > 1, unary=unary
-    )
+    starts = lines > 0 or end == 0
+    return PlanToken(kind=kind, text=text, starts_line=starts, blank=lines > 1, unary=unary)
 
 
 class TokenReader:
@@ -179,15 +178,17 @@ class TokenReader:
         return self.tokens_of[self.at - 1]
 
     def read(self) -> list[OutputLine]:
-        """The lines of a text that matches the grammar, each statement and each brace on its
-        own.
-        """
+        """The lines of a text that matches the grammar, each statement and brace on its own."""
         indent = 0
         starts_statement = True
         while (token := self.next()) is not None:
             if token.kind == "#":
                 self.take()
-                self._comment(token, indent)
+                if token.starts_line:
+                    alone = OutputLine(indent=indent, blank=token.blank, comment=token.text)
+                    self.lines.append(alone)
+                else:
+                    self.lines[-1].comment = token.text
                 continue
             indent -= token.kind == "RBRACE"
             if starts_statement or token.starts_line or token.kind == "RBRACE":
@@ -202,12 +203,6 @@ class TokenReader:
             else:
                 indent += starts_statement
         return self.lines
-
-    def _comment(self, token: PlanToken, indent: int) -> None:
-        if token.starts_line:
-            self.lines.append(OutputLine(indent=indent, blank=token.blank, comment=token.text))
-        else:
-            self.lines[-1].comment = token.text
 
     def _part(self, before: TokenOrGroup | None) -> TokenOrGroup:
         token = self.take()
