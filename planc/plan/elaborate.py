@@ -22,6 +22,7 @@ from planc.plan.sections.context import context
 from planc.plan.sections.fsdp import fsdp
 from planc.plan.sections.load import load
 from planc.plan.sections.loss import loss
+from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
 from planc.plan.shard_dim_auto import settled
@@ -41,6 +42,7 @@ SECTIONS = (
     "replicate",
     "context",
     "loss",
+    "pipeline",
 )
 
 
@@ -101,6 +103,7 @@ def elaborate(
         context=part("context", lambda: tuple(context(program))),
         adapters=part("adapters", lambda: adapters(program)),
         loss=part("loss", lambda: loss(program)),
+        pipeline=part("pipeline", lambda: pipeline(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )
@@ -204,7 +207,7 @@ def _experts(axis: MeshAxis, program: Program) -> None:
 def _unused(axis: MeshAxis, program: Program) -> None:
     one = f"set `{axis.name} = 1`"
     wanted = {
-        AxisRole.STAGE: f"pipeline parallelism is not supported yet: {one}",
+        AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {one}",
         AxisRole.SEQUENCE: f"context parallelism is not supported yet: {one}; or, where the script "
         f"slices the sequences itself, shard over it: `fsdp on dp_shard * {axis.name}`",
     }

@@ -67,12 +67,21 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def num_items_in_batch(labels: Sequence[Tensor], mesh: DeviceMesh | None) -> Tensor:
     """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
-    count = torch.stack([(some[..., 1:] != IGNORED).sum() for some in labels]).sum().float()
+    return mean_over(torch.stack([valid_labels(some) for some in labels]).sum().float(), mesh)
+
+
+def valid_labels(labels: Tensor) -> Tensor:
+    """The labels that count: [rows, length], without the first of a row, or one for each row."""
+    return ((labels[..., 1:] if labels.dim() > 1 else labels) != IGNORED).sum()
+
+
+def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The mean of a number of each rank of a mesh, in place where there are several."""
     if mesh is None:
-        return count
-    count = count.to(mesh.device_type)
-    distributed.all_reduce(count, group=mesh.get_group())
-    return count / mesh.size()
+        return value
+    value = value.to(mesh.device_type)
+    distributed.all_reduce(value, group=mesh.get_group())
+    return value / mesh.size()
 
 
 @contextmanager
@@ -117,6 +126,7 @@ def clip_grad_norm(
     *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    stages: DeviceMesh | None = None,
 ) -> Tensor:
     """Scales all gradients so that the norm of the full model's gradient is at most `max_norm`.
 
@@ -128,6 +138,7 @@ def clip_grad_norm(
         max_norm: the largest norm allowed; with infinity gradients are not scaled.
         norm_type: 2 for the Euclidean norm, infinity for the largest absolute value.
         error_if_nonfinite: whether to raise if the norm is not finite.
+        stages: the ranks of a pipeline, which hold different parameters.
 
     Returns:
         The norm before scaling, a scalar of float32, the same on every rank.
@@ -136,7 +147,7 @@ def clip_grad_norm(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     with torch.no_grad():
-        norm = _norm(model, norm_type)
+        norm = _norm(model, norm_type, stages)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -147,7 +158,7 @@ def clip_grad_norm(
     return norm
 
 
-def _norm(model: nn.Module, norm_type: float) -> Tensor:
+def _norm(model: nn.Module, norm_type: float, stages: DeviceMesh | None) -> Tensor:
     parts_of: dict[_Axes, list[Tensor]] = {}
     device: Any = "cpu"
     for parameter in model.parameters():  # also those without gradients: ranks must agree
@@ -159,6 +170,8 @@ def _norm(model: nn.Module, norm_type: float) -> Tensor:
     total = torch.zeros((), device=device)
     for axes, parts in parts_of.items():
         total = _add(total, _reduced(parts, axes, norm_type, device), norm_type)
+    if stages is not None:
+        distributed.all_reduce(total, op=_kind(norm_type), group=stages.get_group())
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
@@ -189,10 +202,13 @@ def _reduced(parts: list[Tensor], axes: _Axes, norm_type: float, device: Any) ->
     for norm in norms:
         power = norm if math.isinf(norm_type) else norm**norm_type
         total = _add(total, power.to(device), norm_type)
-    kind = distributed.ReduceOp.MAX if math.isinf(norm_type) else distributed.ReduceOp.SUM
     for mesh, axis in axes:
-        distributed.all_reduce(total, op=kind, group=mesh.get_group(axis))
+        distributed.all_reduce(total, op=_kind(norm_type), group=mesh.get_group(axis))
     return total
+
+
+def _kind(norm_type: float) -> Any:
+    return distributed.ReduceOp.MAX if math.isinf(norm_type) else distributed.ReduceOp.SUM
 
 
 def _add(one: Tensor, other: Tensor, norm_type: float) -> Tensor:

@@ -26,6 +26,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed.tensor import _redistribute
 
 from planc.trial.random_numbers import RankGenerators
+from planc.trial.thread_messages import messages
 from planc.trial.shared_propagation import shared_propagation
 
 _POLL = 0.05  # seconds between two looks at the threads
@@ -117,6 +118,7 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
             warnings.catch_warnings(),
             mock.patch.object(groups, "_start_coll", _matched(groups)),
             mock.patch.object(multi_threaded_pg.Collective, "join", _joining(waits)),
+            messages(groups, waits),
             # collectives are done when they return; torch warns at exit of those not waited for
             mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _waited),
             mock.patch.object(torch.random, "default_generator", RankGenerators()),
