@@ -99,6 +99,10 @@ class Pipeline(Op):
         """Whether these ranks compute the loss."""
         return self.stages - 1 in self.own
 
+    def stage_of(self, block: int) -> int:
+        """The stage that a block belongs to."""
+        return next(i for i, stop in enumerate(self.bounds[1:]) if block < stop)
+
     def calls(self, _context: Context) -> Iterator[Step]:
         call = FunctionCall(
             "standalone.pipeline:split",
