@@ -8,6 +8,9 @@ from typing import TypeVar
 
 from planc.model.facts import Child, Facts, Module, Modules
 from planc.model.indices import Indices
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.freeze import Freeze
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.plan.ir import (
     AdapterRule,
@@ -20,9 +23,6 @@ from planc.plan.ir import (
     TensorRule,
     Unit,
 )
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.compile import Compile
-from planc.ops.freeze import Freeze
 
 Ruled = TypeVar(
     "Ruled",
@@ -57,10 +57,10 @@ def of_ranks(plan: Plan, facts: Facts) -> Iterator[tuple[Plan, Facts]]:
 
 def elsewhere(op: Pipeline, facts: Facts) -> Iterator[Modules]:
     """The modules that other ranks hold."""
-    if 0 not in op.own:
-        yield from op.inputs
-    if not op.last:
-        yield from op.outputs
+    ends = op.last or 0 in op.own
+    for stage, modules in ((0, op.inputs), (op.stages - 1, op.outputs)):
+        if stage not in op.own:
+            yield from (part for m in modules for part in m.outside(op.shared if ends else ()))
     kept = Indices(0)
     for stage in op.own:
         kept |= Indices.of(range(*op.bounds[stage : stage + 2]))
@@ -128,7 +128,9 @@ def _without(at: Module, path: tuple[str | Indices, ...], gone: tuple[Modules, .
         return at
     if any(len(m.path) == len(path) for m in here):
         return _emptied(at)
-    return replace(at, children=tuple(c for child in at.children for c in _child(child, path, here)))
+    return replace(
+        at, children=tuple(c for child in at.children for c in _child(child, path, here))
+    )
 
 
 def _child(child: Child, path: tuple[str | Indices, ...], gone: list[Modules]) -> Iterator[Child]:

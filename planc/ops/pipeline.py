@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Count, Form, Op, Size, Some, choice
+from planc.ops.base import OMIT, Axis, AxisSizes, Count, Name, Op, Size, Some, choice
 from planc.ops.call import (
     MESH,
     MODEL,
@@ -74,6 +74,9 @@ class Pipeline(Op):
         inputs: modules of the first stage besides its blocks.
         outputs: modules of the last stage besides its blocks.
         returned: the number of values that a block returns in a tuple; 0 for a tensor.
+        shared: modules of the first and of the last stage that share a parameter: both stages
+            hold it, and its gradient is the sum of theirs.
+        ties: the first names of these parameters.
     """
 
     axis: Axis
@@ -85,6 +88,8 @@ class Pipeline(Op):
     inputs: tuple[Modules, ...] = ()
     outputs: tuple[Modules, ...] = ()
     returned: Count = field(default=0, metadata=OMIT)
+    shared: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+    ties: tuple[Name, ...] = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = ScriptFunction("split", "Keeps the parameters of this rank's stages.")
     WORD: ClassVar = "pipeline"
@@ -114,6 +119,8 @@ class Pipeline(Op):
                 ("inputs", Members(self.inputs)),
                 ("outputs", Members(self.outputs)),
                 ("returned", self.returned),
+                ("shared", Members(self.shared)),
+                ("ties", Items(self.ties)),
                 ("schedule", self.schedule),
                 ("microbatches", self.microbatches),
             ),
@@ -131,7 +138,9 @@ class Pipeline(Op):
     def _held(self, stage: int) -> str:
         """What a stage holds: `model.embed_tokens, model.layers[0:8]`."""
         first, stop = self.bounds[stage : stage + 2]
-        names = [f"{self.blocks}[{first}:{stop}]" if stop > first + 1 else f"{self.blocks}[{first}]"]
+        names = [
+            f"{self.blocks}[{first}:{stop}]" if stop > first + 1 else f"{self.blocks}[{first}]"
+        ]
         if stage == 0:
             names = [*phrases.together(map(str, self.inputs)), *names]
         if stage == self.stages - 1:
@@ -141,6 +150,9 @@ class Pipeline(Op):
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, ops[0].headline(mesh))
+        for name in ops[0].ties:
+            both = f"stages 0 and {ops[0].stages - 1}"
+            yield phrases.head("", f"{name} is on {both}, its gradient the sum of both")
         for stage in range(ops[0].stages):
             yield phrases.head("", f"stage {stage}  {ops[0]._held(stage)}")
 

@@ -162,6 +162,7 @@ def _pipeline(plan: Plan, state: _StandIn) -> PipelineRule | None:
         bounds=tuple(bounds),
         inputs=tuple(state.all(op.inputs, rule)),
         outputs=tuple(state.all(op.outputs, rule)),
+        shared=tuple(state.all(op.shared, rule)),
     )
     return replace(rule, op=made)
 

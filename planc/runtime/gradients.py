@@ -19,6 +19,7 @@ from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import fsdp_units, reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
+from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
 
 
@@ -126,7 +127,7 @@ def clip_grad_norm(
     *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    stages: DeviceMesh | None = None,
+    stages: Stages | None = None,
 ) -> Tensor:
     """Scales all gradients so that the norm of the full model's gradient is at most `max_norm`.
 
@@ -138,7 +139,7 @@ def clip_grad_norm(
         max_norm: the largest norm allowed; with infinity gradients are not scaled.
         norm_type: 2 for the Euclidean norm, infinity for the largest absolute value.
         error_if_nonfinite: whether to raise if the norm is not finite.
-        stages: the ranks of a pipeline, which hold different parameters.
+        stages: of a pipeline, whose ranks hold different parameters.
 
     Returns:
         The norm before scaling, a scalar of float32, the same on every rank.
@@ -158,20 +159,22 @@ def clip_grad_norm(
     return norm
 
 
-def _norm(model: nn.Module, norm_type: float, stages: DeviceMesh | None) -> Tensor:
+def _norm(model: nn.Module, norm_type: float, stages: Stages | None) -> Tensor:
     parts_of: dict[_Axes, list[Tensor]] = {}
     device: Any = "cpu"
+    # the first stage counts what the last one has a copy of
+    copies = [*stages.copies(model).values()] if stages and stages.last else []
     for parameter in model.parameters():  # also those without gradients: ranks must agree
         axes, part = _share(parameter)
         device = _device(parameter)
         parts = parts_of.setdefault(axes, [])
-        if part is not None and part.numel():
+        if part is not None and part.numel() and not any(parameter is copy for copy in copies):
             parts.append(part)
     total = torch.zeros((), device=device)
     for axes, parts in parts_of.items():
         total = _add(total, _reduced(parts, axes, norm_type, device), norm_type)
     if stages is not None:
-        distributed.all_reduce(total, op=_kind(norm_type), group=stages.get_group())
+        distributed.all_reduce(total, op=_kind(norm_type), group=stages.mesh.get_group())
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
@@ -230,4 +233,32 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         4-bit weights are left out, because their bytes have no meaning without their scales.
     """
     reshard(model)
-    return shards.full_state_dict(model, every_rank=every_rank)
+    stages = stages_of(model)
+    if stages is None:
+        return shards.full_state_dict(model, every_rank=every_rank)
+    group = stages.mesh.get_group()
+    wanted = every_rank or 0 in distributed.get_process_group_ranks(group)
+    own = shards.full_state_dict(model, every_rank=wanted)
+    if not wanted:
+        return {}
+    found = _of_all_stages(own, stages)
+    keep = every_rank or distributed.get_rank() == 0
+    return {name: found[name] for name in stages.names if name in found} if keep else {}
+
+
+def _of_all_stages(own: dict[str, Tensor], stages: Stages) -> dict[str, Tensor]:
+    """The tensors of all stages on the CPU, each sent by the first stage that has it."""
+    group, device = stages.mesh.get_group(), stages.mesh.device_type
+    forms: list[Any] = [None] * stages.mesh.size()
+    mine = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+    distributed.all_gather_object(forms, mine, group=group)
+    found: dict[str, Tensor] = {}
+    for rank, told in enumerate(forms):
+        for name, (shape, dtype) in told.items():
+            if name not in found:
+                here = rank == stages.mesh.get_local_rank()
+                sent = own[name] if here else torch.empty(shape, dtype=dtype)
+                sent = sent.to(device)
+                distributed.broadcast(sent, group=group, group_src=rank)
+                found[name] = sent.cpu()
+    return found

@@ -55,7 +55,7 @@ def form_of(tensor: Tensor) -> Form:
     return form
 
 
-class Section(nn.Module):
+class Section(nn.Module):  # type: ignore[misc]
     """One stage of this rank as `torch.distributed.pipelining` calls it."""
 
     def __init__(self, model: nn.Module, stages: Stages, number: int, meshes: Meshes) -> None:
@@ -204,7 +204,7 @@ class Pipeline:
         self.parts = [Stage(section, device, group) for section in sections]
         for part in self.parts:
             part.beside = {other.stage_index: other for other in self.parts}
-        if len(self.parts) > 1 and isinstance(model, FSDPModule):
+        if isinstance(model, FSDPModule):
             model._get_fsdp_state()._lazy_init()  # while every unit is in its place
         self.known: Any = None
         cls = _CLASSES[stages.schedule]

@@ -190,13 +190,12 @@ class Run:
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over every mesh; returns the full model's norm."""
-        stages = stages_of(self.model)
         return gradients.clip_grad_norm(
             self.model,
             max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
-            stages=stages.mesh if stages else None,
+            stages=stages_of(self.model),
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:

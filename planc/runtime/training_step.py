@@ -18,9 +18,8 @@ from planc.runtime import gradients
 from planc.runtime.pipeline import Pipeline
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import fsdp_units
-from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.pipeline import Stages, stages_of
-from planc.runtime.standalone.shards import groups_of
+from planc.runtime.standalone.shards import groups_of, part_of
 
 if TYPE_CHECKING:
     from planc.runtime.run import Run
@@ -95,6 +94,8 @@ class TrainingStep:
                     lambda output, i, parts=parts: self._loss(output, parts[i], count),
                     trains=trains,
                 )
+        if trains:
+            _sum_ties(stages, run.model)
         if not losses:
             return torch.zeros((), device=run.mesh.device_type)
         return torch.stack([loss.detach() for loss in losses]).sum()
@@ -111,8 +112,30 @@ class TrainingStep:
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         if self.counts:
-            return loss  # type: ignore[no-any-return]
+            return loss
         return loss * (_valid(batch).to(count.device) / count)
+
+
+def _sum_ties(stages: Stages, model: nn.Module) -> None:
+    """The gradients of parameters that the first and the last stage share become their sum."""
+    for parameter in stages.copies(model).values():
+        if parameter.grad is None:
+            continue
+        own = part_of(parameter.grad)
+        other = torch.empty_like(own)
+        group = stages.mesh.get_group()
+        peer = stages.mesh.size() - 1 - stages.mesh.get_local_rank()
+        works = distributed.batch_isend_irecv(
+            [
+                distributed.P2POp(distributed.isend, own, group=group, group_peer=peer),
+                distributed.P2POp(distributed.irecv, other, group=group, group_peer=peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        # in one order on both ranks, so that their sums are equal to the bit
+        first, second = (own, other) if peer else (other, own)
+        own.copy_(first + second)
 
 
 @contextmanager
@@ -189,8 +212,8 @@ def microbatches(batch: Batch, count: int) -> list[dict[str, Any]]:
             if value.shape[dim] != rows:
                 raise stop(
                     "PL488",
-                    f"`{name}` of shape {list(value.shape)} has no {rows} rows, so it cannot be cut "
-                    "into microbatches",
+                    f"`{name}` of shape {list(value.shape)} has no {rows} rows, so it cannot be "
+                    "cut into microbatches",
                     help="every tensor of a batch has the rows on its first dim",
                 )
             pieces = value.chunk(count, dim)
@@ -203,7 +226,8 @@ def microbatches(batch: Batch, count: int) -> list[dict[str, Any]]:
 def _reduced_once(model: nn.Module) -> Iterator[None]:
     """FSDP units keep their gradients through all microbatches and reduce them once, at the end.
 
-    As `torch.distributed.pipelining` does it for a stage that is an FSDP unit (perform_reduce_grad).
+    As `torch.distributed.pipelining` does it for a stage that is an FSDP unit
+    (`perform_reduce_grad`).
     """
     every = fsdp_units(model)
     for unit in every:

@@ -252,12 +252,19 @@ def _train_stages(
 
 
 def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
-    """The tensors of all stages by name."""
+    """The tensors of all stages by name. Of copies on two stages one that is unlike the first is
+    kept, which then is unlike the single process's.
+    """
     stages = stages_of(model)
     assert stages is not None
     every: list[Any] = [None] * stages.mesh.size()
     distributed.all_gather_object(every, own, group=stages.mesh.get_group())
-    return {name: tensor for tensors in every for name, tensor in tensors.items()}
+    found: Tensors = {}
+    for tensors in every:
+        for name, tensor in tensors.items():
+            if name not in found or not torch.equal(found[name], tensor):
+                found[name] = tensor
+    return found
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

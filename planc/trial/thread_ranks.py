@@ -26,8 +26,8 @@ from torch.distributed import _functional_collectives
 from torch.distributed.tensor import _redistribute
 
 from planc.trial.random_numbers import RankGenerators
-from planc.trial.thread_messages import messages
 from planc.trial.shared_propagation import shared_propagation
+from planc.trial.thread_messages import messages
 
 _POLL = 0.05  # seconds between two looks at the threads
 _LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up

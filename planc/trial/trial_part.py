@@ -68,7 +68,6 @@ def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
     lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
     """
 
-
     def random(op: AnyOp) -> AnyOp:
         if not isinstance(op, Adapt):
             return op

@@ -62,7 +62,8 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
         facts: the model; if it has code, running it is allowed.
         blocks: the torch name of the list, such as `model.layers`.
     """
-    values, code = {}, facts.code
+    values: dict[str, Any] = {}
+    code = facts.code
     user = facts.own is not None or bool(code and not Path(code).is_absolute())
     if not user:
         if not buildable(facts.config):
@@ -76,7 +77,8 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config, *cache.extra_versions(values))
     kept = None if user or code else cache.recall(key)
     if isinstance(kept, dict):
-        return BlockOrder(**{n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()})
+        fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()}
+        return BlockOrder(**fields)
     try:
         found = _run(builder_of(values, code, facts.own), blocks)
     except Exception as error:

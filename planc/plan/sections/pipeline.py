@@ -52,16 +52,19 @@ def pipeline(program: Program) -> PipelineRule | None:
             help="without a pipeline, set its axis to 1",
         )
         return None
+    shared = [*_shared(program.facts, *rest)]
     op = Pipeline(
         axis=axis,
         own=(0,),
         blocks=blocks,
         bounds=bounds,
-        schedule=settings.values["schedule"] if "schedule" in settings.values else "1f1b",
+        schedule=settings.values.get("schedule", "1f1b"),
         microbatches=settings.values["microbatches"],
         inputs=rest[0],
         outputs=rest[1],
         returned=order.returned,
+        shared=tuple(dict.fromkeys(m for _, modules in shared for m in modules)),
+        ties=tuple(name for name, _ in shared),
         origin=section.name_origin,
         origins=tuple((name, line.origin) for name, line in settings.lines.items()),
     )
@@ -95,9 +98,8 @@ def _settings(program: Program) -> Settings:
                 program.sink.error("PL011", message, item.origin, help=hint)
             elif item.name not in _SETTINGS:
                 message = f"there is no setting `{item.name}`"
-                hint = did_you_mean(
-                    item.name, _SETTINGS, f"there is {one_of(_SETTINGS, last='and')}"
-                )
+                known = f"there is {one_of(_SETTINGS, last='and')}"
+                hint = did_you_mean(item.name, _SETTINGS, known) or known
                 program.sink.error("PL105", message, item.name_origin, help=hint)
             else:
                 settings.add(item, lambda item: _value(item, program))
@@ -112,16 +114,16 @@ def _value(item: ast.Setting, program: Program) -> object:
     if item.name == "microbatches":
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        wanted, hint = "a positive number", "8 for a batch that 8 divides"
+        wanted, hint = "a positive number", "write `microbatches = 8`"
     else:
         if value in SCHEDULES:
             return value
         wanted = one_of(f"`{name}`" for name in SCHEDULES)
-        hint = did_you_mean(value, SCHEDULES) if isinstance(value, str) else None
+        hint = (did_you_mean(value, SCHEDULES) if isinstance(value, str) else None) or ""
     if not isinstance(value, Failed):
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
         message = f"`{item.name}` is {wanted}, not {shown}"
-        program.sink.error("PL012", message, item.value.origin, help=hint)
+        program.sink.error("PL012", message, item.value.origin, help=hint or None)
     return None
 
 
@@ -286,11 +288,21 @@ def _rest(
     return tuple(inputs), tuple(outputs)
 
 
+def _shared(
+    facts: Facts, inputs: tuple[Modules, ...], outputs: tuple[Modules, ...]
+) -> Iterator[tuple[str, list[Modules]]]:
+    """The parameters that modules of the first and of the last stage share, with these modules."""
+    for names in facts.ties:
+        owners = [facts.find(name)[0] for name in names]
+        first = [o for o in owners if any(o.overlap(m) for m in inputs)]
+        last = [o for o in owners if any(o.overlap(m) for m in outputs)]
+        if first and last:
+            yield names[0], [*first, *last]
+
+
 def _holders(facts: Facts, blocks: Modules) -> Iterator[Modules]:
     """Modules with parameters of their own, outside the list of blocks."""
     for modules in facts.model.below():
         inside = modules.path[: len(blocks.path)] == blocks.path
         if modules.module.parameters and not inside:
             yield modules
-
-

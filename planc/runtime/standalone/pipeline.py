@@ -1,9 +1,9 @@
-"""One rank of a pipeline: the model's own forward, whole, with the parameters of its stages.
+"""One rank of a pipeline: the model's own forward, with the parameters of its stages.
 
-A block of another stage passes its hidden states on, so the model's own code computes masks,
-positions and layer types on every stage, and no forward is rewritten. The first block of a later
-stage's forward returns what was received; the first block after a stage's own ones keeps what is
-sent. What runs after that has no effect.
+A block of another stage passes its hidden states on, so the model's own code computes
+masks, positions and layer types on every stage, and no forward is rewritten. On a later
+stage the first block of the model returns what was received; the first block after a
+stage's own ones keeps what is sent. What runs after that has no effect.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ class Stages:
         own: the stages of this rank, in order.
         blocks: the name of the list of blocks.
         bounds: the first block of each stage, and the number of blocks.
-        inputs, outputs: the modules of the first and of the last stage besides their blocks.
+        inputs, outputs: of the first and of the last stage besides their blocks.
         returned: the number of values that a block returns in a tuple; 0 for a tensor.
+        shared: modules of the first and of the last stage that share parameters: both
+            stages hold them.
+        ties: the names of these parameters.
         schedule, microbatches: of a step.
     """
 
@@ -47,28 +50,38 @@ class Stages:
         inputs: Sequence[nn.Module],
         outputs: Sequence[nn.Module],
         returned: int,
+        shared: Sequence[nn.Module],
+        ties: Sequence[str],
         schedule: str,
         microbatches: int,
     ) -> None:
         self.mesh, self.own, self.bounds = mesh, tuple(own), tuple(bounds)
-        self.returned, self.schedule, self.microbatches = returned, schedule, microbatches
+        self.returned, self.schedule, self.microbatches = (
+            returned,
+            schedule,
+            microbatches,
+        )
         self.count = len(bounds) - 1
+        both = {0, self.count - 1} <= {*own}
+        self.ties = () if both else tuple(ties)
+        held = {*shared} if {0, self.count - 1} & {*own} else set()
         self.names = set(parameter_names(model))
         self.running: int | None = None
         self.received: Tensor | None = None
         self.kept: Tensor | None = None
         self._places = self._found(model, blocks, inputs, outputs)
-        for module, stage, make in self._places.values():
-            if stage not in self.own:
+        self._inactive: dict[tuple[nn.Module, str], Inactive] = {}
+        for place, (module, stage, make) in self._places.items():
+            if stage in self.own or module in held:
+                self._inactive[place] = Inactive(module, make(module))
+            else:
                 module.forward = make(module)
                 empty(module)
-        self._inactive = {
-            place: Inactive(module, make(module))
-            for place, (module, stage, make) in self._places.items()
-            if stage in self.own
-        }
         self.plain = model.forward
-        model.forward = functools.wraps(self.plain)(lambda *a, **k: self.forward(*a, **k))
+        model.forward = functools.wraps(self.plain)(
+            # wraps takes a function, which a method is not
+            lambda *args, **kwargs: self.forward(*args, **kwargs)  # noqa: PLW0108
+        )
 
     @property
     def last(self) -> bool:
@@ -82,8 +95,8 @@ class Stages:
         inputs: Sequence[nn.Module],
         outputs: Sequence[nn.Module],
     ) -> dict[tuple[nn.Module, str], tuple[nn.Module, int, Any]]:
-        """Where modules with a stage are: (their parent, their name) to the module, its stage, and
-        what makes the forward that takes its place on other stages.
+        """Where modules with a stage are: (their parent, their name) to the module, its
+        stage, and what makes the forward that takes its place on other stages.
         """
         places: dict[tuple[nn.Module, str], tuple[nn.Module, int, Any]] = {}
         entry, leave = {*inputs}, {*outputs}
@@ -116,10 +129,12 @@ class Stages:
         return forward
 
     def _placeholder(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward of a module of the first stage on the others: zeros without memory, of the
-        shape of its output where that is known.
+        """The forward of a module of the first stage on the others: zeros without memory,
+        of the shape of its output where that is known.
         """
-        width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
+        width = getattr(module, "embedding_dim", None) or getattr(
+            module, "out_features", None
+        )
         looked_up = hasattr(module, "embedding_dim")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -134,17 +149,18 @@ class Stages:
         return forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on the stage that runs: its output on the last one, else what it
-        sends.
+        """The model's forward on the stage that runs: its output on the last one, else
+        what it sends.
         """
         if self.running is None:
-            raise RuntimeError(
-                "a stage cannot run by itself: call run.forward_backward or run.evaluate"
-            )
+            text = "a stage cannot run by itself: call run.forward_backward"
+            raise RuntimeError(text)
         output = self.plain(*args, **kwargs)
         return output if self.running == self.count - 1 else self.kept
 
-    def run(self, model: nn.Module, stage: int, received: Tensor | None, kwargs: Any) -> Any:
+    def run(
+        self, model: nn.Module, stage: int, received: Tensor | None, kwargs: Any
+    ) -> Any:
         """One forward pass of a stage of this rank."""
         with self._only(stage):
             self.running, self.received, self.kept = stage, received, None
@@ -155,10 +171,10 @@ class Stages:
 
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:
-        """Other stages of this rank are passed through, by modules in their places: checkpoints
-        and hooks keep theirs.
+        """Other stages of this rank are passed through, by modules in their places:
+        checkpoints and hooks keep theirs.
         """
-        others = [] if len(self.own) == 1 else [p for p in self._inactive if self._stage(p) != stage]
+        others = [place for place in self._inactive if self._places[place][1] != stage]
         before = [(parent, name, parent._modules[name]) for parent, name in others]
         try:
             for parent, name in others:
@@ -168,11 +184,13 @@ class Stages:
             for parent, name, module in before:
                 parent._modules[name] = module
 
-    def _stage(self, place: tuple[nn.Module, str]) -> int:
-        return self._places[place][1]
+    def copies(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that the other end of the pipeline holds too, by name."""
+        ends = {0, self.count - 1} & {*self.own}
+        return {n: model.get_parameter(n) for n in self.ties} if ends else {}
 
 
-class Inactive(nn.Module):
+class Inactive(nn.Module):  # type: ignore[misc]
     """Stands in the place of a module while another stage of its rank runs.
 
     Args:
@@ -190,7 +208,7 @@ class Inactive(nn.Module):
 
 
 def split(model: nn.Module, mesh: DeviceMesh, **terms: Any) -> None:
-    """Leaves a model the parameters of the stages of one rank; arguments as of `Stages`."""
+    """Leaves a model the parameters of one rank's stages; arguments as of `Stages`."""
     setattr(model, PIPELINE, Stages(model, mesh, **terms))
 
 
@@ -227,6 +245,6 @@ def stages_of(model: nn.Module) -> Stages | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What a rank sends of a tensor; no view, because zero-bubble schedules detach it in place."""
+    """What a rank sends of a tensor; no view, as some schedules detach it in place."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.clone() if own._is_view() else own
