@@ -1,7 +1,7 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, pipeline, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP
-(nested units first, the root last), the settings of units, and the loss.
+mesh, pipeline, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile,
+FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a

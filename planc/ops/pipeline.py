@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from planc.model.facts import Modules
+from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axis, AxisSizes, Count, Name, Op, Size, Some, choice
 from planc.ops.call import (
@@ -135,12 +136,21 @@ class Pipeline(Op):
         over = phrases.axes((self.axis,), mesh)
         return f"{self.schedule} over {over}, {self.microbatches:,} microbatches"
 
-    def _held(self, stage: int) -> str:
-        """What a stage holds: `model.embed_tokens, model.layers[0:8]`."""
-        first, stop = self.bounds[stage : stage + 2]
-        names = [
-            f"{self.blocks}[{first}:{stop}]" if stop > first + 1 else f"{self.blocks}[{first}]"
+    def held(self, stage: int) -> tuple[Modules, ...]:
+        """The modules of a stage: its blocks and, at the ends, what is before and after them."""
+        wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
+        blocks = [
+            Modules((*self.blocks.path, both), child.module)
+            for child in self.blocks.module.children
+            if child.indices is not None and (both := child.indices & wanted)
         ]
+        first = self.inputs if stage == 0 else ()
+        return (*first, *blocks, *(self.outputs if stage == self.stages - 1 else ()))
+
+    def _text(self, stage: int) -> str:
+        """What a stage holds: `model.embed_tokens, model.layers[0:8]`."""
+        wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
+        names = [f"{self.blocks}{wanted}"]
         if stage == 0:
             names = [*phrases.together(map(str, self.inputs)), *names]
         if stage == self.stages - 1:
@@ -154,7 +164,7 @@ class Pipeline(Op):
             both = f"stages 0 and {ops[0].stages - 1}"
             yield phrases.head("", f"{name} is on {both}, its gradient the sum of both")
         for stage in range(ops[0].stages):
-            yield phrases.head("", f"stage {stage}  {ops[0]._held(stage)}")
+            yield phrases.head("", f"stage {stage}  {ops[0]._text(stage)}")
 
     def entries(self, _common: object) -> Iterator[Entry]:
         for stage in self.own:
@@ -163,9 +173,9 @@ class Pipeline(Op):
                 place=self.place,
                 label=f"stage {stage}",
                 facts=(
-                    Fact("modules", self._held(stage)),
+                    Fact("modules", self._text(stage)),
                     Fact("schedule", self.schedule),
                     Fact("microbatches", self.microbatches),
                 ),
-                brief=f"{self._held(stage)}, {self.headline()}",
+                brief=f"{self._text(stage)}, {self.headline()}",
             )

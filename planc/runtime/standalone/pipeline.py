@@ -129,8 +129,8 @@ class Stages:
         return forward
 
     def _placeholder(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward of a module of the first stage on the others: zeros without memory,
-        of the shape of its output where that is known.
+        """The forward of a module of the first stage on the others: zeros without
+        memory, of the shape of its output where that is known.
         """
         width = getattr(module, "embedding_dim", None) or getattr(
             module, "out_features", None
