@@ -88,6 +88,7 @@ def elaborate(
         return result
 
     require(program)
+    _settings(program, mesh)
     _axes(program, mesh)
     plan = Plan(
         name=program.header.name,
@@ -192,6 +193,18 @@ def _axes(program: Program, mesh: Mesh) -> None:
             _experts(sized, program)
         elif sized.size > 1 and sized.name not in used and not misspelled:
             _unused(sized, program)
+
+
+def _settings(program: Program, mesh: Mesh) -> None:
+    """Reports sizes from `--set` of axes that the mesh lacks under these options."""
+    for name, literal in program.settings.items():
+        if name not in mesh.names:
+            program.sink.error(
+                "PL106",
+                f"`--set {name}` sizes an axis that the mesh does not have here",
+                literal.origin.source.span(0, len(name)),
+                help=f"it has {one_of(mesh.names, last='and')}; an option of the plan adds {name}",
+            )
 
 
 def _experts(axis: MeshAxis, program: Program) -> None:
