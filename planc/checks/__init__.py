@@ -32,6 +32,7 @@ from planc.checks.packed_by_name import packed_by_name
 from planc.checks.packed_by_width import packed_by_width
 from planc.checks.packed_parts import packed_parts
 from planc.checks.partial_reshard import partial_reshard
+from planc.checks.pipeline import pipeline
 from planc.checks.prefetch import prefetch
 from planc.checks.projection_groups import projection_groups
 from planc.checks.quantization import four_bits
@@ -94,6 +95,7 @@ RULES: tuple[Check, ...] = (
     adapters,
     randomness,
     four_bits,
+    pipeline,
     unsplit_parameters,
 )
 
@@ -105,7 +107,8 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
         plan: the elaborated plan, with its adapters applied.
         facts: the model that the plan was elaborated for, with the plan's adapters in it.
         sink: receives PL15x and PL16x (style targets, pairs and norms), PL18x (adapters), PL2xx
-            (shapes and parameters), PL35x (axes), PL4xx (composition) and PL68x (4-bit weights).
+            (shapes and parameters), PL35x (axes), PL4xx (composition), PL56x (pipelines) and PL68x
+            (4-bit weights).
     """
     for rule in RULES:
         rule(plan, facts, sink)

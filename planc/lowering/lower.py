@@ -1,7 +1,7 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (nested
-units first, the root last), the settings of units, and the loss.
+mesh, pipeline, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile,
+FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
@@ -25,6 +25,7 @@ from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
 from planc.lowering.rng import draw_by_rank, sync_rng
+from planc.lowering.stages import of_ranks
 from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -55,11 +56,29 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
         `replicate`, which is a no-op.
     """
+    return Lowered(
+        plan=plan.name,
+        model=facts.name,
+        family=facts.family,
+        layers=_layers(facts.root),
+        axes=plan.mesh.axes,
+        data=_data(plan),
+        stages=tuple(_stage(*part) for part in of_ranks(plan, facts)),
+    )
+
+
+def _stage(plan: Plan, facts: Facts) -> Stage:
+    """The operations of the ranks at one place of the pipeline.
+
+    Args:
+        plan, facts: as of `lower`, with the modules of these ranks alone.
+    """
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived])
     units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [
+        *([plan.pipeline.op] if plan.pipeline else []),
         *configure(facts),
         *([plan.load] if plan.load else []),
         *adapt(plan),
@@ -76,20 +95,11 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *sync_rng(plan, facts),
         *_joined(draw_by_rank(plan, facts)),
     ]
-    stage = Stage(
+    return Stage(
         parameters=at_rest(units, holdings) + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
         steps=tuple(sorted(stepped(plan, facts))),
         ops=tuple(ops),
-    )
-    return Lowered(
-        plan=plan.name,
-        model=facts.name,
-        family=facts.family,
-        layers=_layers(facts.root),
-        axes=plan.mesh.axes,
-        data=_data(plan),
-        stages=(stage,),
     )
 
 

@@ -6,7 +6,7 @@ It names modules by path and holds no torch object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Annotated
@@ -27,6 +27,7 @@ from planc.ops.base import (
 )
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Custom
 from planc.ops.tensor_parallel import Parallelize
@@ -60,7 +61,10 @@ class MeshAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The operations of one pipeline stage, and the memory of its ranks.
+    """The operations of the ranks at one place of the pipeline axis, and their memory.
+
+    They hold one stage of the pipeline, or several where the schedule interleaves stages. A plan
+    without a pipeline has one.
 
     Args:
         parameters: bytes of parameters that one rank holds at rest.
@@ -76,8 +80,7 @@ class Stage:
 
 
 _MESH = Form({"minItems": 1, "maxItems": 16})
-_ONE = Form({"minItems": 1, "maxItems": 1})
-"""No plan has a pipeline section yet, so every rank runs the only stage."""
+_STAGES = Form({"minItems": 1, "maxItems": 1024})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class Lowered:
         layers: the length of its longest list of blocks.
         axes: the mesh, outermost first.
         data: the axes whose ranks read different data; sampler rank and size follow from them.
-        stages: of the pipeline, the first one first.
+        stages: of the pipeline, by the place of their ranks on its axis.
         findings: what the compiler and the checks say of the plan, if `planc.lower` made it.
     """
 
@@ -101,24 +104,22 @@ class Lowered:
     layers: Count
     axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
     data: Axes
-    stages: Annotated[tuple[Stage, ...], _ONE]
+    stages: Annotated[tuple[Stage, ...], _STAGES]
     findings: tuple[Diagnostic, ...] = field(
         default=(), compare=False, repr=False, metadata=NOT_WRITTEN
     )
 
     @property
-    def stage(self) -> Stage:
-        """The pipeline stage that this process runs.
-
-        `apply` and the memory of one rank use it; readers of the whole plan use `ops`.
-        """
-        (only,) = self.stages
-        return only
+    def pipeline(self) -> Pipeline | None:
+        """What the first ranks of a pipeline hold, and its schedule; None without a pipeline."""
+        return next((op for op in self.stages[0].ops if isinstance(op, Pipeline)), None)
 
     @property
     def ops(self) -> tuple[AnyOp, ...]:
-        """The operations of all stages, in order."""
-        return tuple(op for stage in self.stages for op in stage.ops)
+        """The operations of all stages, in order; what is the same on several, once."""
+        if len(self.stages) == 1:
+            return self.stages[0].ops
+        return tuple(dict.fromkeys(op for stage in self.stages for op in stage.ops))
 
     @property
     def parameters(self) -> int:
@@ -130,9 +131,10 @@ class Lowered:
         """Bytes of the largest unit of any stage while it is all-gathered."""
         return max(stage.gathered for stage in self.stages)
 
-    def with_ops(self, ops: Iterable[AnyOp]) -> Lowered:
-        """The same plan with other operations in its only stage."""
-        return replace(self, stages=(replace(self.stage, ops=tuple(ops)),))
+    def with_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
+        """The same plan with other operations: `change` maps those of each stage."""
+        stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)
+        return replace(self, stages=tuple(stages))
 
     @property
     def code(self) -> tuple[str, ...]:

@@ -14,12 +14,14 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.rng import DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 AnyOp = Annotated[
-    Configure
+    Pipeline
+    | Configure
     | Load
     | Adapt
     | Parallelize

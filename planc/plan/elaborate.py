@@ -22,6 +22,7 @@ from planc.plan.sections.context import context
 from planc.plan.sections.fsdp import fsdp
 from planc.plan.sections.load import load
 from planc.plan.sections.loss import loss
+from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
 from planc.plan.shard_dim_auto import settled
@@ -41,6 +42,7 @@ SECTIONS = (
     "replicate",
     "context",
     "loss",
+    "pipeline",
 )
 
 
@@ -86,6 +88,7 @@ def elaborate(
         return result
 
     require(program)
+    _settings(program, mesh)
     _axes(program, mesh)
     plan = Plan(
         name=program.header.name,
@@ -101,6 +104,7 @@ def elaborate(
         context=part("context", lambda: tuple(context(program))),
         adapters=part("adapters", lambda: adapters(program)),
         loss=part("loss", lambda: loss(program)),
+        pipeline=part("pipeline", lambda: pipeline(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )
@@ -191,6 +195,18 @@ def _axes(program: Program, mesh: Mesh) -> None:
             _unused(sized, program)
 
 
+def _settings(program: Program, mesh: Mesh) -> None:
+    """Reports sizes from `--set` of axes that the mesh lacks under these options."""
+    for name, literal in program.settings.items():
+        if name not in mesh.names:
+            program.sink.error(
+                "PL106",
+                f"`--set {name}` sizes an axis that the mesh does not have here",
+                literal.origin.source.span(0, len(name)),
+                help=f"it has {one_of(mesh.names, last='and')}; an option of the plan adds {name}",
+            )
+
+
 def _experts(axis: MeshAxis, program: Program) -> None:
     program.sink.error(
         "PL380",
@@ -204,7 +220,7 @@ def _experts(axis: MeshAxis, program: Program) -> None:
 def _unused(axis: MeshAxis, program: Program) -> None:
     one = f"set `{axis.name} = 1`"
     wanted = {
-        AxisRole.STAGE: f"pipeline parallelism is not supported yet: {one}",
+        AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {one}",
         AxisRole.SEQUENCE: f"context parallelism is not supported yet: {one}; or, where the script "
         f"slices the sequences itself, shard over it: `fsdp on dp_shard * {axis.name}`",
     }

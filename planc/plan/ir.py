@@ -22,6 +22,7 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Style
 from planc.source import Span
@@ -239,6 +240,19 @@ class LossRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRule(Meaning):
+    """How the blocks of a model become the stages of a pipeline.
+
+    Args:
+        op: the operation, without the stages of a rank.
+        crossing: arguments of blocks, besides the hidden states, that earlier stages compute.
+    """
+
+    op: Pipeline
+    crossing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
     """A plan, resolved.
 
@@ -249,6 +263,7 @@ class Plan(Meaning):
         tensor: the rules of tensor sections; kept at tp = 1 too, where lowering drops them.
         context: the axes over which the script slices each sequence.
         train: what the train sections freeze or unfreeze, outer modules first.
+        pipeline: its stages, None for one stage.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
         broken: sections with errors, from whose omissions no check may conclude anything.
     """
@@ -266,6 +281,7 @@ class Plan(Meaning):
     context: tuple[str, ...] = ()
     adapters: Adapters | None = None
     loss: tuple[LossRule, ...] = ()
+    pipeline: PipelineRule | None = None
     adapted: bool = False
     broken: frozenset[str] = frozenset()
 

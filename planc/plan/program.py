@@ -257,7 +257,6 @@ def _unused(files: Sequence[ast.File], program: Program) -> None:
 
 _LATER = {
     "expert": "expert parallelism",
-    "pipeline": "pipeline parallelism",
 }
 _ITEMS = {
     "prefetch": "write `prefetch(forward = 2)` in the fsdp section",

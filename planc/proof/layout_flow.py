@@ -337,6 +337,13 @@ def _sections(
         if run == "refuted":
             verdict, reason = "unknown", "the plan is wrong, so this cannot be compared"
         yield SectionVerdict(name="checkpoint", verdict=verdict, by=by, reason=reason)
+    if lowered.pipeline is not None:
+        on = f"pipeline on {lowered.pipeline.axis}"
+        if isinstance(small, SmallCase) and _simulated(small, (lowered.pipeline.axis,)):
+            yield SectionVerdict(name=on, verdict=run, by=by, reason=outcome.reason)
+        else:
+            reason = outcome.reason or "no pipeline was simulated"
+            yield SectionVerdict(name=on, verdict="unknown", by="simulation", reason=reason)
     for rule in ir.loss:
         name = f"loss on {rule.axis}" if rule.axis else "loss"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)

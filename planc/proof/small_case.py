@@ -31,6 +31,7 @@ from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
 from planc.plan.scope import Sizes
 from planc.proof.small_mesh import RANKS
+from planc.proof.small_stages import with_stages
 from planc.proof.stand_in import Unrepresented, stand_in, variants
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ def small_case(
     for axis in compiled.plan.mesh.axes:
         ranks[axis.role] = ranks.get(axis.role, 1) * sizes[axis.name]
     ranks[AxisRole.TENSOR] = max(RANKS, ranks.get(AxisRole.TENSOR, 1))
-    model = small_model(compiled.facts, ranks, compiled.plan)
+    staged = with_stages(compiled.plan, sizes)
+    model = small_model(compiled.facts, ranks, staged)
     if isinstance(model, str):
         return Unrepresented(reason=model)
     quiet = Sink()
@@ -158,7 +160,7 @@ def small_case(
     plan = _sized(compiled, Sizes(config=facts.config, axes=sizes), quiet)
     if plan is None:
         return _unfit(quiet)
-    stood = stand_in(plan, compiled.facts, facts, kept=model.kept, sizes=sizes)
+    stood = stand_in(with_stages(plan, sizes), compiled.facts, facts, kept=model.kept, sizes=sizes)
     if isinstance(stood, Unrepresented):
         return stood
     applied = adapted(stood, facts)

@@ -32,7 +32,8 @@ def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterato
     """
     axes = tuple(axes)
     first = {a.name: min(a.size, 3 if a.size == 3 else RANKS) for a in axes}
-    for axis in axes:  # the outermost first: an axis that replicates
+    for axis in sorted(axes, key=lambda a: a.role is AxisRole.STAGE):
+        # the outermost first: an axis that replicates
         if prod(first.values()) > MOST and axis.name not in split:
             first[axis.name] = 1
     if prod(first.values()) == 1:

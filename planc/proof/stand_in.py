@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from planc.model.facts import Facts, Modules
@@ -18,7 +19,17 @@ from planc.model.small.depth import edges
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
-from planc.plan.ir import AdapterRule, Fsdp, Ignored, LossRule, Plan, SpreadRule, TensorRule, Unit
+from planc.plan.ir import (
+    AdapterRule,
+    Fsdp,
+    Ignored,
+    LossRule,
+    PipelineRule,
+    Plan,
+    SpreadRule,
+    TensorRule,
+    Unit,
+)
 from planc.source import Span
 
 Ruled = TypeVar(
@@ -85,6 +96,7 @@ def stand_in(
         train=tuple(state.each(plan.train)),
         loss=tuple(state.each(plan.loss)),
         fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
+        pipeline=_pipeline(plan, state),
         adapters=plan.adapters
         and replace(plan.adapters, rules=tuple(state.each(plan.adapters.rules))),
     )
@@ -119,7 +131,32 @@ def _classes(at: Modules, plan: Plan, facts: Facts) -> tuple[list[Kind], list[Ru
             key = (origin, modules.path[n + 1 :])
             bits[key] = bits.get(key, 0) | picked.bits
     rules = [frozenset(k for k, on in bits.items() if on >> i & 1) for i in range(len(kinds))]
+    if plan.pipeline is not None and plan.pipeline.op.blocks.path == at.path:
+        op, origin = plan.pipeline.op, plan.pipeline.origin
+        rules = [own | {(origin, (op.stage_of(i),))} for i, own in enumerate(rules)]
     return kinds, rules
+
+
+def _pipeline(plan: Plan, state: _StandIn) -> PipelineRule | None:
+    """The stages of the small blocks: those of the blocks that they stand for."""
+    if plan.pipeline is None:
+        return None
+    rule, op = plan.pipeline, plan.pipeline.op
+    found = list(state.all((op.blocks,), rule))
+    layers = state.blocks_of(op.blocks)
+    bounds = [sum(layer < first for layer in layers) for first in op.bounds]
+    if not found or any(one >= two for one, two in pairwise(bounds)):
+        state.lacks(f"the small model has too few blocks for {op.stages} stages", rule.origin)
+        return None
+    made = replace(
+        op,
+        blocks=found[0],
+        bounds=tuple(bounds),
+        inputs=tuple(state.all(op.inputs, rule)),
+        outputs=tuple(state.all(op.outputs, rule)),
+        shared=tuple(state.all(op.shared, rule)),
+    )
+    return replace(rule, op=made)
 
 
 def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
@@ -181,6 +218,10 @@ class _StandIn:
         """The small modules that stand for those of a node."""
         for modules in sets:
             yield from self._walk(modules, node.origin)
+
+    def blocks_of(self, blocks: Modules) -> tuple[int, ...]:
+        """The real block that each block of a small list stands for; empty where none does."""
+        return self._layers.get(blocks.path, ())
 
     # Layers --------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def apply_lowered(
         first = first_passes(model, lowered, meshes, own, said)
         worker = Worker(model, modules, meshes, lowered)
         input_embeddings.guard(model, modules, lowered)
-        for op in lowered.stage.ops:
+        for op in meshes.stage.ops:
             try:
                 worker.run(op)
             except Exception as error:
@@ -263,4 +263,4 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
 
 def adapted(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model with a plan's adapters, and nothing else of the plan."""
-    return alone(model, lowered.with_ops(op for op in lowered.ops if isinstance(op, Adapt)))
+    return alone(model, lowered.with_ops(lambda ops: (op for op in ops if isinstance(op, Adapt))))

@@ -19,6 +19,7 @@ from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import fsdp_units, reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
+from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
 
 
@@ -67,12 +68,21 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def num_items_in_batch(labels: Sequence[Tensor], mesh: DeviceMesh | None) -> Tensor:
     """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
-    count = torch.stack([(some[..., 1:] != IGNORED).sum() for some in labels]).sum().float()
+    return mean_over(torch.stack([valid_labels(some) for some in labels]).sum().float(), mesh)
+
+
+def valid_labels(labels: Tensor) -> Tensor:
+    """The labels that count: [rows, length], without the first of a row, or one for each row."""
+    return ((labels[..., 1:] if labels.dim() > 1 else labels) != IGNORED).sum()
+
+
+def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The mean of a number of each rank of a mesh, in place where there are several."""
     if mesh is None:
-        return count
-    count = count.to(mesh.device_type)
-    distributed.all_reduce(count, group=mesh.get_group())
-    return count / mesh.size()
+        return value
+    value = value.to(mesh.device_type)
+    distributed.all_reduce(value, group=mesh.get_group())
+    return value / mesh.size()
 
 
 @contextmanager
@@ -117,6 +127,7 @@ def clip_grad_norm(
     *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    stages: Stages | None = None,
 ) -> Tensor:
     """Scales all gradients so that the norm of the full model's gradient is at most `max_norm`.
 
@@ -128,6 +139,7 @@ def clip_grad_norm(
         max_norm: the largest norm allowed; with infinity gradients are not scaled.
         norm_type: 2 for the Euclidean norm, infinity for the largest absolute value.
         error_if_nonfinite: whether to raise if the norm is not finite.
+        stages: of a pipeline, whose ranks hold different parameters.
 
     Returns:
         The norm before scaling, a scalar of float32, the same on every rank.
@@ -136,7 +148,7 @@ def clip_grad_norm(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     with torch.no_grad():
-        norm = _norm(model, norm_type)
+        norm = _norm(model, norm_type, stages)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -147,18 +159,22 @@ def clip_grad_norm(
     return norm
 
 
-def _norm(model: nn.Module, norm_type: float) -> Tensor:
+def _norm(model: nn.Module, norm_type: float, stages: Stages | None) -> Tensor:
     parts_of: dict[_Axes, list[Tensor]] = {}
     device: Any = "cpu"
+    # the first stage counts what the last one has a copy of
+    copies = [*stages.copies(model).values()] if stages and stages.last else []
     for parameter in model.parameters():  # also those without gradients: ranks must agree
         axes, part = _share(parameter)
         device = _device(parameter)
         parts = parts_of.setdefault(axes, [])
-        if part is not None and part.numel():
+        if part is not None and part.numel() and not any(parameter is copy for copy in copies):
             parts.append(part)
     total = torch.zeros((), device=device)
     for axes, parts in parts_of.items():
         total = _add(total, _reduced(parts, axes, norm_type, device), norm_type)
+    if stages is not None:
+        distributed.all_reduce(total, op=_kind(norm_type), group=stages.mesh.get_group())
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
@@ -189,10 +205,13 @@ def _reduced(parts: list[Tensor], axes: _Axes, norm_type: float, device: Any) ->
     for norm in norms:
         power = norm if math.isinf(norm_type) else norm**norm_type
         total = _add(total, power.to(device), norm_type)
-    kind = distributed.ReduceOp.MAX if math.isinf(norm_type) else distributed.ReduceOp.SUM
     for mesh, axis in axes:
-        distributed.all_reduce(total, op=kind, group=mesh.get_group(axis))
+        distributed.all_reduce(total, op=_kind(norm_type), group=mesh.get_group(axis))
     return total
+
+
+def _kind(norm_type: float) -> Any:
+    return distributed.ReduceOp.MAX if math.isinf(norm_type) else distributed.ReduceOp.SUM
 
 
 def _add(one: Tensor, other: Tensor, norm_type: float) -> Tensor:
@@ -214,4 +233,32 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         4-bit weights are left out, because their bytes have no meaning without their scales.
     """
     reshard(model)
-    return shards.full_state_dict(model, every_rank=every_rank)
+    stages = stages_of(model)
+    if stages is None:
+        return shards.full_state_dict(model, every_rank=every_rank)
+    group = stages.mesh.get_group()
+    wanted = every_rank or 0 in distributed.get_process_group_ranks(group)
+    own = shards.full_state_dict(model, every_rank=wanted)
+    if not wanted:
+        return {}
+    found = _of_all_stages(own, stages)
+    keep = every_rank or distributed.get_rank() == 0
+    return {name: found[name] for name in stages.names if name in found} if keep else {}
+
+
+def _of_all_stages(own: dict[str, Tensor], stages: Stages) -> dict[str, Tensor]:
+    """The tensors of all stages on the CPU, each sent by the first stage that has it."""
+    group, device = stages.mesh.get_group(), stages.mesh.device_type
+    forms: list[Any] = [None] * stages.mesh.size()
+    mine = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+    distributed.all_gather_object(forms, mine, group=group)
+    found: dict[str, Tensor] = {}
+    for rank, told in enumerate(forms):
+        for name, (shape, dtype) in told.items():
+            if name not in found:
+                here = rank == stages.mesh.get_local_rank()
+                sent = own[name] if here else torch.empty(shape, dtype=dtype)
+                sent = sent.to(device)
+                distributed.broadcast(sent, group=group, group_src=rank)
+                found[name] = sent.cpu()
+    return found

@@ -29,7 +29,7 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
         embedding = get() if callable(get) else None
     except NotImplementedError:  # a model without one, such as a vision tower
         return
-    for op in lowered.stage.ops:
+    for op in lowered.ops:
         if isinstance(op, Parallelize) and _of_sequence(op.style):
             for name in op.modules.names():
                 if modules.get(name.removesuffix(f".{BASE_LAYER}")) is embedding:

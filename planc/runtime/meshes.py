@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
 from planc.ops.call import MeshOf, Shared, mesh_source
-from planc.ops.lowered import Lowered
+from planc.ops.lowered import Lowered, Stage
 from planc.plan.mesh_axes import DATA, axes_of
 from planc.runtime.calls import Values
 
@@ -105,6 +105,9 @@ class Meshes:
         self._data, self._averaged = lowered.data, lowered.averaged
         if lowered.data:
             self.part(*lowered.data)
+        pipeline = lowered.pipeline
+        place = self.root.get_local_rank(pipeline.axis) if pipeline else 0
+        self.stage: Stage = lowered.stages[place]
 
     def __getitem__(self, name: str) -> DeviceMesh:
         """One dimension by name: an axis, `dp` for the data axes, `loss` for those over which

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -18,6 +19,8 @@ from planc.ops.lowered import Lowered
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.meshes import Meshes
 from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.standalone.pipeline import stages_of
+from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.loading import Weights
 
@@ -44,6 +47,7 @@ class Run:
     text: Callable[[], str] = field(repr=False)
     first: FirstPasses = field(default_factory=FirstPasses, repr=False)
     before: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
+    steps: TrainingStep = field(default_factory=TrainingStep, repr=False)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -137,6 +141,40 @@ class Run:
         """
         return gradients.num_items_in_batch(labels, self.data_mesh)
 
+    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+        """The forward and backward passes of a step, under any plan; every rank calls it.
+
+        Gradients accumulate, as those of the mean loss over all tokens of the step: those of all
+        batches, of their microbatches in a pipeline, and of all data ranks.
+
+        Args:
+            batches: those of this rank that one optimizer step accumulates, each a dictionary of
+                the arguments of the model's forward, with labels. The ranks of a pipeline and those
+                of a tensor axis have the same ones.
+
+        Returns:
+            The mean loss over all tokens of all ranks, a scalar of float32, on every rank.
+
+        Raises:
+            PlanError: PL488, a batch cannot be cut into the microbatches of the pipeline.
+            ValueError: there is no batch, or the model returns no loss.
+        """
+        return self.steps.run(self, batches, trains=True)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """The mean loss over all tokens of some batches, without gradients or dropout.
+
+        Arguments, result and errors are those of `forward_backward`.
+        """
+        trained = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            return self.steps.run(self, batches, trains=False)
+        finally:
+            for module in trained:
+                module.training = True
+
     def unshard(self) -> AbstractContextManager[None]:
         """Keeps all parameters unsharded, for inference: forward passes inside do not all-gather.
 
@@ -153,7 +191,11 @@ class Run:
     ) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over every mesh; returns the full model's norm."""
         return gradients.clip_grad_norm(
-            self.model, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+            self.model,
+            max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            stages=stages_of(self.model),
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:

@@ -102,7 +102,9 @@ def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool =
         quick: one step of one pass, with padding.
     """
     ranks = lowered.axis_size(*lowered.data)
-    rows, length = ranks * max(1, 4 // ranks), math.lcm(LENGTH, lowered.world_size)
+    parts = lowered.pipeline.microbatches if lowered.pipeline else 1
+    rows = ranks * math.lcm(max(1, 4 // ranks), parts)
+    length = math.lcm(LENGTH, lowered.world_size)
 
     def plain(number: int) -> Inputs:
         # ids at the ends of the vocabulary are often special tokens

@@ -127,7 +127,8 @@ def _gradients(runs: Runs, errors: list[Errors]) -> Iterator[Discrepancy]:
     """The error of each gradient, the largest over the ranks."""
     reference = runs.reference.gradients
     floor = FLOOR * max((float(g.abs().max()) for g in reference.values()), default=0.0)
-    calls = runs.results[0].traces[0].calls
+    traces = runs.results[0].traces
+    calls = traces[0].calls if traces else {}
     group = [r for r in runs.results if r.data_rank == 0]
     for name, wanted in reference.items():
         call = calls.get(name.rpartition(".")[0])
@@ -222,7 +223,9 @@ def _error(mine: list[Seen], right: torch.Tensor) -> float | None:
 
 def _modules(runs: Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float | None], ...]:
     """The error of each module that the plain model ran: its output and its own gradients."""
-    found: dict[str, float | None] = dict.fromkeys(runs.reference.passes[0].traces[0].calls)
+    calls = runs.reference.passes[0].traces[0].calls
+    # in a pipeline the loss and the gradients are compared, and they depend on every output
+    found: dict[str, float | None] = dict.fromkeys(calls, 0.0 if runs.lowered.pipeline else None)
     lost: set[str] = set()
     for view in runs.views():
         for name, right in view.right.calls.items():

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.runtime.run import Run
+from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
 from planc.trial.numerics import (
@@ -120,6 +121,7 @@ def train_single(
     for op in heads:
         with_terms(model, op)
     for number, step in enumerate(batches.steps):
+        total = torch.zeros(())
         for one in step:
             for rank, result in enumerate(reference.passes):
                 inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
@@ -128,6 +130,9 @@ def train_single(
                 result.drawn.append(getattr(draws, "drawn", []))
                 with draws:
                     loss = _forward(model, inputs, result if number == 0 else None)
+                total = total.to(loss.device) + full_copy(loss) * (
+                    batches.weight(number) / batches.ranks
+                )
                 backward = Trace()
                 with backward.of(named_modules(model)):
                     (loss * (share * batches.weight(number))).backward()
@@ -136,6 +141,9 @@ def train_single(
                 reference.recomputed = reference.recomputed or next(iter(backward.calls), "")
         if number == 0:
             reference.gradients = _gradients(model)
+            if lowered.pipeline is not None:  # which has the loss of a step, and no logits
+                for result in reference.passes:
+                    result.losses, result.logits = [total], []
             if not reference.draws:
                 reference.whole = _whole(model, batches, scale)
         if batches.gradients_alone:
@@ -194,6 +202,9 @@ def train_rank(
     """
     result.phase, result.data_rank = "parallel", run.data_rank
     optimizer = run.optimizer(_optimizer(model))
+    if stages_of(model) is not None:
+        _train_stages(run, batches, result, optimizer)
+        return
     for number, step in enumerate(batches.steps):
         extra = dict[str, Any]()
         if batches.counted:
@@ -218,6 +229,42 @@ def train_rank(
     if not batches.gradients_alone:
         result.parameters = _parameters(model)
     result.phase = "done"
+
+
+def _train_stages(
+    run: Run, batches: Batches, result: RankResult, optimizer: torch.optim.Optimizer
+) -> None:
+    """Trains the stages of one rank; what other stages hold is gathered for the comparison."""
+    for number, step in enumerate(batches.steps):
+        mine = [one.of_rank(run.data_rank, run.data_size) for one in step]
+        loss = run.forward_backward(mine)
+        if number == 0:
+            result.losses.append(full_copy(loss))
+            result.gradients = _of_all_stages(_gradients(run.model), run.model)
+        if batches.gradients_alone:
+            break
+        result.norms.append(full_copy(run.clip_grad_norm_(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    if not batches.gradients_alone:
+        result.parameters = _of_all_stages(_parameters(run.model), run.model)
+    result.phase = "done"
+
+
+def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
+    """The tensors of all stages by name. Of copies on two stages one that is unlike the first is
+    kept, which then is unlike the single process's.
+    """
+    stages = stages_of(model)
+    assert stages is not None
+    every: list[Any] = [None] * stages.mesh.size()
+    distributed.all_gather_object(every, own, group=stages.mesh.get_group())
+    found: Tensors = {}
+    for tensors in every:
+        for name, tensor in tensors.items():
+            if name not in found or not torch.equal(found[name], tensor):
+                found[name] = tensor
+    return found
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

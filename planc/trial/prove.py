@@ -71,6 +71,8 @@ def prove(
     report("single")
     data = batches(builder, lowered, seed).to(device)
     reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
+    if reference.draws and lowered.pipeline is not None:
+        raise SingleError("the random numbers of a pipeline's microbatches are not compared")
     report("apply")
     model = builder.build(seed).to(device)
     seed_rank(distributed.get_rank())

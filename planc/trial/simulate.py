@@ -58,11 +58,14 @@ def simulate(
         # adapters too are drawn here, one model after the other, from the same seed
         models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
         trained = lowered
-        lowered = lowered.with_ops(op for op in lowered.ops if not isinstance(op, Adapt))
+        lowered = lowered.with_ops(lambda ops: (op for op in ops if not isinstance(op, Adapt)))
     except SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
         reason = f"the small model does not run: {first_line(error)}"
+        return Outcome(verdict="unknown", reason=reason)
+    if reference.draws and lowered.pipeline is not None:
+        reason = "the random numbers of a pipeline's microbatches are not compared"
         return Outcome(verdict="unknown", reason=reason)
     results = [RankResult() for _ in models]
     runs = Runs(lowered=lowered, batches=data, reference=reference, results=results)

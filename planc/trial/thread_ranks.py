@@ -27,6 +27,7 @@ from torch.distributed.tensor import _redistribute
 
 from planc.trial.random_numbers import RankGenerators
 from planc.trial.shared_propagation import shared_propagation
+from planc.trial.thread_messages import messages
 
 _POLL = 0.05  # seconds between two looks at the threads
 _LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up
@@ -117,6 +118,7 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
             warnings.catch_warnings(),
             mock.patch.object(groups, "_start_coll", _matched(groups)),
             mock.patch.object(multi_threaded_pg.Collective, "join", _joining(waits)),
+            messages(groups, waits),
             # collectives are done when they return; torch warns at exit of those not waited for
             mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _waited),
             mock.patch.object(torch.random, "default_generator", RankGenerators()),

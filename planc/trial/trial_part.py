@@ -9,7 +9,9 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
+from planc.ops.registry import AnyOp
 
 LEFT_OUT = (Compile, Load, Quantize, MegatronShard)
 """The operations that a trial leaves out: compile takes minutes and does not change results by
@@ -35,12 +37,15 @@ def trial_part(
         precision: keeps the plan's mixed precision.
     """
     left_out = (*LEFT_OUT, *(DATA if tensor else ()))
-    ops = tuple(
-        _small_unit(op, lowered, precision=precision) if isinstance(op, FullyShard) else op
-        for op in with_random_adapters(lowered, draws=draws).ops
-        if not isinstance(op, left_out)
-    )
-    return replace(lowered, stages=(replace(lowered.stage, ops=ops, gathered=0),))
+
+    def small(op: AnyOp) -> AnyOp:
+        if isinstance(op, Pipeline):
+            return replace(op, microbatches=op.stages)
+        return _small_unit(op, lowered, precision=precision) if isinstance(op, FullyShard) else op
+
+    random = with_random_adapters(lowered, draws=draws)
+    made = random.with_ops(lambda ops: (small(op) for op in ops if not isinstance(op, left_out)))
+    return replace(made, stages=tuple(replace(stage, gathered=0) for stage in made.stages))
 
 
 def _small_unit(op: FullyShard, lowered: Lowered, *, precision: bool) -> FullyShard:
@@ -58,13 +63,13 @@ def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
 
     lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
     """
-    ops = tuple(
-        replace(op, dropout=op.dropout if draws else 0.0, dtype=None, init="random")
-        if isinstance(op, Adapt)
-        else op
-        for op in lowered.ops
-    )
-    return lowered.with_ops(ops)
+
+    def random(op: AnyOp) -> AnyOp:
+        if not isinstance(op, Adapt):
+            return op
+        return replace(op, dropout=op.dropout if draws else 0.0, dtype=None, init="random")
+
+    return lowered.with_ops(lambda ops: map(random, ops))
 
 
 def rounds(lowered: Lowered) -> bool:

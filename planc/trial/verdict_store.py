@@ -18,6 +18,7 @@ from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.registry import AnyOp
 from planc.runtime.known_verdict import KnownVerdict, Level, strongest
 from planc.trial import certificate
 from planc.trial.source_digest import digest_of, files
@@ -53,11 +54,14 @@ def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
 
 def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
     """Proofs run in float32, so bytes, which depend on the dtype of the weights, are left out."""
-    sized = (FullyShard, MegatronShard)
-    ops = (replace(o, nbytes=0, gathered=0) if isinstance(o, sized) else o for o in lowered.ops)
-    plain = replace(lowered, stages=(replace(lowered.stage, parameters=0, gathered=0),))
-    key = certificate.key_of(digest(plain.with_ops(ops)), certificate.identity(facts))
+    stages = (replace(stage, parameters=0, gathered=0) for stage in lowered.stages)
+    plain = replace(lowered, stages=tuple(stages)).with_ops(lambda ops: map(_without_bytes, ops))
+    key = certificate.key_of(digest(plain), certificate.identity(facts))
     return cache.entry_name(f"verdict {_FORMAT} by {by}", key, _all_sources())
+
+
+def _without_bytes(op: AnyOp) -> AnyOp:
+    return replace(op, nbytes=0, gathered=0) if isinstance(op, FullyShard | MegatronShard) else op
 
 
 def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:

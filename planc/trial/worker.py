@@ -127,6 +127,8 @@ def _locate(
     The first module whose output differs; if all outputs are right, the wrong gradient that
     backward computes first, which is that of the module that forward ran last.
     """
+    if lowered.pipeline is not None:
+        return None  # a stage has no outputs of its own, and its microbatches are parts of a batch
     data = batches(builder, lowered, seed).to(device)
     model = builder.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)

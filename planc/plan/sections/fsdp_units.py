@@ -74,7 +74,10 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) ->
 
 def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
     arguments = Arguments(item.action, scope, _KNOWN)
-    reshard = arguments.word("reshard", _RESHARD, not _staged(scope), 1, counts=True)
+    staged = _staged(scope)
+    reshard = arguments.word("reshard", _RESHARD, not staged, 1, counts=True)
+    if staged and isinstance(reshard, str):
+        reshard = False  # the next microbatch needs every block again
     own = _precision(arguments)
     shard = _axes(arguments)
     shard_dim = _dim(arguments)

@@ -23,6 +23,7 @@ from planc.runtime.standalone.load_weights import (
     read_slices,
 )
 from planc.runtime.standalone.lora_init import adapters_on_meta
+from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import is_adapter, named_tensors, plain_name
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
@@ -86,17 +87,26 @@ def _converted(
 
     For example, the experts of a layer may be one tensor in the model and many in the files.
     """
-    known = dict(named_tensors(model))
-    if known.keys() >= stored.keys():
-        return dict(stored)
+    known, others = dict(named_tensors(model)), on_other_stages(model)
+    every = known.keys() | others
+    if every >= stored.keys():
+        return {name: tensor for name, tensor in stored.items() if name not in others}
     out: dict[str, StoredTensor] = {}
-    for name, recipe in recipes(model, stored, known).items():
+    for name, recipe in recipes(model, stored, every).items():
+        if name in others:
+            continue
         whole = made(recipe, stored)
         if isinstance(whole, ConvertedTensor):
             out[name] = whole
         else:
             findings.append(problem("PL496", f"{name} cannot be assembled: {whole}"))
     return out
+
+
+def on_other_stages(model: nn.Module) -> frozenset[str]:
+    """The names of the tensors that other stages of a pipeline hold."""
+    stages = stages_of(model)
+    return frozenset(stages.names) - dict(named_tensors(model)).keys() if stages else frozenset()
 
 
 def checked(

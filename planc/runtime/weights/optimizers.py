@@ -38,7 +38,7 @@ def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def storage_order(key: str, value: Any, own: Mapping[str, Order]) -> Order | None:
     """The storage order of a state: a tensor with dims has its parameter's order."""
-    return own.get(_owner(key)) if isinstance(value, Tensor) and value.ndim else None
+    return own.get(owner(key)) if isinstance(value, Tensor) and value.ndim else None
 
 
 def check_state(
@@ -53,13 +53,13 @@ def check_state(
         findings: receives PL496 for parameters that either side lacks and for wrong shapes.
     """
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
-    known = {_owner(key) for key in stored if key.startswith(GROUPS)}
+    known = {owner(key) for key in stored if key.startswith(GROUPS)}
     if missing := [n for n in parameters if n not in known]:
         findings.append(_names("lacks", missing))
     if extra := sorted(known - set(parameters)):
         findings.append(_names("has parameters that this optimizer lacks:", extra))
     for key, meta in stored.items():
-        parameter = parameters.get(_owner(key))
+        parameter = parameters.get(owner(key))
         if parameter is not None and isinstance(meta, TensorStorageMetadata):
             shape, own = tuple(meta.size), tuple(parameter.shape)
             if shape not in ((), own):
@@ -75,12 +75,12 @@ def empty_flat_state(
     out: dict[str, Any] = {}
     own = rank_orders(model)
     for key, meta in stored.items():
-        parameter = detached(parameters[_owner(key)])
+        parameter = detached(parameters[owner(key)])
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
             if shape == tuple(parameter.shape):
-                out[key] = empty_shard(parameter, dtype, own.get(_owner(key)))
+                out[key] = empty_shard(parameter, dtype, own.get(owner(key)))
             else:
                 out[key] = torch.empty(shape, dtype=dtype)
     return out
@@ -94,7 +94,7 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
     state: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
     for key, value in loaded.items():
-        name, last = _owner(key), key.rpartition(".")[2]
+        name, last = owner(key), key.rpartition(".")[2]
         if key.startswith(GROUPS):
             values.setdefault(name, {})[last] = value
         else:
@@ -156,6 +156,6 @@ def _names(what: str, names: list[str]) -> Diagnostic:
     return problem("PL496", text, help=hint)
 
 
-def _owner(key: str) -> str:
+def owner(key: str) -> str:
     """The parameter's name in a key."""
     return key.removeprefix(STATE).removeprefix(GROUPS).rpartition(".")[0]

@@ -16,7 +16,14 @@ from planc.runtime.standalone.load_weights import checkpoint_targets, tensors_in
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import optimizers
-from planc.runtime.weights.loading import Weights, allocate, checked, load_files, raise_on_all_ranks
+from planc.runtime.weights.loading import (
+    Weights,
+    allocate,
+    checked,
+    load_files,
+    on_other_stages,
+    raise_on_all_ranks,
+)
 from planc.runtime.weights.saving import METADATA, reason, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
@@ -88,11 +95,14 @@ def load_checkpoint(
     reshard(model)
     metadata = _metadata(folder, findings)
     found: dict[str, StoredTensor] = {}
+    others = on_other_stages(model)
     if not findings:
         stored = tensors_in_checkpoint(folder, metadata, dict(named_tensors(model)))
+        stored = {name: tensor for name, tensor in stored.items() if name not in others}
         found = checked(model, stored, folder, findings, without=four_bit_layers(model))
         findings += _four_bits(model, found, folder)
     flat = {k[len(_OPTIMIZER) :]: m for k, m in metadata.items() if k.startswith(_OPTIMIZER)}
+    flat = {k: m for k, m in flat.items() if optimizers.owner(k) not in others}
     if optimizer is not None and not flat and not findings:
         findings.append(problem("PL496", f"{folder} holds no optimizer state"))
     if optimizer is not None and not findings:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
+from planc.runtime.gradients import full_state_dict
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.lora_init import adapter_layers
+from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.runtime.standalone.shards import (
     four_bit_layers,
@@ -173,6 +175,9 @@ def export(
     raise_on_all_ranks(merge_findings(model, adapters))
     raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
+    if stages_of(model) is not None:
+        _export_stages(model, lowered, folder, shard_size)
+        return
     names = [_kept(model, group) for group in tied_names(model) if not is_adapter(group[0])]
     changes = adapter_layers(model) if adapters == "merged" else {}
     tensors, own = dict(named_tensors(model)), rank_orders(model)
@@ -192,7 +197,20 @@ def export(
             file = folder / _named(number, len(parts))
             failed = _on_rank0(lambda file=file, full=full: write_tensors(file, full))  # type: ignore[misc]
     raise_on_all_ranks(failed)
-    raise_on_all_ranks(_on_rank0(lambda: _describe(model, lowered, folder, parts)))
+    raise_on_all_ranks(_on_rank0(lambda: _describe(tensors, model, lowered, folder, parts)))
+
+
+def _export_stages(model: nn.Module, lowered: Lowered, folder: Path, shard_size: int) -> None:
+    """Rank 0 gathers the weights of all stages on the CPU, and writes them."""
+    full = full_state_dict(model)
+    first = {tensor.data_ptr(): name for name, tensor in reversed(full.items())}
+    parts = list(_parts([(name, full[name]) for name in reversed(first.values())], shard_size))
+    failed: list[Diagnostic] = []
+    for number, part in enumerate(parts, 1):
+        file, some = folder / _named(number, len(parts)), {n: full[n].contiguous() for n in part}
+        failed = failed or _on_rank0(lambda file=file, some=some: write_tensors(file, some))  # type: ignore[misc]
+    raise_on_all_ranks(failed)
+    raise_on_all_ranks(_on_rank0(lambda: _describe(full, model, lowered, folder, parts)))
 
 
 def _empty(folder: Path) -> None:
@@ -224,10 +242,15 @@ def _named(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
 
 
-def _describe(model: nn.Module, lowered: Lowered, folder: Path, parts: list[list[str]]) -> None:
+def _describe(
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    lowered: Lowered,
+    folder: Path,
+    parts: list[list[str]],
+) -> None:
     """Writes the index if there are several files, and the configuration if the model has one."""
     if len(parts) > 1:
-        tensors = dict(named_tensors(model))
         sizes = (tensors[n].numel() * tensors[n].element_size() for part in parts for n in part)
         files = [(n, _named(i, len(parts))) for i, part in enumerate(parts, 1) for n in part]
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(files)}

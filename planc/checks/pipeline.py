@@ -1,0 +1,128 @@
+"""PL561, PL562, PL564, PL565, PL567: pipelines that cannot run, or would train another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts, Modules
+from planc.ops.pipeline import TERMS, Pipeline
+from planc.plan.ir import PipelineRule, Plan
+from planc.source import Span
+
+
+def pipeline(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The schedule, what crosses from stage to stage, and what a pipeline does not support."""
+    rule = plan.pipeline
+    if rule is None or "pipeline" in plan.broken:
+        return
+    _schedule(plan, rule.op, sink)
+    _ties(facts, rule, sink)
+    _crossing(facts, rule, sink)
+    for what, line, help in _unsupported(plan, rule.op):
+        label = Label(span=rule.origin, text="a pipeline")
+        sink.error("PL567", what, Label(span=line), label, help=help)
+
+
+def _schedule(plan: Plan, op: Pipeline, sink: Sink) -> None:
+    """Source: what the constructors of `torch.distributed.pipelining.schedules` refuse."""
+    ranks, terms = plan.mesh.size(op.axis), TERMS[op.schedule]
+    line = op.origin_of("schedule") or op.origin
+    labels = (
+        Label(span=line, text=op.schedule),
+        Label(span=op.origin_of("stages") or op.origin, text=f"{op.stages} stages"),
+    )
+    wanted = ranks * terms.each
+    if op.stages % ranks or (wanted and op.stages != wanted):
+        each = f"{terms.each} on each rank" if wanted else "as many on each rank"
+        sink.error(
+            "PL562",
+            f"{op.schedule} on {ranks} ranks runs {wanted or f'a multiple of {ranks}'} stages, "
+            f"{each}, and the plan has {op.stages}",
+            *labels,
+            help=f"write `stages = even({op.blocks}.*, each = {terms.each or 2})`",
+        )
+        return
+    count, said = op.microbatches, op.origin_of("microbatches") or op.origin
+    label = Label(span=said, text=f"{count} microbatches")
+    if terms.fill and count < op.stages:
+        message = f"{op.schedule} takes at least as many microbatches as stages"
+        hint = f"use {op.stages} or more, or `schedule = gpipe`"
+        sink.error("PL561", message, label, *labels, help=hint)
+    rounds = max(1, count // ranks)
+    if not terms.each and count % rounds:
+        message = f"{op.schedule} on {ranks} ranks cannot run {count} microbatches in equal rounds"
+        hint = f"use a multiple of {ranks}"
+        sink.error("PL561", message, label, *labels, help=hint)
+
+
+def _ties(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
+    """Parameters that modules of two stages share, unless these are the two ends."""
+    op = rule.op
+    for names in facts.ties:
+        stages = {stage for name in names for stage in _stages_of(facts.find(name)[0], op)}
+        if len(stages) > 1 and names[0] not in op.ties:
+            where = one_of(map(str, sorted(stages)), last="and")
+            sink.error(
+                "PL564",
+                f"{one_of((f'`{n}`' for n in names), last='and')} are one parameter, and stages "
+                f"{where} would each train one of their own",
+                op.origin_of("stages") or op.origin,
+                help="put the modules that share it on one stage",
+            )
+
+
+def _stages_of(modules: Modules, op: Pipeline) -> Iterator[int]:
+    for stage in range(op.stages):
+        if any(modules.within(part) for part in op.held(stage)):
+            yield stage
+
+
+def _crossing(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
+    line = rule.op.origin_of("stages") or rule.op.origin
+    if rule.crossing:
+        names = one_of((f"`{name}`" for name in rule.crossing), last="and")
+        sink.error(
+            "PL565",
+            f"the blocks of `{rule.op.blocks}` take {names}, which earlier stages would compute",
+            line,
+            facts=["only the hidden states are sent from stage to stage"],
+            help=f"set `{rule.op.axis} = 1`",
+        )
+    if facts.config.get("output_router_logits"):
+        sink.error(
+            "PL565",
+            "the loss takes the router's logits of all blocks, and the last stage has those of its "
+            "own",
+            line,
+            facts=["config.output_router_logits = true"],
+            help=f"set `output_router_logits` to false in the configuration, or `{rule.op.axis} = "
+            "1`",
+        )
+
+
+def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
+    """(what is not supported with a pipeline, its line, what to do)."""
+    alone = f"set `{op.axis} = 1`"
+    splits = not TERMS[op.schedule].each or TERMS[op.schedule].back
+    splits = splits and op.schedule != "interleaved_1f1b"
+    if plan.adapters is not None and plan.adapters.rules:
+        yield "adapters in a pipeline are not supported yet", plan.adapters.origin, alone
+    if plan.fsdp is not None:
+        if plan.fsdp.megatron is not None:
+            yield "Megatron-FSDP in a pipeline is not supported", plan.fsdp.origin, alone
+        if op.axis in {*plan.fsdp.shard, *plan.fsdp.replicate}:
+            text = f"the ranks of {op.axis} hold different parameters, so nothing is sharded or "
+            yield f"{text}replicated over it", plan.fsdp.origin, "name other axes"
+        for unit in plan.fsdp.units if splits else ():
+            if unit.reshard:
+                text = f"{op.schedule} computes the gradients of weights later than those of "
+                text += "inputs, when this unit has resharded its parameters"
+                yield text, unit.origin, "write `reshard = never`"
+    for rule in plan.tensor:
+        if rule.axis == op.axis:
+            text = f"the ranks of {op.axis} run different blocks, so no weight is split over it"
+            yield text, rule.origin, "name another axis"
+    for compiled in plan.compile if splits else ():
+        text = f"{op.schedule} splits backward passes, and compiled modules have one"
+        yield text, compiled.origin, "use another schedule"

@@ -1,0 +1,167 @@
+"""The plan and the model of the ranks at one place of a pipeline: what their stages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from planc.model.facts import Child, Facts, Module, Modules
+from planc.model.indices import Indices
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.freeze import Freeze
+from planc.ops.pipeline import Pipeline, stages_of_rank
+from planc.plan.ir import (
+    AdapterRule,
+    Fsdp,
+    Ignored,
+    LossRule,
+    PipelineRule,
+    Plan,
+    SpreadRule,
+    TensorRule,
+    Unit,
+)
+
+Ruled = TypeVar(
+    "Ruled",
+    TensorRule,
+    Checkpoint,
+    Compile,
+    Freeze,
+    LossRule,
+    AdapterRule,
+    Ignored,
+    SpreadRule,
+)
+
+
+def of_ranks(plan: Plan, facts: Facts) -> Iterator[tuple[Plan, Facts]]:
+    """The plan and the facts of the ranks at each place of the pipeline, in order.
+
+    The modules of other stages have no parameters there, and no rule acts on them.
+    """
+    if plan.pipeline is None:
+        yield plan, facts
+        return
+    op = plan.pipeline.op
+    ranks = plan.mesh.size(op.axis)
+    for rank in range(ranks):
+        own = stages_of_rank(op.schedule, rank, ranks, op.stages)
+        mine = replace(op, own=own)
+        gone = tuple(elsewhere(mine, facts))
+        rule = replace(plan.pipeline, op=mine)
+        yield _plan_without(plan, gone, rule), _facts_without(facts, gone)
+
+
+def elsewhere(op: Pipeline, facts: Facts) -> Iterator[Modules]:
+    """The modules that other ranks hold."""
+    ends = op.last or 0 in op.own
+    for stage, modules in ((0, op.inputs), (op.stages - 1, op.outputs)):
+        if stage not in op.own:
+            yield from (part for m in modules for part in m.outside(op.shared if ends else ()))
+    kept = Indices(0)
+    for stage in op.own:
+        kept |= Indices.of(range(*op.bounds[stage : stage + 2]))
+    for child in op.blocks.module.children:
+        if child.indices is not None and (rest := child.indices - kept):
+            yield Modules((*op.blocks.path, rest), child.module)
+
+
+def _plan_without(plan: Plan, gone: tuple[Modules, ...], rule: PipelineRule) -> Plan:
+    def left(nodes: Iterable[Ruled]) -> tuple[Ruled, ...]:
+        return tuple(replace(n, modules=m) for n in nodes for m in n.modules.outside(gone))
+
+    adapters = plan.adapters and replace(plan.adapters, rules=left(plan.adapters.rules))
+    fsdp = plan.fsdp and replace(
+        plan.fsdp,
+        units=tuple(_units(plan.fsdp, gone)),
+        ignored=left(plan.fsdp.ignored),
+        spreads=left(plan.fsdp.spreads),
+    )
+    return replace(
+        plan,
+        pipeline=rule,
+        tensor=left(plan.tensor),
+        checkpoint=left(plan.checkpoint),
+        compile=left(plan.compile),
+        train=left(plan.train),
+        loss=left(plan.loss),
+        adapters=adapters,
+        fsdp=fsdp,
+    )
+
+
+def _units(section: Fsdp, gone: tuple[Modules, ...]) -> Iterator[Unit]:
+    for unit in section.units:
+        members = tuple(part for m in unit.members for part in m.outside(gone))
+        if unit.group and members:
+            yield replace(unit, members=members)
+        elif not unit.group:
+            yield from (replace(unit, members=(part,)) for part in members)
+
+
+def _facts_without(facts: Facts, gone: tuple[Modules, ...]) -> Facts:
+    ties = tuple(
+        group
+        for names in facts.ties
+        if len(group := tuple(n for n in names if not _inside(n, gone))) > 1
+    )
+    return replace(facts, root=_without(facts.root, (), gone), ties=ties)
+
+
+def _inside(parameter: str, gone: tuple[Modules, ...]) -> bool:
+    """Whether a parameter is in one of some modules."""
+    parts = parameter.split(".")[:-1]
+    return any(
+        modules.has(".".join(parts[: len(modules.path)]))
+        for modules in gone
+        if len(parts) >= len(modules.path)
+    )
+
+
+def _without(at: Module, path: tuple[str | Indices, ...], gone: tuple[Modules, ...]) -> Module:
+    """A module in which those of other ranks have no parameters."""
+    here = [m for m in gone if _leads(path, m)]
+    if not here:
+        return at
+    if any(len(m.path) == len(path) for m in here):
+        return _emptied(at)
+    return replace(
+        at, children=tuple(c for child in at.children for c in _child(child, path, here))
+    )
+
+
+def _child(child: Child, path: tuple[str | Indices, ...], gone: list[Modules]) -> Iterator[Child]:
+    """A child, cut where modules of other ranks are some of the entries of a list."""
+    if child.indices is None:
+        yield replace(child, module=_without(child.module, (*path, child.name), tuple(gone)))
+        return
+    rest = child.indices
+    for modules in gone:
+        part = modules.path[len(path)]
+        if isinstance(part, Indices) and (both := rest & part):
+            inner = _without(child.module, (*path, both), tuple(gone))
+            yield replace(child, indices=both, module=inner)
+            rest = rest - both
+    if rest:
+        yield replace(child, indices=rest)
+
+
+def _leads(path: tuple[str | Indices, ...], modules: Modules) -> bool:
+    """Whether modules are at a path or below it."""
+    if len(modules.path) < len(path):
+        return False
+    for part, other in zip(path, modules.path, strict=False):
+        if isinstance(part, Indices) and isinstance(other, Indices):
+            if not part & other:
+                return False
+        elif part != other:
+            return False
+    return True
+
+
+def _emptied(at: Module) -> Module:
+    children = tuple(replace(c, module=_emptied(c.module)) for c in at.children)
+    return replace(at, parameters=(), children=children)

@@ -1,0 +1,173 @@
+"""What a model's forward does before, in and after its blocks, seen in a run of a small model.
+
+A pipeline cuts a model between two blocks of a list. Which modules belong to the first stage and
+which to the last one, what a block returns, and which values reach a block from earlier ones
+besides the hidden states is known to the model's own code alone, so the code is run. The answer is
+cached by the configuration and the library versions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planc.model import cache
+from planc.model.config import buildable
+from planc.model.facts import Facts, below
+from planc.model.layer_kinds import block_kinds
+from planc.model.small.shrink import shrink
+from planc.model.small.user_model import builder_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOrder:
+    """The order of a forward pass. Names of modules have `*` for indices.
+
+    Args:
+        before: modules with parameters that run before the first block.
+        after: those that run after the last one.
+        apart: those that run between two blocks, or before and after them.
+        returned: the number of values in the tuple that a block returns; 0 for a plain tensor.
+        crossing: arguments of blocks, besides the hidden states, that earlier modules with
+            parameters have computed.
+        problem: why the list cannot be cut at all; empty if it can.
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    returned: int = 0
+    crossing: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def generic(name: str) -> str:
+    """A module's name with `*` for indices."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def block_order(facts: Facts, blocks: str) -> BlockOrder:
+    """The order in which a model runs its modules around a list of blocks.
+
+    Args:
+        facts: the model; if it has code, running it is allowed.
+        blocks: the torch name of the list, such as `model.layers`.
+    """
+    values: dict[str, Any] = {}
+    code = facts.code
+    user = facts.own is not None or bool(code and not Path(code).is_absolute())
+    if not user:
+        if not buildable(facts.config):
+            return BlockOrder(problem=f"{facts.name} has no configuration that planc can run")
+        try:
+            made = shrink(facts.config, ranks=2, blocks=block_kinds(facts))
+        except Exception as error:
+            return BlockOrder(problem=f"the model cannot be shrunk: {error}")
+        values = json.loads(json.dumps(made.values, default=str)) | {"architectures": [facts.name]}
+    config = json.dumps(values, sort_keys=True)
+    key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config, *cache.extra_versions(values))
+    kept = None if user or code else cache.recall(key)
+    if isinstance(kept, dict):
+        fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()}
+        return BlockOrder(**fields)
+    try:
+        found = _run(builder_of(values, code, facts.own), blocks)
+    except Exception as error:
+        return BlockOrder(problem=f"the small model does not run: {error}")
+    if not (user or code):  # code can change while its name stays the same
+        cache.keep(key, asdict(found))
+    return found
+
+
+def _run(builder: Any, blocks: str) -> BlockOrder:
+    import warnings
+
+    model = builder.build(0)
+    seen = _Seen(model, blocks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(**builder.sample())
+    return seen.order()
+
+
+class _Seen:
+    """Hooks on a model that note its calls."""
+
+    def __init__(self, model: nn.Module, blocks: str) -> None:
+        self.model, self.blocks = model, blocks
+        self.calls: list[str | int] = []
+        self.returned: set[int] = set()
+        self.crossing: dict[str, None] = {}
+        for i, block in enumerate(model.get_submodule(blocks).children()):
+            block.register_forward_pre_hook(self._entering(i), with_kwargs=True)
+            block.register_forward_hook(self._leaving)
+        for name, module in model.named_modules():
+            inside = name == blocks or below(name, blocks)
+            if not inside and any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._called(name))
+
+    def _called(self, name: str) -> Any:
+        return lambda *_: self.calls.append(name)
+
+    def _entering(self, number: int) -> Any:
+        import inspect
+
+        from torch import Tensor
+        from torch.utils import _pytree
+
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            self.calls.append(number)
+            names = [*inspect.signature(block.forward).parameters]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            tensors = {
+                name: [t for t in _pytree.tree_leaves(value) if isinstance(t, Tensor)]
+                for name, value in given.items()
+            }
+            hidden = next((some[0] for some in tensors.values() if some), None)
+            for name, some in tensors.items():
+                if number and any(t.requires_grad and t is not hidden for t in some):
+                    self.crossing[name] = None
+
+        return hook
+
+    def _leaving(self, _block: nn.Module, _args: Any, output: Any) -> None:
+        from torch import Tensor
+
+        plain = isinstance(output, Tensor)
+        self.returned.add(0 if plain else len(output) if isinstance(output, tuple) else -1)
+
+    def order(self) -> BlockOrder:
+        numbers = [call for call in self.calls if isinstance(call, int)]
+        count = len([*self.model.get_submodule(self.blocks).children()])
+        problem = ""
+        if numbers != [*range(count)]:
+            problem = f"the model does not call the blocks of `{self.blocks}` once each, in order"
+        elif len(self.returned) != 1 or -1 in self.returned:
+            problem = f"the blocks of `{self.blocks}` return no tensor and no tuple of one size"
+        if problem:
+            return BlockOrder(problem=problem)
+        first, last = self.calls.index(0), self.calls.index(count - 1)
+        before = {c for c in self.calls[:first] if isinstance(c, str)}
+        between = {c for c in self.calls[first:last] if isinstance(c, str)}
+        after = {c for c in self.calls[last:] if isinstance(c, str)}
+        apart = between | before & after
+        return BlockOrder(
+            before=_sorted(before - apart),
+            after=_sorted(after - apart),
+            apart=_sorted(apart),
+            returned=self.returned.pop(),
+            crossing=tuple(self.crossing),
+        )
+
+
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(map(generic, names)))

@@ -1,0 +1,181 @@
+"""The stages of a pipeline: which blocks the ranks at one place of its axis hold, and the schedule.
+
+`torch.distributed.pipelining` has the schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
+
+from planc.model.facts import Modules
+from planc.model.indices import Indices
+from planc.ops import phrases
+from planc.ops.base import OMIT, Axis, AxisSizes, Count, Name, Op, Size, Some, choice
+from planc.ops.call import (
+    MESH,
+    MODEL,
+    Context,
+    FunctionCall,
+    Index,
+    Items,
+    Members,
+    Once,
+    ScriptFunction,
+    Step,
+)
+from planc.ops.entry import Entry, Fact
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+
+class Terms(NamedTuple):
+    """What a schedule asks for.
+
+    Args:
+        each: the stages of each rank; 0 for any number above one.
+        fill: whether it takes at least as many microbatches as stages.
+        back: whether a rank's second stage is as far from the end as its first from the start.
+    """
+
+    each: int
+    fill: bool
+    back: bool = False
+
+
+TERMS = {
+    "gpipe": Terms(1, False),
+    "1f1b": Terms(1, True),
+    "interleaved_1f1b": Terms(0, False),
+    "zero_bubble": Terms(0, False),
+    "zbv": Terms(2, False, True),
+    "dualpipe_v": Terms(2, True, True),
+}
+"""Source: the constructors of `torch.distributed.pipelining.schedules` (torch 2.13)."""
+
+
+def stages_of_rank(schedule: str, rank: int, ranks: int, stages: int) -> tuple[int, ...]:
+    """The stages of one rank, in order: round robin, or there and back for a V schedule."""
+    if TERMS[schedule].back:
+        return (rank, stages - 1 - rank)
+    return tuple(range(rank, stages, ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Op):
+    """Leaves a rank the parameters of its stages; the forward stays the model's own.
+
+    Args:
+        axis: whose ranks are stages.
+        own: the stages of these ranks.
+        blocks: the list of blocks.
+        bounds: the index of the first block of each stage, and the number of blocks.
+        inputs: modules of the first stage besides its blocks.
+        outputs: modules of the last stage besides its blocks.
+        returned: the number of values that a block returns in a tuple; 0 for a tensor.
+        shared: modules of the first and of the last stage that share a parameter: both stages
+            hold it, and its gradient is the sum of theirs.
+        ties: the first names of these parameters.
+    """
+
+    axis: Axis
+    own: Some[Count]
+    blocks: Modules
+    bounds: Some[Count]
+    schedule: Annotated[str, choice(*SCHEDULES)] = "1f1b"
+    microbatches: Size = 1
+    inputs: tuple[Modules, ...] = ()
+    outputs: tuple[Modules, ...] = ()
+    returned: Count = field(default=0, metadata=OMIT)
+    shared: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+    ties: tuple[Name, ...] = field(default=(), metadata=OMIT)
+
+    SCRIPT: ClassVar = ScriptFunction("split", "Keeps the parameters of this rank's stages.")
+    WORD: ClassVar = "pipeline"
+
+    @property
+    def stages(self) -> int:
+        """The number of all stages."""
+        return len(self.bounds) - 1
+
+    @property
+    def last(self) -> bool:
+        """Whether these ranks compute the loss."""
+        return self.stages - 1 in self.own
+
+    def stage_of(self, block: int) -> int:
+        """The stage that a block belongs to."""
+        return next(i for i, stop in enumerate(self.bounds[1:]) if block < stop)
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        call = FunctionCall(
+            "standalone.pipeline:split",
+            (MODEL, Index(MESH, (self.axis,))),
+            (
+                ("own", Items(self.own)),
+                ("blocks", str(self.blocks)),
+                ("bounds", Items(self.bounds)),
+                ("inputs", Members(self.inputs)),
+                ("outputs", Members(self.outputs)),
+                ("returned", self.returned),
+                ("shared", Members(self.shared)),
+                ("ties", Items(self.ties)),
+                ("schedule", self.schedule),
+                ("microbatches", self.microbatches),
+            ),
+        )
+        yield Once(call=call, note=self.place)
+
+    @property
+    def about(self) -> str:
+        return f"stage{'s' * (len(self.own) > 1)} {', '.join(map(str, self.own))}"
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        over = phrases.axes((self.axis,), mesh)
+        return f"{self.schedule} over {over}, {self.microbatches:,} microbatches"
+
+    def held(self, stage: int) -> tuple[Modules, ...]:
+        """The modules of a stage: its blocks and, at the ends, what is before and after them."""
+        wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
+        blocks = [
+            Modules((*self.blocks.path, both), child.module)
+            for child in self.blocks.module.children
+            if child.indices is not None and (both := child.indices & wanted)
+        ]
+        first = self.inputs if stage == 0 else ()
+        return (*first, *blocks, *(self.outputs if stage == self.stages - 1 else ()))
+
+    def _text(self, stage: int) -> str:
+        """What a stage holds: `model.embed_tokens, model.layers[0:8]`."""
+        wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
+        names = [f"{self.blocks}{wanted}"]
+        if stage == 0:
+            names = [*phrases.together(map(str, self.inputs)), *names]
+        if stage == self.stages - 1:
+            names += phrases.together(map(str, self.outputs))
+        return ", ".join(names)
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+        yield phrases.head(cls.WORD, ops[0].headline(mesh))
+        for name in ops[0].ties:
+            both = f"stages 0 and {ops[0].stages - 1}"
+            yield phrases.head("", f"{name} is on {both}, its gradient the sum of both")
+        for stage in range(ops[0].stages):
+            yield phrases.head("", f"stage {stage}  {ops[0]._text(stage)}")
+
+    def entries(self, _common: object) -> Iterator[Entry]:
+        for stage in self.own:
+            yield Entry(
+                kind=self.WORD,
+                place=self.place,
+                label=f"stage {stage}",
+                facts=(
+                    Fact("modules", self._text(stage)),
+                    Fact("schedule", self.schedule),
+                    Fact("microbatches", self.microbatches),
+                ),
+                brief=f"{self._text(stage)}, {self.headline()}",
+            )

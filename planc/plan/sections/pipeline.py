@@ -1,0 +1,308 @@
+"""The pipeline section -> the stages of the model's blocks, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planc.diagnostic import did_you_mean, one_of
+from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
+from planc.model.layer_kinds import length
+from planc.model.small.block_order import BlockOrder, block_order, generic
+from planc.ops.base import AxisRole
+from planc.ops.pipeline import SCHEDULES, Pipeline
+from planc.plan.call_arguments import Arguments, unknown, word
+from planc.plan.evaluate import describe, evaluate
+from planc.plan.ir import PipelineRule
+from planc.plan.overrides import Settings
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import flatten
+from planc.plan.scope import Failed, Scope
+from planc.plan.selectors import select
+from planc.syntax import ast
+
+_SETTINGS = ("schedule", "microbatches", "stages")
+_EXAMPLE = "write `stages = even(model.layers.*)`"
+Bounds = tuple[int, ...]
+
+
+def pipeline(program: Program) -> PipelineRule | None:
+    """The pipeline of the plan, None without one or where its axis has one rank."""
+    section = next(iter(program.named("pipeline")), None)
+    if section is None:
+        return None
+    axis = _axis(section, program)
+    if axis is None:
+        return None
+    settings = _settings(program)
+    ranks = program.mesh.size(axis) if program.mesh else 1
+    if ranks == 1 or not _complete(settings, section, program):
+        return None
+    found = _stages(settings.lines["stages"].value, ranks, program)  # type: ignore[union-attr]
+    if found is None:
+        return None
+    blocks, bounds = found
+    order = block_order(program.facts, str(blocks))
+    rest = _rest(program.facts, blocks, order)
+    if order.problem or isinstance(rest, str):
+        program.sink.error(
+            "PL566",
+            f"the model cannot be cut between the blocks of `{blocks}`: {order.problem or rest}",
+            settings.lines["stages"].origin,
+            help="without a pipeline, set its axis to 1",
+        )
+        return None
+    shared = [*_shared(program.facts, *rest)]
+    op = Pipeline(
+        axis=axis,
+        own=(0,),
+        blocks=blocks,
+        bounds=bounds,
+        schedule=settings.values.get("schedule", "1f1b"),
+        microbatches=settings.values["microbatches"],
+        inputs=rest[0],
+        outputs=rest[1],
+        returned=order.returned,
+        shared=tuple(dict.fromkeys(m for _, modules in shared for m in modules)),
+        ties=tuple(name for name, _ in shared),
+        origin=section.name_origin,
+        origins=tuple((name, line.origin) for name, line in settings.lines.items()),
+    )
+    return PipelineRule(op=op, crossing=order.crossing, origin=section.name_origin)
+
+
+def _axis(section: ast.Section, program: Program) -> str | None:
+    """The axis of the stages."""
+    names = [axis.path for axis in (*section.axes, *section.replicate)]
+    found = program.mesh.axis(names[0]) if program.mesh and len(names) == 1 else None
+    if found is not None and found.role is AxisRole.STAGE:
+        return found.name
+    if found is not None or len(names) != 1:
+        program.sink.error(
+            "PL305",
+            "a pipeline section works over the axis of the stages",
+            section.name_origin,
+            help="write `pipeline on pp {`",
+        )
+    return None
+
+
+def _settings(program: Program) -> Settings:
+    settings = Settings(program.sink)
+    for section in program.named("pipeline"):
+        for placed in flatten(section, program.scope):
+            item = placed.item
+            if not isinstance(item, ast.Setting) or placed.nested:
+                message = "this has no place in a `pipeline` section"
+                hint = "it holds settings: `schedule = 1f1b`"
+                program.sink.error("PL011", message, item.origin, help=hint)
+            elif item.name not in _SETTINGS:
+                message = f"there is no setting `{item.name}`"
+                known = f"there is {one_of(_SETTINGS, last='and')}"
+                hint = did_you_mean(item.name, _SETTINGS, known) or known
+                program.sink.error("PL105", message, item.name_origin, help=hint)
+            else:
+                settings.add(item, lambda item: _value(item, program))
+    return settings
+
+
+def _value(item: ast.Setting, program: Program) -> object:
+    """The value of a setting, None after a finding; `stages` is read with the mesh."""
+    if item.name == "stages":
+        return True
+    value = word(item.value, program.scope)
+    if item.name == "microbatches":
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        wanted, hint = "a positive number", "write `microbatches = 8`"
+    else:
+        if value in SCHEDULES:
+            return value
+        wanted = one_of(f"`{name}`" for name in SCHEDULES)
+        hint = (did_you_mean(value, SCHEDULES) if isinstance(value, str) else None) or ""
+    if not isinstance(value, Failed):
+        shown = f"`{value}`" if isinstance(value, str) else describe(value)
+        message = f"`{item.name}` is {wanted}, not {shown}"
+        program.sink.error("PL012", message, item.value.origin, help=hint or None)
+    return None
+
+
+def _complete(settings: Settings, section: ast.Section, program: Program) -> bool:
+    for name, hint in (("microbatches", "write `microbatches = 8`"), ("stages", _EXAMPLE)):
+        if name not in settings.lines:
+            message = f"the pipeline has no `{name}`"
+            program.sink.error("PL012", message, section.name_origin, help=hint)
+            return False
+    return all(value is not None for value in settings.values.values())
+
+
+# Stages ------------------------------------------------------------------------------------------
+
+
+def _stages(value: ast.Expr, ranks: int, program: Program) -> tuple[Modules, Bounds] | None:
+    """The list of blocks and the first block of each stage, or None after a finding."""
+    scope = program.scope
+    if isinstance(value, ast.List):
+        return _listed(value, scope)
+    if isinstance(value, ast.Call) and value.name in ("even", "weighted"):
+        return _counted(value, ranks, scope)
+    if isinstance(value, ast.Call):
+        unknown(value, ("even", "weighted"), "way to make stages", scope)
+    else:
+        message = "`stages` is `even(...)`, `weighted(...)` or a list of selectors"
+        scope.sink.error("PL012", message, value.origin, help=_EXAMPLE)
+    return None
+
+
+def _counted(call: ast.Call, ranks: int, scope: Scope) -> tuple[Modules, Bounds] | None:
+    """`even(SELECTOR, each = 1, first = 0, last = 0)` or `weighted(SELECTOR, blocks = [3, 5])`."""
+    even = call.name == "even"
+    arguments = Arguments(call, scope, ("each", "first", "last") if even else ("blocks",))
+    numbers = {n: arguments.integer(n, d) for n, d in (("each", 1), ("first", 0), ("last", 0))}
+    given = None if even else arguments.take("blocks")
+    selector = arguments.positional[0].value if arguments.positional else None
+    if not arguments.done(positional=1):
+        return None
+    found = _list_of(_selected(selector, scope), call, scope)
+    if found is None:
+        return None
+    blocks, indices = found
+    count = length(blocks)
+    if len(indices) < count:
+        _report(scope, call, [*indices], blocks)
+        return None
+    if even:
+        sizes = _even(count, ranks * max(1, numbers["each"]), numbers["first"], numbers["last"])
+    else:
+        listed = evaluate(given, scope) if given is not None else ()
+        sizes = [n for n in listed if isinstance(n, int)] if isinstance(listed, tuple) else []
+    if not sizes or min(sizes) < 1:
+        stages = len(sizes) or ranks * numbers["each"]
+        message = f"{count} blocks are too few for {stages} stages of these sizes"
+        shown = ", ".join(map(str, sizes))
+        facts = [f"blocks of each stage: {shown}"] if sizes else []
+        hint = "every stage holds at least one block: use fewer stages"
+        scope.sink.error("PL563", message, call.origin, facts=facts, help=hint)
+        return None
+    if sum(sizes) != count:
+        message = f"the stages hold {sum(sizes)} blocks, and `{blocks}` has {count}"
+        scope.sink.error("PL560", message, call.origin, help=f"the sizes add up to {count}")
+        return None
+    return blocks, tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
+
+
+def _even(count: int, stages: int, first: int, last: int) -> list[int]:
+    """The blocks of each stage: as many each, but for the first and the last one.
+
+    Blocks that remain go to the stages in the middle, which have no embedding and no head.
+    """
+    each, rest = divmod(count - first - last, stages)
+    sizes = [each] * stages
+    for i in [*range(1, stages - 1), 0, stages - 1][:rest]:
+        sizes[i] += 1
+    sizes[0] += first
+    sizes[-1] += last
+    return sizes
+
+
+def _listed(value: ast.List, scope: Scope) -> tuple[Modules, Bounds] | None:
+    """A list of selectors, one for each stage."""
+    blocks: Modules | None = None
+    order: list[int] = []
+    bounds = [0]
+    for item in value.items:
+        found = _list_of(_selected(item, scope), item, scope)
+        if found is None:
+            return None
+        if blocks is not None and blocks != found[0]:
+            message = f"stages are cut from `{blocks}` and from `{found[0]}`"
+            scope.sink.error("PL560", message, item.origin, help="the blocks of one list are cut")
+            return None
+        blocks = found[0]
+        order += found[1]
+        bounds.append(len(order))
+    if blocks is None or order != [*range(length(blocks))]:
+        _report(scope, value, order, blocks)
+        return None
+    return blocks, tuple(bounds)
+
+
+def _report(scope: Scope, node: ast.Node, order: list[int], blocks: Modules | None) -> None:
+    """PL560, with the blocks that are in no stage, in two, or out of order."""
+    every = range(length(blocks)) if blocks else range(0)
+    lost = [i for i in every if i not in order]
+    twice = [i for i in every if order.count(i) > 1]
+    message = "the blocks of the stages are not in the order of the model"
+    if twice:
+        message = f"`{blocks}{Indices.of(twice)}` is in two stages"
+    if lost:
+        message = f"`{blocks}{Indices.of(lost)}` is in no stage"
+    help = "every block is in exactly one stage, in the order in which the model runs them"
+    scope.sink.error("PL560", message, node.origin, help=help)
+
+
+def _selected(value: ast.Expr | None, scope: Scope) -> tuple[Modules, ...]:
+    selector = value if isinstance(value, ast.Selector) else None
+    return select(selector, (scope.facts.model,), scope) if selector else ()
+
+
+def _list_of(
+    found: tuple[Modules, ...], node: ast.Node, scope: Scope
+) -> tuple[Modules, list[int]] | None:
+    """The list that holds all of these blocks, and their indices in order."""
+    lists = dict.fromkeys(m.path[:-1] for m in found)
+    plain = [p for p in lists if all(isinstance(part, str) for part in p)]
+    if not found or len(lists) != 1 or not plain or isinstance(found[0].path[-1], str):
+        if not scope.sink.errors or found:
+            message = "a stage consists of entries of one list of blocks"
+            scope.sink.error("PL560", message, node.origin, help=_EXAMPLE)
+        return None
+    at = scope.facts.at(".".join(map(str, plain[0])))
+    chosen = Indices(0)
+    for modules in found:
+        last = modules.path[-1]
+        assert isinstance(last, Indices)
+        chosen |= last
+    return at, [*chosen]
+
+
+# What is around the blocks -----------------------------------------------------------------------
+
+
+def _rest(
+    facts: Facts, blocks: Modules, order: BlockOrder
+) -> tuple[tuple[Modules, ...], tuple[Modules, ...]] | str:
+    """The modules of the first and of the last stage besides their blocks, or why a module is in
+    neither.
+    """
+    inputs: list[Modules] = []
+    outputs: list[Modules] = []
+    for modules in _holders(facts, blocks):
+        names = {generic(name) for name in modules.names()}
+        if names <= {*order.after}:
+            outputs.append(modules)
+        elif names & {*order.apart}:
+            return f"`{modules}` runs before the last block and after the first one"
+        else:  # what does not run, such as a tower without images, needs one place too
+            inputs.append(modules)
+    return tuple(inputs), tuple(outputs)
+
+
+def _shared(
+    facts: Facts, inputs: tuple[Modules, ...], outputs: tuple[Modules, ...]
+) -> Iterator[tuple[str, list[Modules]]]:
+    """The parameters that modules of the first and of the last stage share, with these modules."""
+    for names in facts.ties:
+        owners = [facts.find(name)[0] for name in names]
+        first = [o for o in owners if any(o.overlap(m) for m in inputs)]
+        last = [o for o in owners if any(o.overlap(m) for m in outputs)]
+        if first and last:
+            yield names[0], [*first, *last]
+
+
+def _holders(facts: Facts, blocks: Modules) -> Iterator[Modules]:
+    """Modules with parameters of their own, outside the list of blocks."""
+    for modules in facts.model.below():
+        inside = modules.path[: len(blocks.path)] == blocks.path
+        if modules.module.parameters and not inside:
+            yield modules

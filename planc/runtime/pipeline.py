@@ -1,0 +1,243 @@
+"""Runs the schedule of a pipeline: `torch.distributed.pipelining` with stages of planc's own.
+
+A stage tells the next one the shape of what it sends, once for each shape of a batch, so nothing
+is inferred in a pass of its own, and batches may have other lengths than the one before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import P2POp
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from planc.runtime.meshes import Meshes
+from planc.runtime.standalone.pipeline import Stages, local_of
+
+_HEADER = 256
+"""Bytes of the message that describes a tensor."""
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+_CLASSES: dict[str, Any] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipe_v": schedules.ScheduleDualPipeV,
+}
+Form = dict[str, Any]
+"""What a stage sends: its local shape and dtype and, of a DTensor, the axis and the layout."""
+
+
+def form_of(tensor: Tensor) -> Form:
+    """The description of a tensor between two stages.
+
+    Raises:
+        ValueError: its layout is neither replicated nor sharded over one axis.
+    """
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    form: Form = {"shape": [*own.shape], "dtype": str(own.dtype).removeprefix("torch.")}
+    if isinstance(tensor, DTensor):
+        (placement,) = tensor.placements
+        if not isinstance(placement, Replicate | Shard):
+            raise ValueError(f"the hidden states between two stages are {placement}")
+        names = tensor.device_mesh.mesh_dim_names
+        assert names is not None
+        form["mesh"] = names[0]
+        form["dim"] = placement.dim if isinstance(placement, Shard) else None
+    return form
+
+
+class Section(nn.Module):  # type: ignore[misc]
+    """One stage of this rank as `torch.distributed.pipelining` calls it."""
+
+    def __init__(self, model: nn.Module, stages: Stages, number: int, meshes: Meshes) -> None:
+        super().__init__()
+        self.__dict__["model"] = model  # not a child: parameters keep their names
+        self.stages, self.number, self.meshes = stages, number, meshes
+        self.taken: Form = {}
+        self.sent: Form = {}
+        self.telling = True
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.__dict__["model"].parameters(recurse)
+
+    def forward(self, received: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if received is not None and "mesh" in self.taken:
+            mesh, dim = self.meshes.root[self.taken["mesh"]], self.taken["dim"]
+            placement = Replicate() if dim is None else Shard(dim)
+            received = DTensor.from_local(received, mesh, [placement], run_check=False)
+        step = kwargs.pop("step")
+        if self.number < self.stages.count - 1:  # the loss is the last stage's
+            kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOSS}
+        output = self.stages.run(self.__dict__["model"], self.number, received, kwargs)
+        if self.number == self.stages.count - 1:
+            loss: Tensor = step(output)
+            return loss
+        self.sent = form_of(output)
+        return local_of(output)
+
+
+class Stage(_PipelineStageBase):  # type: ignore[misc]
+    """A stage whose tensors are told by the stage that sends them."""
+
+    def __init__(self, section: Section, device: torch.device, group: Any) -> None:
+        stages = section.stages
+        super().__init__(section, section.number, stages.count, device, group)
+        self.section = section
+        self.first_chunk = True
+        self.beside: dict[int, Stage] = {}
+        self.inbox: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+        self._stage_meta.inputs = () if self.is_first else (None,)
+
+    # torch prepares its own stages with shapes, which are not known yet
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        return []
+
+    def _prepare_forward_infra(self, num_microbatches: int, *_args: Any, **_kwargs: Any) -> None:
+        self.chunks = num_microbatches
+        self.args_recv_info = {0: ()}
+
+    def _prepare_backward_infra(self, num_microbatches: int, **_kwargs: Any) -> None:
+        self.chunks = num_microbatches
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        return ()
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self.inbox.clear()
+        self.gradients.clear()
+
+    # activations
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        if self.is_first:
+            return []
+        peer = self._resolve_peer_global_rank(self.stage_index - 1)
+        if self.first_chunk:
+            header = torch.zeros(_HEADER, dtype=torch.uint8, device=self.device)
+            distributed.recv(header, peer, group=self.group)
+            self.section.taken = json.loads(bytes(header.tolist()).rstrip(b"\0"))
+            self.first_chunk = False
+        self.inbox[fwd_chunk_id] = self._empty(self.section.taken)
+        return [P2POp(distributed.irecv, self.inbox[fwd_chunk_id], peer, self.group)]
+
+    def _empty(self, form: Form) -> Tensor:
+        return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=self.device)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        trains = self.has_backward and torch.is_grad_enabled()
+        return (self.inbox.pop(fwd_chunk_id).requires_grad_(trains),)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        if self.is_last:
+            return []
+        (sent,), _ = self.fwd_cache[fwd_chunk_id]
+        peer = self._resolve_peer_global_rank(self.stage_index + 1)
+        ops = []
+        if self.section.telling:
+            text = json.dumps(self.section.sent).encode().ljust(_HEADER, b"\0")
+            header = torch.tensor([*text], dtype=torch.uint8, device=self.device)
+            ops.append(P2POp(distributed.isend, header, peer, self.group))
+            self.section.telling = False
+        return [*ops, P2POp(distributed.isend, sent.detach().contiguous(), peer, self.group)]
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self.inbox[mb_index] = prev_stage_outputs.detach()
+        self.section.taken = self.beside[self.stage_index - 1].section.sent
+
+    # gradients
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        if not self.has_backward or self.is_last:
+            return []
+        self.gradients[bwd_chunk_id] = self._empty(self.section.sent)
+        peer = self._resolve_peer_global_rank(self.stage_index + 1)
+        return [P2POp(distributed.irecv, self.gradients[bwd_chunk_id], peer, self.group)]
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
+        return (self.gradients.pop(bwd_chunk_id),)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        if not self.has_backward or self.is_first:
+            return []
+        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        if gradient is None:
+            gradient = self._empty(self.section.taken).zero_()
+        peer = self._resolve_peer_global_rank(self.stage_index - 1)
+        return [P2POp(distributed.isend, gradient.contiguous(), peer, self.group)]
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return self.bwd_cache.pop(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        for gradient in next_stage_bwd_outputs:
+            self.gradients[mb_index] = gradient
+
+
+class Pipeline:
+    """The schedule of one rank.
+
+    Args:
+        model: with the `Stages` of this rank.
+        stages: these.
+        meshes: of the run.
+    """
+
+    def __init__(self, model: nn.Module, stages: Stages, meshes: Meshes) -> None:
+        self.stages = stages
+        device = torch.device(meshes.root.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        group = stages.mesh.get_group()
+        sections = [Section(model, stages, n, meshes) for n in stages.own]
+        self.parts = [Stage(section, device, group) for section in sections]
+        for part in self.parts:
+            part.beside = {other.stage_index: other for other in self.parts}
+        if isinstance(model, FSDPModule):
+            model._get_fsdp_state()._lazy_init()  # while every unit is in its place
+        self.known: Any = None
+        cls = _CLASSES[stages.schedule]
+        single = issubclass(cls, schedules.PipelineScheduleSingle)
+        self.schedule = cls(
+            self.parts[0] if single else self.parts,
+            stages.microbatches,
+            loss_fn=lambda loss, _target: loss,
+            scale_grads=False,  # the loss is divided by all tokens of the step already
+        )
+
+    def step(self, inputs: Sequence[dict[str, Any]], loss: Any, *, trains: bool) -> list[Tensor]:
+        """Runs the microbatches of one batch.
+
+        Args:
+            inputs: the arguments of the model's forward, of each microbatch.
+            loss: maps the output of the last stage and the number of a microbatch to its loss.
+            trains: whether to run the backward passes.
+
+        Returns:
+            The loss of each microbatch on the ranks of the last stage, else nothing.
+        """
+        signature = (trains, [(n, getattr(v, "shape", None)) for n, v in inputs[0].items()])
+        for part in self.parts:
+            part.has_backward = trains
+            part.clear_runtime_states()
+            part.first_chunk = part.section.telling = signature != self.known
+        self.known = signature
+        self.schedule._has_backward = trains
+        steps = [
+            {**some, "step": lambda output, i=i: loss(output, i)} for i, some in enumerate(inputs)
+        ]
+        losses: list[Tensor] = []
+        nothing = [None] * len(steps)
+        self.schedule._step_microbatches([()] * len(steps), steps, nothing, losses, False)
+        return losses

@@ -1,0 +1,250 @@
+"""One rank of a pipeline: the model's own forward, with the parameters of its stages.
+
+A block of another stage passes its hidden states on, so the model's own code computes
+masks, positions and layer types on every stage, and no forward is rewritten. On a later
+stage the first block of the model returns what was received; the first block after a
+stage's own ones keeps what is sent. What runs after that has no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+PIPELINE = "_planc_pipeline"
+"""The attribute of a model that holds its `Stages`."""
+
+
+class Stages:
+    """The stages of one rank.
+
+    Args:
+        model: whose blocks are cut.
+        mesh: the ranks of the pipeline, one-dimensional.
+        own: the stages of this rank, in order.
+        blocks: the name of the list of blocks.
+        bounds: the first block of each stage, and the number of blocks.
+        inputs, outputs: of the first and of the last stage besides their blocks.
+        returned: the number of values that a block returns in a tuple; 0 for a tensor.
+        shared: modules of the first and of the last stage that share parameters: both
+            stages hold them.
+        ties: the names of these parameters.
+        schedule, microbatches: of a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        own: Sequence[int],
+        blocks: str,
+        bounds: Sequence[int],
+        inputs: Sequence[nn.Module],
+        outputs: Sequence[nn.Module],
+        returned: int,
+        shared: Sequence[nn.Module],
+        ties: Sequence[str],
+        schedule: str,
+        microbatches: int,
+    ) -> None:
+        self.mesh, self.own, self.bounds = mesh, tuple(own), tuple(bounds)
+        self.returned, self.schedule, self.microbatches = (
+            returned,
+            schedule,
+            microbatches,
+        )
+        self.count = len(bounds) - 1
+        both = {0, self.count - 1} <= {*own}
+        self.ties = () if both else tuple(ties)
+        held = {*shared} if {0, self.count - 1} & {*own} else set()
+        self.names = set(parameter_names(model))
+        self.running: int | None = None
+        self.received: Tensor | None = None
+        self.kept: Tensor | None = None
+        self._places = self._found(model, blocks, inputs, outputs)
+        self._inactive: dict[tuple[nn.Module, str], Inactive] = {}
+        for place, (module, stage, make) in self._places.items():
+            if stage in self.own or module in held:
+                self._inactive[place] = Inactive(module, make(module))
+            else:
+                module.forward = make(module)
+                empty(module)
+        self.plain = model.forward
+        model.forward = functools.wraps(self.plain)(
+            # wraps takes a function, which a method is not
+            lambda *args, **kwargs: self.forward(*args, **kwargs)  # noqa: PLW0108
+        )
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank has the last stage, which computes the loss."""
+        return self.count - 1 in self.own
+
+    def _found(
+        self,
+        model: nn.Module,
+        blocks: str,
+        inputs: Sequence[nn.Module],
+        outputs: Sequence[nn.Module],
+    ) -> dict[tuple[nn.Module, str], tuple[nn.Module, int, Any]]:
+        """Where modules with a stage are: (their parent, their name) to the module, its
+        stage, and what makes the forward that takes its place on other stages.
+        """
+        places: dict[tuple[nn.Module, str], tuple[nn.Module, int, Any]] = {}
+        entry, leave = {*inputs}, {*outputs}
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                if child in entry:
+                    places[parent, name] = child, 0, self._placeholder
+                elif child in leave:
+                    places[parent, name] = child, self.count - 1, identity
+        cut = model.get_submodule(blocks)
+        for i, (name, block) in enumerate(cut.named_children()):
+            stage = next(s for s in range(self.count) if i < self.bounds[s + 1])
+            places[cut, name] = block, stage, functools.partial(self._passing, i)
+        return places
+
+    def _passing(self, number: int, _block: nn.Module) -> Callable[..., Any]:
+        """The forward of a block on the stages that it is no part of."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = first_tensor(args, kwargs)
+            assert self.running is not None
+            if number == 0 and self.received is not None:
+                hidden = self.received
+            if number >= self.bounds[self.running + 1]:
+                if self.kept is None:
+                    self.kept = hidden
+                hidden = hidden.detach()  # what follows is of no use here
+            return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
+
+        return forward
+
+    def _placeholder(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward of a module of the first stage on the others: zeros without
+        memory, of the shape of its output where that is known.
+        """
+        width = getattr(module, "embedding_dim", None) or getattr(
+            module, "out_features", None
+        )
+        looked_up = hasattr(module, "embedding_dim")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = first_tensor(args, kwargs)
+            if width is None:
+                return given
+            assert self.received is not None
+            shape = given.shape if looked_up else given.shape[:-1]
+            zero = torch.zeros((), dtype=self.received.dtype, device=given.device)
+            return zero.expand(*shape, int(width))
+
+        return forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on the stage that runs: its output on the last one, else
+        what it sends.
+        """
+        if self.running is None:
+            text = "a stage cannot run by itself: call run.forward_backward"
+            raise RuntimeError(text)
+        output = self.plain(*args, **kwargs)
+        return output if self.running == self.count - 1 else self.kept
+
+    def run(
+        self, model: nn.Module, stage: int, received: Tensor | None, kwargs: Any
+    ) -> Any:
+        """One forward pass of a stage of this rank."""
+        with self._only(stage):
+            self.running, self.received, self.kept = stage, received, None
+            try:
+                return model(**kwargs)
+            finally:
+                self.running = self.received = self.kept = None
+
+    @contextmanager
+    def _only(self, stage: int) -> Iterator[None]:
+        """Other stages of this rank are passed through, by modules in their places:
+        checkpoints and hooks keep theirs.
+        """
+        others = [place for place in self._inactive if self._places[place][1] != stage]
+        before = [(parent, name, parent._modules[name]) for parent, name in others]
+        try:
+            for parent, name in others:
+                parent._modules[name] = self._inactive[parent, name]
+            yield
+        finally:
+            for parent, name, module in before:
+                parent._modules[name] = module
+
+    def copies(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that the other end of the pipeline holds too, by name."""
+        ends = {0, self.count - 1} & {*self.own}
+        return {n: model.get_parameter(n) for n in self.ties} if ends else {}
+
+
+class Inactive(nn.Module):  # type: ignore[misc]
+    """Stands in the place of a module while another stage of its rank runs.
+
+    Args:
+        module: whose attributes the model's code may read.
+        forward: takes the place of the module's.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["module"] = module
+        self.__dict__["forward"] = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+
+def split(model: nn.Module, mesh: DeviceMesh, **terms: Any) -> None:
+    """Leaves a model the parameters of one rank's stages; arguments as of `Stages`."""
+    setattr(model, PIPELINE, Stages(model, mesh, **terms))
+
+
+def parameter_names(model: nn.Module) -> Iterator[str]:
+    """The names in the state dict of a model, tied ones too."""
+    yield from model.state_dict()
+
+
+def empty(module: nn.Module) -> None:
+    """Removes the parameters and buffers of a module and of all inside."""
+    for part in module.modules():
+        for names in (part._parameters, part._buffers):
+            for name in names:
+                names[name] = None
+
+
+def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states in the arguments of a block: the first tensor."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    raise ValueError("a block got no tensor")
+
+
+def identity(_module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module of the last stage on the others."""
+    return lambda *args, **kwargs: first_tensor(args, kwargs)
+
+
+def stages_of(model: nn.Module) -> Stages | None:
+    """The stages of a model, None without a pipeline."""
+    found: Stages | None = getattr(model, PIPELINE, None)
+    return found
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What a rank sends of a tensor; no view, as some schedules detach it in place."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.clone() if own._is_view() else own
