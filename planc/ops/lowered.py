@@ -58,6 +58,28 @@ class MeshAxis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMesh:
+    """The ranks along some axes, as those that divide experts and those with equal ones.
+
+    The innermost ranks divide them: rank r along the axes is (r // ranks, r % ranks).
+
+    Args:
+        ranks: that divide the experts among them.
+        rest: ranks with the same experts, over which FSDP shards these.
+        axes: of which both are made, outermost first.
+    """
+
+    ranks: MeshAxis
+    rest: MeshAxis
+    axes: Axes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of both by name."""
+        return {part.name: part.size for part in (self.rest, self.ranks)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """The operations of one pipeline stage, and the memory of its ranks.
 
@@ -89,6 +111,7 @@ class Lowered:
         family: its `model_type`.
         layers: the length of its longest list of blocks.
         axes: the mesh, outermost first.
+        experts: how its ranks divide experts; None where none do.
         data: the axes whose ranks read different data; sampler rank and size follow from them.
         stages: of the pipeline, the first one first.
         findings: what the compiler and the checks say of the plan, if `planc.lower` made it.
@@ -99,6 +122,7 @@ class Lowered:
     family: Name
     layers: Count
     axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
+    experts: ExpertMesh | None = field(default=None, metadata=OMIT)
     data: Axes
     stages: Annotated[tuple[Stage, ...], _ONE]
     findings: tuple[Diagnostic, ...] = field(
@@ -158,7 +182,10 @@ class Lowered:
 
     def axis_size(self, *names: str) -> int:
         size = 1
-        for axis in self.axes:
+        for axis in (
+            *self.axes,
+            *([self.experts.rest, self.experts.ranks] if self.experts else []),
+        ):
             if axis.name in names:
                 size *= axis.size
         return size

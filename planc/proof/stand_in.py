@@ -18,7 +18,17 @@ from planc.model.small.depth import edges
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
-from planc.plan.ir import AdapterRule, Fsdp, Ignored, LossRule, Plan, SpreadRule, TensorRule, Unit
+from planc.plan.ir import (
+    AdapterRule,
+    ExpertRule,
+    Fsdp,
+    Ignored,
+    LossRule,
+    Plan,
+    SpreadRule,
+    TensorRule,
+    Unit,
+)
 from planc.source import Span
 
 Ruled = TypeVar(
@@ -28,6 +38,7 @@ Ruled = TypeVar(
     Compile,
     Freeze,
     LossRule,
+    ExpertRule,
     AdapterRule,
     Ignored,
     SpreadRule,
@@ -82,16 +93,16 @@ def stand_in(
         sizes: the sizes of the small mesh, by axis.
     """
     state = _StandIn(plan, facts, small, kept)
-    axes = tuple(replace(a, size=sizes[a.name], inferred=False) for a in plan.mesh.axes)
     made = replace(
         plan,
-        mesh=replace(plan.mesh, axes=axes),
+        mesh=plan.mesh.resized(sizes),
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
         tensor=tuple(state.each(plan.tensor)),
         checkpoint=tuple(state.each(plan.checkpoint)),
         compile=tuple(state.each(plan.compile)),
         train=tuple(state.each(plan.train)),
         loss=tuple(state.each(plan.loss)),
+        experts=tuple(state.each(plan.experts)),
         fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
         adapters=plan.adapters
         and replace(plan.adapters, rules=tuple(state.each(plan.adapters.rules))),
@@ -107,7 +118,7 @@ def _acting(plan: Plan) -> Iterator[tuple[Span, Modules]]:
     """Each line of a plan that acts on modules, with the modules."""
     fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
     rules = plan.adapters.rules if plan.adapters else ()
-    whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss)
+    whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss, plan.experts)
     for nodes in (*whole, rules, *fsdp):
         for node in nodes:
             yield node.origin, node.modules

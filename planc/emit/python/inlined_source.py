@@ -31,6 +31,7 @@ _FILES = (
     "megatron_fsdp.py",
     "rng.py",
     "loss.py",
+    "expert_parallel.py",
     "configuration.py",
 )
 

@@ -24,6 +24,7 @@ from planc.model.indices import Indices
 from planc.ops.call import (
     Assign,
     Attribute,
+    Context,
     Each,
     FunctionCall,
     ImportedName,
@@ -50,7 +51,7 @@ class Printer:
     """Prints the functions of one script.
 
     Args:
-        axes: the sizes of the mesh's axes by name, outermost first.
+        context: the sizes of the mesh's axes.
         layers: the length of the model's longest list.
         names: the names that the script may import, each with its module.
 
@@ -59,8 +60,8 @@ class Printer:
         names: with the names that the printed source uses.
     """
 
-    def __init__(self, axes: Mapping[str, int], layers: int, names: Mapping[str, str]) -> None:
-        self._axes = axes
+    def __init__(self, context: Context, layers: int, names: Mapping[str, str]) -> None:
+        self._context = context
         self._layers = layers
         self._variables: dict[Shared, str] = {}
         self.modules = {"torch"}
@@ -135,7 +136,7 @@ class Printer:
             case Numbered():
                 return self._numbered(value)
             case MeshOf():
-                return self.source(mesh_source(value, self._axes))
+                return self.source(mesh_source(value, self._context))
             case FunctionCall():
                 return self.call(value)
             case Shared():
@@ -170,7 +171,7 @@ class Printer:
     def _find(self, value: Value, found: dict[Shared, int]) -> int:
         """Adds the shared values inside a value to `found`, each with its nesting depth."""
         if isinstance(value, MeshOf):
-            return self._find(mesh_source(value, self._axes), found)
+            return self._find(mesh_source(value, self._context), found)
         if isinstance(value, Shared):
             if value not in found:
                 found[value] = self._find(value.value, found)

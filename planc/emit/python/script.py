@@ -46,8 +46,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
     known: list[str] = []
     functions: list[str] = []
     calls: list[str] = []
-    context = Context.of(lowered.axes, fills=_loads(lowered))
-    printer = Printer(context.axes, lowered.layers, {**_FRAME, **imported()})
+    context = Context.of(lowered, fills=_loads(lowered))
+    printer = Printer(context, lowered.layers, {**_FRAME, **imported()})
     for function, group in groupby(lowered.ops, key=lambda op: op.script):
         steps = [step for op in group for step in op.calls(context)]
         if not steps:
