@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planc.checks.queries import active, holds, legal, several, weighted
+from planc.checks.queries import active, holds, legal, several, unit_of, weighted
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.base import AxisRole
@@ -55,6 +55,8 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
         if compiled.fullgraph and plan.mesh.experts and holds(compiled.modules, rule.modules):
             label = Label(span=compiled.origin, text="fullgraph")
             return f"{name} is in one graph, and how many tokens a rank gets is data", label
+    if reason := _halved(rule, plan):
+        return reason
     if plan.fsdp is not None and plan.fsdp.megatron is not None and plan.mesh.experts:
         label = Label(span=plan.fsdp.megatron.origin, text="Megatron-FSDP")
         return (
@@ -62,6 +64,19 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
             label,
         )
     return None
+
+
+def _halved(rule: ExpertRule, plan: Plan) -> tuple[str, Label] | None:
+    """torch 2.13's FSDP divides gradients in fp16 twice where one rank has the whole shard."""
+    unit = unit_of(plan, rule.modules) if plan.fsdp else None
+    precision = plan.fsdp.policy(unit) if plan.fsdp else None
+    experts = plan.mesh.experts
+    if experts is None or experts.rest.size > 1 or precision is None:
+        return None
+    if "float16" not in (precision.reduce, precision.reduce or precision.param):
+        return None
+    label = Label(span=precision.origin, text="reduces gradients in fp16")
+    return f"`{rule.modules}` is on one rank each, where FSDP divides fp16 gradients twice", label
 
 
 def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> None:
