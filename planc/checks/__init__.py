@@ -16,6 +16,7 @@ from planc.checks.compile_embedding_gradient import compile_embedding_gradient
 from planc.checks.compile_graph_breaks import compile_graph_breaks
 from planc.checks.cpu_offload import cpu_offload
 from planc.checks.divisibility import divisibility
+from planc.checks.expert_parallel import expert_parallel
 from planc.checks.freezing import freezing
 from planc.checks.fsdp_root import fsdp_root
 from planc.checks.grouped_experts import grouped_experts
@@ -66,6 +67,7 @@ RULES: tuple[Check, ...] = (
     attention_heads,
     divisibility,
     grouped_experts,
+    expert_parallel,
     projection_groups,
     colwise_rowwise_pairs,
     norm_gradients,

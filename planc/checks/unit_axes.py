@@ -40,7 +40,8 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> None:
     assert unit.shard is not None
     tensor = dict.fromkeys(r.axis for r in plan.tensor)
-    known = tuple(dict.fromkeys((*section.replicate, *section.shard, *tensor)))
+    experts = section.experts.sizes if section.experts else ()
+    known = tuple(dict.fromkeys((*section.replicate, *section.shard, *tensor, *experts)))
     if "tensor" in plan.broken:
         return
     # what `ep_shard` has of one rank splits nothing, whatever the section is on

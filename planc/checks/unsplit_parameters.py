@@ -4,6 +4,7 @@ from planc.checks.queries import active, ranks, split_dim
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Modules
 from planc.plan.apply_adapters import styles
+from planc.plan.expert_rules import expert_styles
 from planc.plan.ir import Plan
 from planc.plan.parameter_owners import owned
 
@@ -11,6 +12,7 @@ from planc.plan.parameter_owners import owned
 def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     """An info: the share of parameters that every rank of the tensor axis holds in full."""
     rules = (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
+    every = (*rules, *expert_styles(plan))
     if not rules or "tensor" in plan.broken:
         return
     whole: list[tuple[int, str]] = []
@@ -18,7 +20,7 @@ def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
             left: list[Modules] = list(modules.outside(shared))
-            for rule in rules:
+            for rule in every:
                 if split_dim(rule, parameter) is not None:
                     left = [rest for part in left for rest in part.minus(rule.modules)]
             whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)

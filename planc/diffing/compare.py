@@ -15,6 +15,7 @@ from planc.diffing.wording import Part, summary, worded
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.entry import Entry, Value, Words
+from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import style_text
 from planc.ops.tensor_parallel import Parallelize
@@ -119,7 +120,7 @@ def _model(old: Lowered, new: Lowered) -> Iterator[Change]:
 
 def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
     """The differences of the mesh as one change, because axes rarely change alone."""
-    before, after = ({a.name: a for a in side.axes} for side in (old, new))
+    before, after = ({a.name: a for a in _axes(side)} for side in (old, new))
     sizes = [{n: a.size for n, a in side.items()} for side in (before, after)]
     sides: dict[str, tuple[Value, Value]]
     sides = {n: (sizes[0].get(n), sizes[1].get(n)) for n in dict.fromkeys([*before, *after])}
@@ -136,6 +137,11 @@ def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
     )
 
 
+def _axes(lowered: Lowered) -> tuple[MeshAxis, ...]:
+    """The axes, and the ranks that divide experts."""
+    return (*lowered.axes, *([lowered.experts.ranks] if lowered.experts else []))
+
+
 def _stated(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
     """The lines that set some axes' sizes, without `auto` axes, which follow from the others."""
     changed = (axes[name] for name in names if name in axes)
@@ -149,9 +155,10 @@ class _Reasons:
     """Finds the axes whose sizes alone explain a change."""
 
     def __init__(self, old: Lowered, new: Lowered, pairs: Pairs) -> None:
-        names = [*(a.name for a in old.axes), *(a.name for a in new.axes)]
+        names = [a.name for side in (old, new) for a in _axes(side)]
         self.sizes = {n: (old.axis_size(n), new.axis_size(n)) for n in dict.fromkeys(names)}
         ops = [op for op in (*old.ops, *new.ops) if isinstance(op, Parallelize)]
+        self.experts = [s.experts.ranks.name for s in (old, new) if s.experts]
         self.tensor = tuple(dict.fromkeys(axis for op in ops for axis in op.axes))
         shapes = (n for a, b in pairs.changed for n, _, _ in differences(a, b))
         self.resized = any(_model(old, new)) or any(n.endswith(".shape") for n in shapes)
@@ -169,6 +176,8 @@ class _Reasons:
         """The reason why an operation is added or removed."""
         if entry.kind.startswith("tensor"):
             return self.to_one(entry.over)
+        if entry.kind == DispatchExperts.WORD:
+            return self.to_one(self.experts)
         return self.to_one(self.tensor) if entry.kind in ("tie", "random") else ""
 
     def between(self, old: Entry, parts: Iterable[Part]) -> str:

@@ -22,6 +22,9 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
     yield ""
     sizes = (f"{a.name} {a.size}{' (auto)' if a.inferred else ''}" for a in lowered.axes)
     yield phrases.head("mesh", " | ".join(sizes))
+    if parts := lowered.experts:
+        split = f"{parts.rest.name} {parts.rest.size} | {parts.ranks.name} {parts.ranks.size}"
+        yield phrases.head("", f"{' * '.join(parts.axes)} as {split}")
     yield phrases.head("data", _data(lowered))
     for kind in KINDS:
         ops = [op for op in lowered.ops if isinstance(op, kind)]

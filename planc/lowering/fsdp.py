@@ -5,8 +5,12 @@ from dataclasses import replace
 
 from planc.lowering.memory import Holdings
 from planc.model.facts import Facts
+from planc.ops.base import AxisRole
+from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
+from planc.plan.expert_rules import dividing
 from planc.plan.ir import Fsdp, Meaning, Plan, SpreadRule, Unit
+from planc.plan.parameter_owners import owned
 from planc.plan.unit_lists import lists
 
 
@@ -64,17 +68,43 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
     section = plan.fsdp
     if section is None or section.megatron is not None:
         return
-    if section.divide is not None:
-        yield section.divide
+    divide = section.divide or _mean(plan, section)
+    if divide is not None:
+        yield divide
         for unit in section.units:
             # ranks of a tensor axis have equal gradients, and the reduction sums all of them
-            same = plan.mesh.size(*section.extra_axes(unit))
+            same = plan.mesh.size(*section.extra_axes(unit)) * _alike(unit, plan, facts)
             if same > 1:
-                factor = section.divide.factor * same
-                yield replace(section.divide, factor=factor, units=unit.members)
+                yield replace(divide, factor=divide.factor * same, units=unit.members)
     for units in lists(plan, facts) if section.prefetch else ():
         assert section.prefetch is not None
         yield replace(section.prefetch, units=units)
+
+
+def _mean(plan: Plan, section: Fsdp) -> Divide | None:
+    """The mean over the data ranks, which FSDP does not take of experts that other ranks divide.
+
+    Their gradients are sums over all tokens of the ranks that sent some, and are reduced over fewer
+    ranks than those that read data.
+    """
+    rules = dividing(plan)
+    if not rules:
+        return None
+    ranks = plan.mesh.size(*section.shard, *section.replicate)
+    return Divide(factor=ranks, origin=rules[0].origin)
+
+
+def _alike(unit: Unit, plan: Plan, facts: Facts) -> int:
+    """The ranks that compute equal gradients of a unit's experts: those of one tensor axis with the
+    same experts, where each rank computes its experts for all tokens.
+    """
+    experts = plan.mesh.experts
+    rules = [r for r in dividing(plan) if r.dispatch == ALL_REDUCE]
+    own = {own.modules for own in owned(plan, facts) if own.unit is unit} if rules else set()
+    if experts is None or not any(r.modules.overlap(m) for r in rules for m in own):
+        return 1
+    tensor = [a.name for a in plan.mesh.of_role(AxisRole.TENSOR)]
+    return plan.mesh.size(*tensor) // experts.ranks.size
 
 
 def _wide(

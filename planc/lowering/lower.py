@@ -1,7 +1,7 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, pipeline, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile,
-FSDP (nested units first, the root last), the settings of units, and the loss.
+mesh, pipeline, configure, adapters, tensor, ties, experts, freezing, 4-bit weights, checkpoint,
+compile, FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planc.lowering.configure import configure
+from planc.lowering.expert_parallel import divided
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
@@ -30,6 +31,7 @@ from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
+from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.loss import ChunkLoss
@@ -40,6 +42,7 @@ from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
+from planc.plan.expert_rules import expert_styles
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import stepped
@@ -62,6 +65,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         family=facts.family,
         layers=_layers(facts.root),
         axes=plan.mesh.axes,
+        experts=plan.mesh.experts,
         data=_data(plan),
         stages=tuple(_stage(*part) for part in of_ranks(plan, facts)),
     )
@@ -75,7 +79,7 @@ def _stage(plan: Plan, facts: Facts) -> Stage:
     """
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
-    holdings = Holdings(facts, plan, [*tensor, *derived])
+    holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
     units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [
         *([plan.pipeline.op] if plan.pipeline else []),
@@ -84,6 +88,7 @@ def _stage(plan: Plan, facts: Facts) -> Stage:
         *adapt(plan),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
+        *_joined(divided(plan)),
         *_freeze(tensor, plan),
         *_joined(plan.train),
         *quantize(plan),
@@ -120,7 +125,9 @@ def _sharding(
     return _joined(units_of(plan.fsdp, holdings))
 
 
-Wrap = TypeVar("Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard, DrawByRank)
+Wrap = TypeVar(
+    "Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard, DrawByRank, DispatchExperts
+)
 
 
 def _joined(ops: Iterable[Wrap]) -> list[Wrap]:

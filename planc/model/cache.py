@@ -19,7 +19,7 @@ from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
-_FORMAT = 6
+_FORMAT = 7
 """Raised when the recorded facts or their encoding change."""
 
 

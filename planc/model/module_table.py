@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from planc.model.facts import Child, Facts, Module, Parameter
@@ -31,6 +32,17 @@ one of them: layers that differ only in their index are identical."""
 
 GROUPED = "grouped_mm"
 """The fact of fused experts that transformers runs as one grouped matrix product."""
+
+
+FUSED_EXPERTS = "fused_experts"
+"""The fact of a module whose parameters are [experts, ...], and whose forward takes hidden states,
+the experts of each token, and their weights: the number of experts."""
+
+BATCHED_EXPERTS = "batched_experts"
+"""As `FUSED_EXPERTS`, where the forward takes the hidden states of all experts in one tensor."""
+
+_BATCHED = ("Llama4TextExperts",)
+"""The classes of such a forward, which its signature does not tell."""
 
 
 def facts_of(
@@ -170,7 +182,19 @@ def _facts(module: Any) -> tuple[tuple[str, int], ...]:
     config = attributes.get("config") if "_is_expert_parallel" in attributes else None
     if getattr(config, "_experts_implementation", None) == GROUPED:
         facts.append((GROUPED, 1))
-    return tuple(facts)
+    return (*facts, *_fused(module))
+
+
+def _fused(module: Any) -> Iterator[tuple[str, int]]:
+    """The number of fused experts, by the parameters of the forward and the shapes of weights."""
+    count = module.__dict__.get("num_experts")
+    shapes = [p.shape for p in module._parameters.values() if p is not None]
+    if not shapes or not isinstance(count, int) or any(s[:1] != (count,) for s in shapes):
+        return
+    if type(module).__name__ in _BATCHED:
+        yield BATCHED_EXPERTS, count
+    elif len(signature(type(module).forward).parameters) == 4:  # with self
+        yield FUSED_EXPERTS, count
 
 
 def _kind(module: Any) -> str:

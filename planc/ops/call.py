@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 from planc.model.facts import Modules
 
 if TYPE_CHECKING:
-    from planc.ops.lowered import MeshAxis
+    from planc.ops.lowered import ExpertMesh, Lowered
 
 Keywords = tuple[tuple[str, "Value"], ...]
 
@@ -217,19 +217,23 @@ class Context:
 
     Args:
         axes: the sizes of the mesh's axes by name, outermost first.
+        experts: the ranks that divide experts; None where none do.
         fills: whether weights are loaded into the model afterwards.
     """
 
     axes: Mapping[str, int]
+    experts: ExpertMesh | None = None
     fills: bool = False
 
     @classmethod
-    def of(cls, axes: Iterable[MeshAxis], *, fills: bool = False) -> Self:
-        return cls(axes={axis.name: axis.size for axis in axes}, fills=fills)
+    def of(cls, lowered: Lowered, *, fills: bool = False) -> Self:
+        axes = {axis.name: axis.size for axis in lowered.axes}
+        return cls(axes=axes, experts=lowered.experts, fills=fills)
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of ranks along some axes."""
-        return prod(self.axes[axis] for axis in axes)
+        experts = self.experts.sizes if self.experts else {}
+        return prod(experts[axis] if axis in experts else self.axes[axis] for axis in axes)
 
 
 # Looking into them -------------------------------------------------------------------------------
@@ -284,7 +288,7 @@ def dtype(name: str | None) -> ImportedName | None:
     return None if name is None else ImportedName(f"torch:{name}")
 
 
-def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
+def mesh_source(mesh: MeshOf, context: Context) -> Value:
     """The calls that build a submesh of the mesh of all axes.
 
     Torch slices a root mesh only in the order of its axes. Other pairs of dimensions are
@@ -292,22 +296,43 @@ def mesh_source(mesh: MeshOf, axes: Mapping[str, int]) -> Value:
 
     Args:
         mesh: the submesh.
-        axes: the sizes of all axes by name, outermost first.
+        context: the sizes of all axes.
     """
     if not mesh.replicate or not mesh.shard:
-        return _dimension(mesh.shard or mesh.replicate, axes)
+        return _dimension(mesh.shard or mesh.replicate, context)
     names = (*mesh.replicate, *mesh.shard)
-    if len(names) == 2 and names == tuple(a for a in axes if a in names):
+    if len(names) == 2 and names == tuple(a for a in context.axes if a in names):
         return Index(MESH, names)
-    pair = Items((_dimension(mesh.replicate, axes), _dimension(mesh.shard, axes)))
+    pair = Items((_dimension(mesh.replicate, context), _dimension(mesh.shard, context)))
     function = "torch.distributed.device_mesh:DeviceMesh._concatenate"
     return Shared("hsdp_mesh", FunctionCall(function, (pair,)))
 
 
-def _dimension(some: tuple[str, ...], axes: Mapping[str, int]) -> Value:
+def _dimension(some: tuple[str, ...], context: Context) -> Value:
+    experts = context.experts
+    if experts is not None and set(some) & experts.sizes.keys():
+        return _of_experts(some, experts, context)
     # an axis of one rank would only add a process group
-    wide = tuple(a for a, size in axes.items() if a in some and size > 1)
+    wide = tuple(a for a, size in context.axes.items() if a in some and size > 1)
     if len(wide) < 2:
         return Index(MESH, (wide or some)[:1])
     name = "_".join(wide)
     return Shared(f"{name}_mesh", FunctionCall("._flatten", (Index(MESH, wide), name)))
+
+
+def _of_experts(some: tuple[str, ...], experts: ExpertMesh, context: Context) -> Value:
+    """A dimension of the ranks that divide experts, or of those with equal ones.
+
+    Where whole axes divide them, their process groups serve; else an axis is cut in two.
+    """
+    inner, count = list[str](), 1
+    wide = [a for a in experts.axes if context.axes[a] > 1]
+    while count < experts.ranks.size:
+        inner.insert(0, wide.pop())
+        count *= context.axes[inner[0]]
+    if count == experts.ranks.size and wide:
+        return _dimension(tuple(inner if experts.ranks.name in some else wide), context)
+    names = (experts.rest.name, experts.ranks.name)
+    arguments = (MESH, experts.axes, names, experts.ranks.size)
+    function = "standalone.expert_parallel:mesh_of_experts"
+    return Index(Shared("expert_mesh", FunctionCall(function, arguments)), some)

@@ -83,6 +83,8 @@ def _read(data: dict[str, Any]) -> tuple[list[tuple[Where, str]], Lowered | None
         if name in names[:i]:
             twice = f"the mesh has two axes of the name {short(name)}"
             problems.append((("mesh", i, "name"), twice))
+    if "experts" in data:
+        names += [data["experts"][part]["name"] for part in ("rest", "ranks")]
     known = one_of(names, last="and")
     for where, axis in reader.axes:
         if axis not in names:

@@ -60,6 +60,28 @@ class MeshAxis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMesh:
+    """The ranks along some axes, as those that divide experts and those with equal ones.
+
+    The innermost ranks divide them: rank r along the axes is (r // ranks, r % ranks).
+
+    Args:
+        ranks: that divide the experts among them.
+        rest: ranks with the same experts, over which FSDP shards these.
+        axes: of which both are made, outermost first.
+    """
+
+    ranks: MeshAxis
+    rest: MeshAxis
+    axes: Axes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of both by name."""
+        return {part.name: part.size for part in (self.rest, self.ranks)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """The operations of the ranks at one place of the pipeline axis, and their memory.
 
@@ -93,6 +115,7 @@ class Lowered:
         family: its `model_type`.
         layers: the length of its longest list of blocks.
         axes: the mesh, outermost first.
+        experts: how its ranks divide experts; None where none do.
         data: the axes whose ranks read different data; sampler rank and size follow from them.
         stages: of the pipeline, by the place of their ranks on its axis.
         findings: what the compiler and the checks say of the plan, if `planc.lower` made it.
@@ -103,6 +126,7 @@ class Lowered:
     family: Name
     layers: Count
     axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
+    experts: ExpertMesh | None = field(default=None, metadata=OMIT)
     data: Axes
     stages: Annotated[tuple[Stage, ...], _STAGES]
     findings: tuple[Diagnostic, ...] = field(
@@ -157,4 +181,5 @@ class Lowered:
         return tuple(a.name for a in self.axes if a.name in names)
 
     def axis_size(self, *names: str) -> int:
-        return prod(axis.size for axis in self.axes if axis.name in names)
+        experts = (self.experts.rest, self.experts.ranks) if self.experts else ()
+        return prod(axis.size for axis in (*self.axes, *experts) if axis.name in names)

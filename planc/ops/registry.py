@@ -8,6 +8,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Form, Op
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
+from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
@@ -26,6 +27,7 @@ AnyOp = Annotated[
     | Adapt
     | Parallelize
     | Tie
+    | DispatchExperts
     | Freeze
     | Quantize
     | Checkpoint

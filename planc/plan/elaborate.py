@@ -13,12 +13,13 @@ from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
 from planc.plan.mesh import solve
-from planc.plan.mesh_axes import axes_of, expanded, role_of, valid_axes
+from planc.plan.mesh_axes import EXPERTS, expanded, role_of, valid_axes
 from planc.plan.program import Program, gather, origin_of, require
 from planc.plan.scope import Failed, Scope, Sizes
 from planc.plan.sections.adapters import adapters
 from planc.plan.sections.checkpoint import checkpoint, compile_rules
 from planc.plan.sections.context import context
+from planc.plan.sections.expert import expert
 from planc.plan.sections.fsdp import fsdp
 from planc.plan.sections.load import load
 from planc.plan.sections.loss import loss
@@ -43,6 +44,7 @@ SECTIONS = (
     "context",
     "loss",
     "pipeline",
+    "expert",
 )
 
 
@@ -105,6 +107,7 @@ def elaborate(
         adapters=part("adapters", lambda: adapters(program)),
         loss=part("loss", lambda: loss(program)),
         pipeline=part("pipeline", lambda: pipeline(program)),
+        experts=part("expert", lambda: expert(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )
@@ -175,9 +178,10 @@ def _axes(program: Program, mesh: Mesh) -> None:
         # only sections over data axes can work over a derived axis
         data = section.name in ("fsdp", "replicate")
         names = valid_axes(mesh.names) if data else mesh.names
+        names = (EXPERTS,) if section.name == "expert" and _divides(program) else names
         for axis in (*section.axes, *section.replicate):
             if section.name != "context":  # it distributes no parameters
-                used.update(axes_of(axis.path, mesh.names))
+                used.update(mesh.expanded([axis.path]))
             if axis.path in names:
                 continue
             misspelled = True
@@ -188,17 +192,15 @@ def _axes(program: Program, mesh: Mesh) -> None:
         found = expanded((a.path for a in section.axes), mesh.names)
         for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
-    for sized in mesh.axes:
-        if sized.role is AxisRole.EXPERT and sized.size > 1:
-            _experts(sized, program)
-        elif sized.size > 1 and sized.name not in used and not misspelled:
+    for sized in (*mesh.axes, *([mesh.experts.ranks] if mesh.experts else ())):
+        if sized.size > 1 and sized.name not in used and not misspelled:
             _unused(sized, program)
 
 
 def _settings(program: Program, mesh: Mesh) -> None:
     """Reports sizes from `--set` of axes that the mesh lacks under these options."""
     for name, literal in program.settings.items():
-        if name not in mesh.names:
+        if name not in mesh.names and not (name == EXPERTS and _divides(program)):
             program.sink.error(
                 "PL106",
                 f"`--set {name}` sizes an axis that the mesh does not have here",
@@ -207,14 +209,9 @@ def _settings(program: Program, mesh: Mesh) -> None:
             )
 
 
-def _experts(axis: MeshAxis, program: Program) -> None:
-    program.sink.error(
-        "PL380",
-        f"`{axis.name} = {axis.size}`: experts on ranks of their own are not supported yet",
-        axis.origin,
-        facts=["it would split dp_shard * cp * tp, which is ep_shard without it"],
-        help=f"set `{axis.name} = 1`, and shard experts by `unit(on = ep_shard, shard_dim = auto)`",
-    )
+def _divides(program: Program) -> bool:
+    """Whether the mesh says how many ranks divide experts, which may be 1."""
+    return EXPERTS in program.scope.axis_names
 
 
 def _unused(axis: MeshAxis, program: Program) -> None:
@@ -223,6 +220,8 @@ def _unused(axis: MeshAxis, program: Program) -> None:
         AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {one}",
         AxisRole.SEQUENCE: f"context parallelism is not supported yet: {one}; or, where the script "
         f"slices the sequences itself, shard over it: `fsdp on dp_shard * {axis.name}`",
+        AxisRole.EXPERT: f"write `expert on {axis.name} {{ model.layers.*.mlp.experts : "
+        f"dispatch(all_to_all) }}`, or {one}",
     }
     program.sink.error(
         "PL306",

@@ -7,24 +7,26 @@ operation already, which lowering only orders, merges and completes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from planc.model.facts import Modules, Parameter
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
+from planc.ops.expert_parallel import Dispatch
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
-from planc.ops.lowered import MeshAxis
+from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Style
+from planc.plan.mesh_axes import expanded
 from planc.source import Span
 
 
@@ -38,10 +40,13 @@ class Mesh(Meaning):
     """The device mesh, axes outermost first.
 
     Args:
+        experts: the ranks that divide experts, which are some of those along the axes; None where
+            every rank has all experts.
         assumed: whether `auto` counts as 1 because no world size is given.
     """
 
     axes: tuple[MeshAxis, ...]
+    experts: ExpertMesh | None = None
     assumed: bool = False
 
     @property
@@ -60,7 +65,25 @@ class Mesh(Meaning):
 
     def size(self, *names: str) -> int:
         """The number of ranks along the named axes; an axis that the mesh lacks counts as 1."""
-        return prod(a.size for a in self.axes if a.name in names)
+        of_experts = self.experts.sizes.items() if self.experts else ()
+        parts = prod(size for name, size in of_experts if name in names)
+        return parts * prod(a.size for a in self.axes if a.name in names)
+
+    def expanded(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Names with those of derived axes replaced by the axes that they consist of."""
+        known = (*self.names, *(self.experts.sizes if self.experts else ()))
+        return expanded(names, known)
+
+    def resized(self, sizes: Mapping[str, int]) -> Mesh:
+        """The mesh with other sizes, also of the ranks that divide experts."""
+        axes = tuple(replace(a, size=sizes[a.name], inferred=False) for a in self.axes)
+        made = replace(self, axes=axes)
+        if self.experts is None:
+            return made
+        ranks = sizes[self.experts.ranks.name]
+        rest = made.size(*self.experts.axes) // ranks
+        parts = replace(self.experts.ranks, size=ranks), replace(self.experts.rest, size=rest)
+        return replace(made, experts=replace(self.experts, ranks=parts[0], rest=parts[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +177,7 @@ class Fsdp(Meaning):
         spreads: parameters that are sharded otherwise than their unit.
         prefetch: the operation without its units.
         megatron: the operation without its units and axes, None for FSDP2.
+        experts: how ranks divide experts, None where none do.
     """
 
     shard: tuple[str, ...]
@@ -166,6 +190,7 @@ class Fsdp(Meaning):
     divide: Divide | None = None
     spreads: tuple[SpreadRule, ...] = ()
     megatron: MegatronShard | None = None
+    experts: ExpertMesh | None = None
 
     @property
     def parts(self) -> tuple[Unit | SpreadRule, ...]:
@@ -181,7 +206,13 @@ class Fsdp(Meaning):
         if unit.shard is None:
             return self.shard, self.replicate
         rest = (*self.replicate, *self.shard)
-        return unit.shard, tuple(a for a in rest if a not in unit.shard)
+        there = {a for name in unit.shard for a in self._made_of(name)}
+        return unit.shard, tuple(a for a in rest if a not in there)
+
+    def _made_of(self, name: str) -> tuple[str, ...]:
+        """The axes of the mesh whose ranks a name stands for."""
+        experts = self.experts
+        return experts.axes if experts and name in experts.sizes else (name,)
 
     def policy(self, unit: Unit | None) -> Precision | None:
         """The precision of a unit, its own or the section's; None for no unit."""
@@ -189,7 +220,7 @@ class Fsdp(Meaning):
 
     def extra_axes(self, unit: Unit | SpreadRule) -> tuple[str, ...]:
         """The axes of a unit that the section lacks: their ranks have equal gradients."""
-        own = (*self.replicate, *self.shard)
+        own = (*self.replicate, *self.shard, *(self.experts.sizes if self.experts else ()))
         return tuple(a for a in unit.shard or () if a not in own)
 
 
@@ -253,6 +284,19 @@ class PipelineRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRule(Meaning):
+    """Fused experts that ranks divide among them.
+
+    Args:
+        modules: the experts.
+        dispatch: how tokens come to them.
+    """
+
+    modules: Modules
+    dispatch: Dispatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
     """A plan, resolved.
 
@@ -262,6 +306,7 @@ class Plan(Meaning):
         options: the value of every option, after `--set`.
         tensor: the rules of tensor sections; kept at tp = 1 too, where lowering drops them.
         context: the axes over which the script slices each sequence.
+        experts: the rules of expert sections; kept at ep = 1 too, where lowering drops them.
         train: what the train sections freeze or unfreeze, outer modules first.
         pipeline: its stages, None for one stage.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
@@ -282,6 +327,7 @@ class Plan(Meaning):
     adapters: Adapters | None = None
     loss: tuple[LossRule, ...] = ()
     pipeline: PipelineRule | None = None
+    experts: tuple[ExpertRule, ...] = ()
     adapted: bool = False
     broken: frozenset[str] = frozenset()
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 from planc.diagnostic import Label, did_you_mean, one_of
+from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import describe, evaluate, truth
+from planc.plan.expert_mesh import expert_mesh
 from planc.plan.ir import Mesh
-from planc.plan.mesh_axes import SHARD
+from planc.plan.mesh_axes import EXPERTS, SHARD
 from planc.plan.overrides import nothing_to_override
 from planc.plan.program import Program
 from planc.plan.scope import Failed
@@ -60,7 +62,9 @@ def _solve(program: Program) -> Mesh | None:
     settings = _settings(program)
     if settings is None:
         return None
-    written = [(s, _size(s, program)) for s in settings]
+    experts = next((s for s in settings if s.name == EXPERTS), None)
+    ranks = _experts(experts, program) if experts else None
+    written = [(s, _size(s, program)) for s in settings if s is not experts]
     sizes = _Sizes(tuple((s, size) for s, size in written if size is not None))
     if len(sizes.pairs) < len(written):
         return None
@@ -80,11 +84,28 @@ def _solve(program: Program) -> Mesh | None:
         MeshAxis(name=s.name, size=size or left, inferred=size == 0, origin=_where(s, program))
         for s, size in sizes.pairs
     )
-    return Mesh(
+    mesh = Mesh(
         axes=axes,
         assumed=bool(autos) and program.world_size is None,
         origin=next(iter(program.named("mesh"))).origin,
     )
+    return expert_mesh(mesh, ranks, program) if ranks else mesh
+
+
+def _experts(setting: ast.Setting, program: Program) -> MeshAxis | None:
+    """The ranks that divide experts; None for one rank, and after a finding."""
+    size = _size(setting, program)
+    if size == 0:
+        program.sink.error(
+            "PL300",
+            f"axis `{setting.name}` cannot be `auto`",
+            setting.value.origin,
+            help="it is made of ranks of other axes: write their number",
+        )
+    origin = _where(setting, program)
+    if size is None or size < 2:
+        return None
+    return MeshAxis(name=setting.name, size=size, role=AxisRole.EXPERT, origin=origin)
 
 
 def _settings(program: Program) -> list[ast.Setting] | None:

@@ -16,10 +16,14 @@ DERIVED = {
     DATA: ("dp_replicate", "dp_shard"),  # ranks that read different data
     "dp_shard_cp": ("dp_shard", "cp"),  # ranks that FSDP shards parameters over
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # ranks that a loss is averaged over
-    # FSDP shards experts over the tensor axis too, because no style does. (`ep` of these ranks
-    # would exchange tokens; without expert parallelism it is 1.)
+    # FSDP shards experts over the tensor axis too, because no style does. With `ep` ranks that
+    # divide the experts among them, it is what these leave: `expert_mesh`.
     "ep_shard": ("dp_shard", "cp", "tp"),
 }
+EXPERTS = "ep"
+"""No axis of the product: the ranks that divide experts are some of those along `EXPERT_AXES`."""
+EXPERT_REST = "ep_shard"
+EXPERT_AXES = DERIVED[EXPERT_REST]
 
 
 _ROLES = {

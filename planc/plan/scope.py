@@ -79,11 +79,11 @@ class Scope:
             sizes: of the small model and its mesh.
             mesh: the real mesh.
         """
-        axes = tuple(replace(a, size=sizes.axes[a.name]) for a in mesh.axes)
+        small = mesh.resized(sizes.axes)
         return replace(
             self,
             facts=replace(self.facts, config=sizes.config),
-            solve=lambda: replace(mesh, axes=axes),
+            solve=lambda: small,
             decides=self,
             _values={},
             _pending=[],
@@ -158,7 +158,7 @@ class Scope:
             mesh = self.solve()
         finally:
             self._pending.pop()
-        return mesh.size(*axes_of(name.path, mesh.names)) if mesh else FAILED
+        return mesh.size(*mesh.expanded([name.path])) if mesh else FAILED
 
     def _circle(self, name: ast.Name, origin: Span) -> Value:
         self.sink.error(

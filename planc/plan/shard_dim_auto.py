@@ -7,6 +7,7 @@ from typing import TypeVar
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.plan.apply_adapters import PARAMETERLESS
+from planc.plan.expert_rules import expert_styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, Unit
 from planc.plan.local_shapes import AUTO, even_dim, local_shape, ruled
 from planc.plan.parameter_owners import Owned, owned
@@ -57,7 +58,7 @@ def held(
         found: the result of `owned` for the plan.
     """
     rules = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
-    rules = [r for r in rules if not isinstance(r.style, PARAMETERLESS)]
+    rules = [r for r in rules if not isinstance(r.style, PARAMETERLESS)] + expert_styles(plan)
     for own in found:
         if (own.spread or own.unit) is not part or own.unit is None:
             continue

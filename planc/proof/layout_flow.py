@@ -16,6 +16,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
 from planc.model.facts import Facts, below
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
@@ -27,7 +28,7 @@ from planc.proof.judge import judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.small_case import SmallCase, small_case
-from planc.proof.small_mesh import simulated_sizes
+from planc.proof.small_mesh import simulated_sizes, with_experts
 from planc.proof.stand_in import Unrepresented
 from planc.source import Span
 from planc.trial.outcome import Outcome
@@ -186,7 +187,8 @@ def flow(
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
         outcome, small = _judge_all(compiled, axes)
-    if not axes and outcome.verdict in ("nothing", "unknown"):
+    divided = any(isinstance(op, DispatchExperts) for op in lowered.ops)
+    if not (axes or divided) and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
     layers: tuple[LayerVerdict, ...] = ()
     if isinstance(small, SmallCase):
@@ -218,10 +220,10 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
     """The outcome over all small meshes, and the case that decided it."""
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
-    axes = compiled.plan.mesh.axes
-    alone = [dict.fromkeys(compiled.plan.mesh.names, 1)] if compiled.plan.loss else []
-    for sizes in [*simulated_sizes(axes, split)] or alone:
-        small = small_case(compiled, sizes)
+    mesh = compiled.plan.mesh
+    alone = [dict.fromkeys(mesh.names, 1)] if compiled.plan.loss else []
+    for sizes in [*simulated_sizes(mesh.axes, split)] or alone:
+        small = small_case(compiled, with_experts(sizes, mesh))
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small
         outcome = judge(small, quick=first is not None)
@@ -237,8 +239,10 @@ def _draws(
 ) -> Iterator[SectionVerdict]:
     """The verdict on random numbers, if the model draws any."""
     assert compiled.plan is not None and compiled.facts is not None
-    sizes = next(simulated_sizes(compiled.plan.mesh.axes, split))
-    case = drawing_case(compiled, {a: n if a in split else 1 for a, n in sizes.items()})
+    mesh = compiled.plan.mesh
+    sizes = next(simulated_sizes(mesh.axes, split))
+    alone = {a: n if a in split else 1 for a, n in sizes.items()}
+    case = drawing_case(compiled, with_experts(alone, mesh))
     if case is not None:
         assert case.compiled.plan is not None
         outcome = judge(case, quick=True, draws=True)
@@ -344,6 +348,9 @@ def _sections(
         else:
             reason = outcome.reason or "no pipeline was simulated"
             yield SectionVerdict(name=on, verdict="unknown", by="simulation", reason=reason)
+    if any(isinstance(op, DispatchExperts) for op in lowered.ops) and lowered.experts:
+        name = f"expert on {lowered.experts.ranks.name}"
+        yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
     for rule in ir.loss:
         name = f"loss on {rule.axis}" if rule.axis else "loss"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)

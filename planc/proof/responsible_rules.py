@@ -22,6 +22,7 @@ def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
         plan: the plan.
     """
     known = [(r.modules, r.origin) for r in plan.loss]
+    known += [(r.modules, r.origin) for r in plan.experts]
     known += [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
     direct = _direct(name, known)
     anywhere = ((m, o) for m, o in known if any(below(n, name) for n in m.names()))

@@ -144,6 +144,8 @@ def small_case(
     ranks: dict[str, int] = {}
     for axis in compiled.plan.mesh.axes:
         ranks[axis.role] = ranks.get(axis.role, 1) * sizes[axis.name]
+    if experts := compiled.plan.mesh.experts:
+        ranks[AxisRole.EXPERT] = sizes[experts.ranks.name]
     ranks[AxisRole.TENSOR] = max(RANKS, ranks.get(AxisRole.TENSOR, 1))
     staged = with_stages(compiled.plan, sizes)
     model = small_model(compiled.facts, ranks, staged)

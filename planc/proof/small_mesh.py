@@ -1,10 +1,12 @@
 """Reduces the mesh of a run to a few processes."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
+from planc.plan.expert_mesh import legal_sizes
+from planc.plan.ir import Mesh
 
 RANKS = 2
 """The size of a simulated axis in the first run: errors on 8 ranks show on 2, and heads stay
@@ -82,6 +84,33 @@ def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:
     if left > 1 and small:  # all axes have one rank: the first gets all processes
         small[ranked[0]] *= left
     return small
+
+
+def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
+    """The sizes of a small mesh, with the number of ranks that divide experts.
+
+    All of the ranks do where all do in the real mesh, and where no axis of data is left that would
+    reduce gradients over the others. Else at most half of them, so that ranks with equal experts
+    remain; the outermost axis is widened where `ep` cuts it in two and that fits in `MOST`.
+    """
+    experts = mesh.experts
+    if experts is None:
+        return sizes
+    data = [a.name for a in mesh.of_role(AxisRole.DATA) if a.name in experts.axes]
+    inner = mesh.size(*experts.axes) // max(1, mesh.size(*data))
+    if experts.ranks.size > inner and experts.rest.size > 1:
+        for name in data:
+            if sizes[name] == RANKS and mesh.size(name) % 4 == 0 and 2 * _ranks(sizes) <= MOST:
+                sizes = {**sizes, name: 2 * RANKS}
+    found = [sizes[name] for name in experts.axes]
+    alone = experts.rest.size == 1 or all(sizes[name] == 1 for name in data)
+    most = prod(found) if alone else min(experts.ranks.size, max(1, prod(found) // 2))
+    ranks = max(n for n in legal_sizes(found) if n <= most)
+    return {**sizes, experts.ranks.name: ranks}
+
+
+def _ranks(sizes: Mapping[str, int]) -> int:
+    return prod(sizes.values())
 
 
 def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.plan.ir import (
     AdapterRule,
+    ExpertRule,
     Fsdp,
     Ignored,
     LossRule,
@@ -33,7 +34,16 @@ from planc.plan.ir import (
 from planc.source import Span
 
 Ruled = TypeVar(
-    "Ruled", TensorRule, Checkpoint, Compile, Freeze, LossRule, AdapterRule, Ignored, SpreadRule
+    "Ruled",
+    TensorRule,
+    Checkpoint,
+    Compile,
+    Freeze,
+    LossRule,
+    ExpertRule,
+    AdapterRule,
+    Ignored,
+    SpreadRule,
 )
 Rules = frozenset[tuple[Span, tuple[Any, ...]]]
 """The lines of a plan that act on a layer, with the path inside the layer."""
@@ -85,16 +95,16 @@ def stand_in(
         sizes: the sizes of the small mesh, by axis.
     """
     state = _StandIn(plan, facts, small, kept)
-    axes = tuple(replace(a, size=sizes[a.name], inferred=False) for a in plan.mesh.axes)
     made = replace(
         plan,
-        mesh=replace(plan.mesh, axes=axes),
+        mesh=plan.mesh.resized(sizes),
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
         tensor=tuple(state.each(plan.tensor)),
         checkpoint=tuple(state.each(plan.checkpoint)),
         compile=tuple(state.each(plan.compile)),
         train=tuple(state.each(plan.train)),
         loss=tuple(state.each(plan.loss)),
+        experts=tuple(state.each(plan.experts)),
         fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
         pipeline=_pipeline(plan, state),
         adapters=plan.adapters
@@ -111,7 +121,7 @@ def _acting(plan: Plan) -> Iterator[tuple[Span, Modules]]:
     """Each line of a plan that acts on modules, with the modules."""
     fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
     rules = plan.adapters.rules if plan.adapters else ()
-    whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss)
+    whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss, plan.experts)
     for nodes in (*whole, rules, *fsdp):
         for node in nodes:
             yield node.origin, node.modules

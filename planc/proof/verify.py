@@ -16,7 +16,7 @@ from planc.ops.lowered import Lowered
 from planc.plan.ir import Plan
 from planc.proof.layout_flow import UNSEEN, is_megatron
 from planc.proof.small_case import SmallCase, small_case
-from planc.proof.small_mesh import not_reached, small_sizes
+from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.stand_in import Unrepresented
 from planc.proof.verify_findings import report_difference, report_failure, report_unknown
 from planc.runtime.known_verdict import Level
@@ -156,6 +156,7 @@ def _make_small_case(case: _Case, *, precision: bool) -> Unrepresented | None:
     """Makes the small case; returns the reason if there is none."""
     assert case.compiled.plan is not None
     axes, checks = small_sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
+    axes = with_experts(axes, case.compiled.plan.mesh)
     small = small_case(case.compiled, axes, checks=checks)
     if isinstance(small, Unrepresented):
         return small

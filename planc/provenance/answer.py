@@ -74,6 +74,7 @@ class Answer:
         around: styles on its ancestors, which redistribute inputs and outputs there.
         inside: styles on its submodules.
         checkpoint, compile: of the module, of its ancestors and of its submodules.
+        experts: how tokens come to its experts, which ranks divide.
         loss: how the loss is computed in it.
         unit: the unit that contains it, then the units inside it.
         training: what freezes or unfreezes it.
@@ -96,6 +97,7 @@ class Answer:
     inside: tuple[Reason, ...] = ()
     checkpoint: tuple[Reason, ...] = ()
     compile: tuple[Reason, ...] = ()
+    experts: tuple[Reason, ...] = ()
     loss: tuple[Reason, ...] = ()
     unit: tuple[Reason, ...] = ()
     unit_bytes: tuple[int, int] | None = None

@@ -15,6 +15,7 @@ from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
+from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.fsdp_text import along, offloading, where
@@ -109,6 +110,7 @@ class _Question:
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
+            experts=tuple(self._on(DispatchExperts)),
             loss=tuple(self._on(ChunkLoss)),
             adapter=tuple(self._adapted()),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
@@ -259,7 +261,9 @@ class _Question:
             what = "trains" if op.trainable else "frozen"
             yield self._reason(what, self._part(len(op.modules.path)), op)
 
-    def _on(self, kind: type[ChunkLoss] | type[DrawByRank]) -> Iterator[Reason]:
+    def _on(
+        self, kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts]
+    ) -> Iterator[Reason]:
         """The operations of a kind on the module itself."""
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):
@@ -293,6 +297,8 @@ class _Question:
                 place = rule.origin.place
                 style = style_name(rule.style)
                 return f"{style} has no effect: {rule.axis} has one rank ({place})"
+        if any(True for _ in self._on(DispatchExperts)):
+            return "no rule: its experts are divided over ranks"
         axes = dict.fromkeys(axis for op in self.styles for axis in op.axes)
         if not self.at.module.parameters:
             return "no rule"
@@ -314,6 +320,9 @@ class _Question:
                         continue
                     local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
+        for divided in self.lowered.ops:
+            if isinstance(divided, DispatchExperts) and divided.modules.has(self.name):
+                local = next((s.local for s in divided.shapes if s.name == parameter.name), local)
         unit = None if self.ignored else self.shard
         placement = (self._spread(unit) or unit) if unit else None
         shard = kept_shape(local, placement, self.lowered)

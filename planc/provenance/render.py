@@ -26,6 +26,7 @@ SECTIONS = (
     "training",
     "checkpoint",
     "compile",
+    "experts",
     "loss",
     "unit",
     "draws",
@@ -47,6 +48,7 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
     yield from _targeted("train", answer.training)
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
+    yield from _reasons("experts", answer.experts, answer)
     yield from _reasons("loss", answer.loss, answer)
     yield from _reasons("unit", answer.unit, answer)
     for reason in answer.draws:

@@ -183,7 +183,7 @@ class Worker:
         if meshes is not None:
             variables["mesh"] = meshes.root
         self._values = Values(variables, modules, meshes.of if meshes else _no_mesh)
-        self._context = Context.of(lowered.axes, fills=True)
+        self._context = Context.of(lowered, fills=True)
 
     def run(self, op: Op) -> None:
         self.at = ""

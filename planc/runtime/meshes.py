@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
-from planc.ops.call import MeshOf, Shared, mesh_source
+from planc.ops.call import Context, MeshOf, Shared, mesh_source
 from planc.ops.lowered import Lowered, Stage
 from planc.plan.mesh_axes import DATA, axes_of
 from planc.runtime.calls import Values
@@ -103,6 +103,7 @@ class Meshes:
         self.root = made.root
         self._values = Values({"mesh": made.root}, {}, self.of, made.parts)
         self._data, self._averaged = lowered.data, lowered.averaged
+        self._context = Context.of(lowered)
         if lowered.data:
             self.part(*lowered.data)
         pipeline = lowered.pipeline
@@ -120,6 +121,8 @@ class Meshes:
         """
         if name in self._sizes:
             return self.root[name]
+        if self._context.experts and name in self._context.experts.sizes:
+            return self.of(MeshOf((name,)))
         if name == DATA and self._data:
             return self.part(*self._data)
         if name == "loss" and self._averaged:
@@ -146,5 +149,5 @@ class Meshes:
 
     def of(self, mesh: MeshOf) -> DeviceMesh:
         """The mesh of some axes, created on the first request."""
-        made: DeviceMesh = self._values.of(mesh_source(mesh, self._sizes))
+        made: DeviceMesh = self._values.of(mesh_source(mesh, self._context))
         return made

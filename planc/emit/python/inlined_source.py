@@ -29,6 +29,7 @@ _FILES = (
     "megatron_fsdp.py",
     "rng.py",
     "loss.py",
+    "expert_parallel.py",
     "configuration.py",
 )
 

@@ -21,6 +21,7 @@ from planc.model.facts import Modules
 from planc.ops.call import (
     Assign,
     Attribute,
+    Context,
     Each,
     FunctionCall,
     ImportedName,
@@ -46,7 +47,7 @@ class Printer:
     """Prints the functions of one script.
 
     Args:
-        axes: the sizes of the mesh's axes by name, outermost first.
+        context: the sizes of the mesh's axes.
         layers: the length of the model's longest list.
         names: the names that the script may import, each with its module.
 
@@ -55,8 +56,8 @@ class Printer:
         names: with the names that the printed source uses.
     """
 
-    def __init__(self, axes: Mapping[str, int], layers: int, names: Mapping[str, str]) -> None:
-        self._axes = axes
+    def __init__(self, context: Context, layers: int, names: Mapping[str, str]) -> None:
+        self._context = context
         self._layers = layers
         self._variables: dict[Shared, str] = {}
         self.modules = {"torch"}
@@ -131,7 +132,7 @@ class Printer:
             case Numbered():
                 return self._numbered(value)
             case MeshOf():
-                return self.source(mesh_source(value, self._axes))
+                return self.source(mesh_source(value, self._context))
             case FunctionCall():
                 return self.call(value)
             case Shared():
@@ -162,7 +163,7 @@ class Printer:
     def _find(self, value: Value, found: dict[Shared, int]) -> int:
         """Adds the shared values inside a value to `found`, each with its nesting depth."""
         if isinstance(value, MeshOf):
-            return self._find(mesh_source(value, self._axes), found)
+            return self._find(mesh_source(value, self._context), found)
         if isinstance(value, Shared):
             if value not in found:
                 found[value] = self._find(value.value, found)

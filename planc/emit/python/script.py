@@ -41,8 +41,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
     functions: list[str] = []
     calls: list[str] = []
     fills = any(isinstance(op, Load) and op.weights for op in lowered.ops)
-    context = Context.of(lowered.axes, fills=fills)
-    printer = Printer(context.axes, lowered.layers, {**_FRAME, **imported()})
+    context = Context.of(lowered, fills=fills)
+    printer = Printer(context, lowered.layers, {**_FRAME, **imported()})
     for function, group in groupby(lowered.ops, key=lambda op: op.script):
         steps = [step for op in group for step in op.calls(context)]
         if not steps:

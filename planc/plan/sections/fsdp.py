@@ -82,6 +82,7 @@ def fsdp(program: Program) -> Fsdp | None:
             SpreadRule(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
             for c in state.spreads.claims
         ),
+        experts=program.mesh.experts if program.mesh else None,
         megatron=megatron_fsdp.read(state.settings, first.name, program.scope),
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
     )

@@ -143,7 +143,9 @@ def _axes(arguments: Arguments) -> tuple[str, ...] | None:
         hint = "write `on = dp_shard`, or `on = dp_shard * cp`"
         arguments.wrong(expression, "`on` names axes of the mesh", hint)
         return None
-    return expanded((n for n in names if n is not None), arguments.scope.axis_names)
+    mesh = arguments.scope.solve()
+    known = (n for n in names if n is not None)
+    return mesh.expanded(known) if mesh else expanded(known, arguments.scope.axis_names)
 
 
 def _factors(expression: ast.Expr) -> Iterator[str | None]:

@@ -19,6 +19,7 @@ _EXAMPLES = {
     "checkpoint": "model.layers.* : full",
     "compile": "model.layers.* : block",
     "train": "model.layers.* : frozen",
+    "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "loss": "lm_head : cross_entropy(chunks = 8)",
 }
 _ASPECTS = {name: name for name in ("input", "output", "attributes")}

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
+from planc.runtime.standalone.shards import groups_of
+
 Split = Callable[[nn.Parameter], Shard | None]
 Spread = tuple[Iterable[nn.Module], Split | None, Any]
 Units = Iterable[tuple[int, FSDPModule]]
@@ -73,6 +75,10 @@ def divide_gradients(model: nn.Module, factor: float, device_type: str) -> None:
             unit.set_gradient_divide_factor(factor)
             # torch would scale within the reduction, which gloo does not support
             unit.set_force_sum_reduction_for_comms(device_type == "cpu")
+            for group in groups_of(unit):
+                # torch 2.13 then divides a second time where one rank has the shard
+                if getattr(group.mesh_info, "shard_mesh_size", 0) == 1:
+                    group.force_sum_reduction_for_comms = False
 
 
 def prefetch_forward(depth: int, *units: Units) -> None:

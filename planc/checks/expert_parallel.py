@@ -1,0 +1,143 @@
+"""PL550 to PL552: experts that ranks cannot divide, and FSDP over ranks with other experts."""
+
+from __future__ import annotations
+
+from planc.checks.queries import active, holds, legal, several, unit_of, weighted
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts, Modules
+from planc.ops.base import AxisRole
+from planc.ops.expert_parallel import ALL_REDUCE
+from planc.ops.lowered import ExpertMesh
+from planc.plan.expert_rules import dividing, expert_count
+from planc.plan.ir import ExpertRule, Plan
+from planc.plan.parameter_owners import Owned, owned
+
+
+def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """What a dispatch does with experts, it can do with parameters that are [experts, ...] and with
+    a forward that takes the experts of each token; FSDP shards them over the ranks that have equal
+    experts, or their gradients are not those of all tokens.
+    """
+    experts = plan.mesh.experts
+    for rule in plan.experts if "expert" not in plan.broken else ():
+        if reason := _not_experts(rule, plan):
+            message, *labels = reason
+            sink.error(
+                "PL551",
+                message,
+                Label(span=rule.origin, text="their tokens are dispatched here"),
+                *labels,
+                help="name fused experts, such as `model.layers.*.mlp.experts`",
+            )
+        elif experts is not None:
+            _sizes(rule, experts, plan, sink)
+    if experts is not None and not {"expert", "fsdp"} & plan.broken:
+        _units(experts, plan, facts, sink)
+
+
+def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
+    """Why the experts of these modules cannot be divided, and what is to blame."""
+    module, name = rule.modules.module, f"`{rule.modules}`"
+    if expert_count(module) is None:
+        own = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:2])
+        text = f"its parameters are {own}" if own else "it has no parameters of its own"
+        return (f"{name} ({module.cls}) has no fused experts: {text}",)
+    if module.count > sum(p.numel for p in module.parameters):
+        return (f"{name} has parameters inside other modules, which all of its experts share",)
+    for adapter in plan.adapters.rules if plan.adapters else ():
+        if adapter.modules.within(rule.modules):
+            return f"{name} is adapted", Label(span=adapter.origin, text="adapted")
+    for style in weighted(active(plan)) if plan.mesh.experts else ():
+        if style.modules.overlap(rule.modules):
+            label = Label(span=style.origin, text=f"sharded over {style.axis} here")
+            return f"{name} is sharded by a style, and its experts are divided over ranks", label
+    for compiled in plan.compile:
+        if compiled.fullgraph and plan.mesh.experts and holds(compiled.modules, rule.modules):
+            label = Label(span=compiled.origin, text="fullgraph")
+            return f"{name} is in one graph, and how many tokens a rank gets is data", label
+    if reason := _halved(rule, plan):
+        return reason
+    if plan.fsdp is not None and plan.fsdp.megatron is not None and plan.mesh.experts:
+        label = Label(span=plan.fsdp.megatron.origin, text="Megatron-FSDP")
+        return (
+            f"{name} is in a unit of Megatron-FSDP, which knows nothing of divided experts",
+            label,
+        )
+    return None
+
+
+def _halved(rule: ExpertRule, plan: Plan) -> tuple[str, Label] | None:
+    """torch 2.13's FSDP divides gradients in fp16 twice where one rank has the whole shard."""
+    unit = unit_of(plan, rule.modules) if plan.fsdp else None
+    precision = plan.fsdp.policy(unit) if plan.fsdp else None
+    experts = plan.mesh.experts
+    if experts is None or experts.rest.size > 1 or precision is None:
+        return None
+    if "float16" not in (precision.reduce, precision.reduce or precision.param):
+        return None
+    label = Label(span=precision.origin, text="reduces gradients in fp16")
+    return f"`{rule.modules}` is on one rank each, where FSDP divides fp16 gradients twice", label
+
+
+def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> None:
+    """PL550: the ranks do not divide the experts, or read different tokens."""
+    ranks = experts.ranks
+    count = expert_count(rule.modules.module) or 0
+    tensor = plan.mesh.size(*(a.name for a in plan.mesh.of_role(AxisRole.TENSOR)))
+    label = Label(span=ranks.origin, text=f"{ranks.name} is {ranks.size}")
+    if count % ranks.size:
+        fits = one_of([str(n) for n in legal(count, most=64)])
+        sink.error(
+            "PL550",
+            f"{ranks.size:,} ranks cannot divide the {count:,} experts of `{rule.modules}`",
+            Label(span=rule.origin),
+            label,
+            help=f"{ranks.name} can be {fits} here",
+        )
+    elif rule.dispatch == ALL_REDUCE and tensor % ranks.size:
+        sink.error(
+            "PL550",
+            f"`dispatch(all_reduce)` needs the same tokens on all {ranks.size:,} ranks of "
+            f"{ranks.name}, and only the {tensor:,} ranks of a tensor axis have them",
+            Label(span=rule.origin),
+            label,
+            help=f"write `dispatch(all_to_all)`, or a divisor of {tensor:,} for {ranks.name}",
+        )
+
+
+def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
+    """PL552: divided experts are sharded over `ep_shard`, and nothing else is."""
+    rest = (experts.rest.name,)
+    wrong: dict[object, list[Owned]] = {}
+    for own in owned(plan, facts):
+        part = own.spread or own.unit
+        over = part.shard if part is not None else None
+        if (over == rest) != _divided(own.modules, plan) and _matters(over, rest, experts, plan):
+            wrong.setdefault(part, []).append(own)
+    for found in wrong.values():
+        placed = found[0].spread or found[0].unit
+        named = several(own.modules for own in found)
+        rules = [r for r in dividing(plan) for own in found if r.modules.overlap(own.modules)]
+        labels = [Label(span=r.origin, text="divided here") for r in rules[:1]]
+        labels += [Label(span=placed.origin, text="their unit")] if placed else []
+        labels = labels or [Label(span=plan.fsdp.origin if plan.fsdp else plan.origin)]
+        if rules:
+            on = " * ".join(plan.fsdp.axes(placed)[0]) if plan.fsdp and placed else "no ranks"
+            message = f"{named} is divided over {experts.ranks.name}, and FSDP shards it over {on}"
+            help = f"write `{rules[0].modules} : unit(on = {rest[0]})`"
+            fact = f"ranks with the same experts are those of {rest[0]} = {experts.rest.size}"
+        else:
+            message = f"{named} is sharded over {rest[0]}, whose ranks share divided experts alone"
+            fact, help = "other parameters are equal on all ranks", f"remove `on = {rest[0]}`"
+        sink.error("PL552", message, *labels, facts=[fact], help=help)
+
+
+def _divided(modules: Modules, plan: Plan) -> bool:
+    return any(rule.modules.overlap(modules) for rule in dividing(plan))
+
+
+def _matters(
+    over: tuple[str, ...] | None, rest: tuple[str, ...], experts: ExpertMesh, plan: Plan
+) -> bool:
+    """Whether FSDP or another rank with the same experts makes a difference."""
+    return plan.fsdp is not None or over == rest or experts.rest.size > 1

@@ -1,0 +1,83 @@
+"""Experts on ranks of their own, to which tokens are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal, Self
+
+from planc.model.facts import Modules
+from planc.ops import phrases
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Form, Op, choice
+from planc.ops.call import (
+    Context,
+    Each,
+    FunctionCall,
+    MeshOf,
+    ScriptFunction,
+    Step,
+    given,
+)
+from planc.ops.tensor_parallel import Shape
+
+ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
+ALL_REDUCE: Literal["all_reduce"] = "all_reduce"
+Dispatch = Annotated[str, choice(ALL_TO_ALL, ALL_REDUCE)]
+
+_SHAPES = Form({"minItems": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchExperts(Op):
+    """Divides the experts of modules over ranks, and brings each token to its experts.
+
+    Args:
+        modules: fused experts, whose parameters are [experts, ...].
+        axis: of the ranks that divide them.
+        dispatch: `all_to_all` sends tokens to the ranks of their experts and the results back; with
+            `all_reduce` each rank computes its experts for all tokens, and the results are summed.
+        shared: for `all_to_all`, axes whose ranks have the same tokens: each rank sends a part.
+        batched: whether the forward takes the hidden states of all experts in one tensor, and no
+            choice of experts, as that of Llama 4.
+        shapes: of the parameters.
+    """
+
+    modules: Modules
+    axis: Axis
+    dispatch: Dispatch = ALL_TO_ALL
+    shared: Axes = field(default=(), metadata=OMIT)
+    batched: bool = field(default=False, metadata=OMIT)
+    shapes: Annotated[tuple[Shape, ...], _SHAPES]
+
+    KIND: ClassVar[str] = "dispatch_experts"
+    SCRIPT: ClassVar = ScriptFunction(
+        "divide_experts", "Divides experts over ranks, which exchange tokens."
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        keywords = given(
+            shared=MeshOf(self.shared) if self.shared else None,
+            batched=True if self.batched else None,
+        )
+        function = "standalone.expert_parallel:dispatch_experts"
+        call = FunctionCall(function, (MeshOf((self.axis,)), self.dispatch), keywords)
+        yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    WORD: ClassVar = "experts"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+    WORDS: ClassVar = {
+        "axis": ("on", phrases.value),
+        "shared": ("sent in parts over", lambda axes: phrases.axes(axes) or "none"),
+    }
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        how = f"{self.dispatch} on {phrases.axes((self.axis,), mesh)}"
+        parts = f", tokens sent in parts over {phrases.axes(self.shared, mesh)}"
+        return how + (parts if self.shared else "")
+
+    @classmethod
+    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+        for op in ops:
+            yield phrases.head(cls.WORD, f"{op.modules}  {op.headline(mesh)}")
+            sizes = ((s.name, f"{list(s.shape)} -> {list(s.local)}") for s in op.shapes)
+            yield from phrases.table(sizes)

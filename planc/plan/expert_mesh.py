@@ -1,0 +1,66 @@
+"""The ranks that divide experts: no axis of the mesh, but some of the ranks along several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from planc.diagnostic import Label, one_of
+from planc.ops.base import AxisRole
+from planc.ops.lowered import ExpertMesh, MeshAxis
+from planc.plan.ir import Mesh
+from planc.plan.mesh_axes import EXPERT_AXES, EXPERT_REST, EXPERTS
+from planc.plan.program import Program
+
+_LISTED = 12  # legal sizes that a message lists
+
+
+def expert_mesh(mesh: Mesh, ranks: MeshAxis, program: Program) -> Mesh:
+    """The mesh with the ranks that divide experts, innermost ranks first.
+
+    `dp_shard * cp * tp = ep_shard * ep`, as in torchtitan. So that ranks of one tensor axis stay
+    together, `ep` is the size of whole inner axes times a divisor of the next one.
+
+    Args:
+        mesh: of the axes, without them.
+        ranks: their number, more than one.
+    """
+    axes = [a for a in mesh.axes if a.name in EXPERT_AXES]
+    total = prod(a.size for a in axes)
+    fits = sorted(set(legal_sizes([a.size for a in axes])))
+    if ranks.size not in fits:
+        _illegal(mesh, ranks, axes, fits, program)
+        return mesh
+    rest = MeshAxis(name=EXPERT_REST, size=total // ranks.size, role=AxisRole.DATA)
+    names = tuple(a.name for a in axes)
+    return replace(mesh, experts=ExpertMesh(ranks=ranks, rest=rest, axes=names))
+
+
+def legal_sizes(sizes: Sequence[int]) -> Iterator[int]:
+    """The numbers of ranks that may divide experts, along axes of these sizes, outermost first."""
+    inner = 1
+    for size in reversed(sizes):
+        for some in range(1, int(size**0.5) + 1):
+            if size % some == 0:
+                yield inner * some
+                yield inner * (size // some)
+        inner *= size
+
+
+def _illegal(
+    mesh: Mesh, ranks: MeshAxis, axes: Sequence[MeshAxis], fits: list[int], program: Program
+) -> None:
+    made = " * ".join(f"{a.name} {a.size}" for a in axes) or "no axis"
+    shown = one_of([f"{n:,}" for n in fits[:_LISTED]]) + (" or more" * (len(fits) > _LISTED))
+    facts = [f"{EXPERTS} is made of {made} = {prod(a.size for a in axes):,} ranks"]
+    if mesh.assumed:
+        facts.append("no world size is given, so `auto` counts as 1")
+    program.sink.error(
+        "PL550",
+        f"`{EXPERTS} = {ranks.size:,}`: these ranks cannot divide the experts",
+        ranks.origin,
+        *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes if a.size > 1),
+        facts=facts,
+        help=f"{EXPERTS} can be {shown} here: whole inner axes, and a part of the next one",
+    )

@@ -1,0 +1,35 @@
+"""What expert sections mean for parameters."""
+
+from __future__ import annotations
+
+from planc.model.facts import Module
+from planc.model.module_table import BATCHED_EXPERTS, FUSED_EXPERTS
+from planc.ops.styles import ParameterLayout, Parameters, Shard
+from planc.plan.ir import ExpertRule, Plan, TensorRule
+
+
+def dividing(plan: Plan) -> tuple[ExpertRule, ...]:
+    """The rules with an effect: over more than one rank."""
+    return plan.experts if plan.mesh.experts else ()
+
+
+def expert_styles(plan: Plan) -> list[TensorRule]:
+    """The layouts of divided experts, by which local shapes are computed like those of styles."""
+    experts = plan.mesh.experts
+    rest = ParameterLayout(layout=Shard(0))
+    return [
+        TensorRule(
+            modules=rule.modules,
+            axis=experts.ranks.name,
+            style=Parameters(layouts=tuple((p.name, rest) for p in rule.modules.module.parameters)),
+            origin=rule.origin,
+        )
+        for rule in dividing(plan)
+        if experts is not None
+    ]
+
+
+def expert_count(module: Module) -> int | None:
+    """The number of fused experts of a module; None where it is no such module."""
+    found = module.fact(FUSED_EXPERTS)
+    return module.fact(BATCHED_EXPERTS) if found is None else found

@@ -1,0 +1,58 @@
+"""The expert section -> fused experts that ranks divide among them."""
+
+from __future__ import annotations
+
+from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
+from planc.plan.call_arguments import Arguments, unknown, word
+from planc.plan.ir import ExpertRule
+from planc.plan.mesh_axes import EXPERTS
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import Claims, flatten
+from planc.plan.sections.tensor import modules_of, rule_of
+from planc.syntax import ast
+
+_ACTION = "dispatch"
+_WAYS = (ALL_TO_ALL, ALL_REDUCE)
+
+
+def expert(program: Program) -> tuple[ExpertRule, ...]:
+    """The rules of the expert sections, in the plan's order."""
+    claims: Claims[str] = Claims(program.sink)
+    for section in program.named("expert"):
+        _on_one_axis(section, program)
+        for placed in flatten(section, program.scope):
+            rule = rule_of(placed, "expert", program)
+            if rule is None:
+                continue
+            if rule.action.name != _ACTION:
+                unknown(rule.action, (_ACTION,), "expert action", program.scope)
+                continue
+            found, way = modules_of(rule, placed, program.scope), _way(rule.action, program)
+            if way is not None:
+                claims.add(found, "dispatch", way, rule.origin, override=rule.override)
+    return tuple(
+        ExpertRule(modules=c.modules, dispatch=c.value, origin=c.origin) for c in claims.claims
+    )
+
+
+def _on_one_axis(section: ast.Section, program: Program) -> None:
+    if len(section.axes) != 1 or section.replicate:
+        program.sink.error(
+            "PL305",
+            "an expert section works over the ranks that divide experts",
+            section.name_origin,
+            help=f"write `expert on {EXPERTS} {{`",
+        )
+
+
+def _way(call: ast.Call, program: Program) -> str | None:
+    """The argument of `dispatch(all_to_all)`, or None after a finding."""
+    arguments = Arguments(call, program.scope, _WAYS)
+    value = word(arguments.positional[0].value, program.scope) if arguments.positional else None
+    if not arguments.done(positional=1):
+        return None
+    if isinstance(value, str) and value in _WAYS:
+        return value
+    hint = "`all_to_all` sends tokens to their experts, `all_reduce` sums what each rank computes"
+    arguments.wrong(call, "`dispatch` needs a way for tokens to come to their experts", hint)
+    return None

@@ -1,0 +1,328 @@
+"""Experts on ranks of their own: the mesh of these ranks, and the exchange of tokens.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from planc.runtime.standalone.tensor_styles import distribute, rank_part, with_views
+
+Forward = Callable[..., Tensor]
+Sizes = list[int]
+
+
+def mesh_of_experts(
+    mesh: DeviceMesh, axes: tuple[str, ...], names: tuple[str, str], ranks: int
+) -> DeviceMesh:
+    """The ranks along some axes as two dims: those with equal experts, then those that
+    divide the experts among them, innermost ranks first.
+
+    torch's `_flatten` would also create a process group of all these ranks, which
+    nothing uses. As there, the mesh keeps what was made of it.
+
+    Args:
+        mesh: of all axes.
+        axes: outermost first.
+        names: of the two dims.
+        ranks: that divide the experts.
+    """
+    known = mesh.__dict__.setdefault("_of_experts", {})
+    if (axes, ranks) not in known:
+        layout = mesh[axes]._layout
+        whole = type(layout)([layout.collapse()])
+        inner = type(layout).from_sizes_strides((whole.numel() // ranks, ranks))
+        known[axes, ranks] = DeviceMesh(
+            mesh.device_type,
+            _layout=whole.splice(0, 1, whole[0].composition(inner)),
+            _rank_map=mesh._rank_map,
+            mesh_dim_names=names,
+            _root_mesh=mesh,
+        )
+    made: DeviceMesh = known[axes, ranks]
+    return made
+
+
+# Exchanges ----------------------------------------------------------------------------
+
+
+class Exchange(torch.autograd.Function):  # type: ignore[misc]
+    """Rows to other ranks, as many to each as it says; gradients take the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sizes, received: Sizes, group: Any
+    ) -> Tensor:
+        ctx.back = received, sent, group
+        return exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchanged(gradient, *ctx.back), None, None, None
+
+
+def exchanged(rows: Tensor, sent: Sizes, received: Sizes, group: Any) -> Tensor:
+    """The rows that other ranks have sent, by rank."""
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    distributed.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+class TakePart(torch.autograd.Function):  # type: ignore[misc]
+    """A rank's part of rows that all ranks have; its gradient is that of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.count = group, len(rows)
+        return part_of_rows(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_rows(gradient, ctx.count, ctx.group), None
+
+
+class JoinParts(torch.autograd.Function):  # type: ignore[misc]
+    """All rows from the parts of ranks, equal on each; so is their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: int, group: Any) -> Tensor:
+        ctx.group = group
+        return all_rows(rows, count, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return part_of_rows(gradient, ctx.group).clone(), None, None
+
+
+def part_of_rows(rows: Tensor, group: Any) -> Tensor:
+    """The rows of this rank; the last ranks may have fewer, or none."""
+    each = -(-len(rows) // group.size())
+    first = min(each * group.rank(), len(rows))
+    return rows[first : first + each]
+
+
+def all_rows(part: Tensor, count: int, group: Any) -> Tensor:
+    """The rows of all ranks, each with its part."""
+    each = -(-count // group.size())
+    mine = part.new_zeros((each, *part.shape[1:]))
+    mine[: len(part)] = part
+    every = part.new_empty((each * group.size(), *part.shape[1:]))
+    distributed.all_gather_into_tensor(every, mine, group=group)
+    return every[:count]
+
+
+class SumGradients(torch.autograd.Function):  # type: ignore[misc]
+    """A tensor that all ranks have; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return summed_over(gradient, ctx.group), None
+
+
+class SumOutputs(torch.autograd.Function):  # type: ignore[misc]
+    """The sum of all ranks' tensors, whose gradient is equal on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        return summed_over(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def summed_over(value: Tensor, group: Any) -> Tensor:
+    """A new tensor with the sum over the ranks of a group."""
+    total = value.clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(total, group=group)
+    return total
+
+
+# Dispatch -----------------------------------------------------------------------------
+
+
+def dispatch_experts(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dispatch: str,
+    *,
+    shared: DeviceMesh | None = None,
+    batched: bool = False,
+) -> None:
+    """Divides the experts of a module over the ranks of a mesh.
+
+    The parameters of the module are [experts, ...]. Its forward takes the hidden states
+    [tokens, hidden], the experts of each token and their weights [tokens, chosen];
+    or, batched, the hidden states of all experts [experts * tokens, hidden].
+
+    Args:
+        module: the experts.
+        mesh: of one dim; rank r has the r-th part of the experts.
+        dispatch: `all_to_all`, tokens go to the ranks of their experts and back; or
+            `all_reduce`, each rank computes its experts for the tokens, which all
+            ranks have, and the results are summed.
+        shared: ranks that have the same tokens, for `all_to_all`: each sends a part.
+        batched: see above.
+    """
+    names = [name for name, p in module._parameters.items() if p is not None]
+    for name in names:
+        distribute(module, name, mesh, Shard(0))
+    local = len(module._parameters[names[0]].to_local())
+    with_views(module, dict.fromkeys(names, rank_part))
+    forward, order = counting(module, local), signature(module.forward)
+    alike = None if shared is None else shared.get_group()
+    own = LocalExperts(forward, local, mesh.get_group())
+
+    @wraps(forward)
+    def spread(*args: Any, **kwargs: Any) -> Tensor:
+        hidden, *routed = order.bind(*args, **kwargs).args
+        if batched:
+            experts = local * mesh.size()
+            tokens = [hidden.view(experts, -1, hidden.shape[-1]).transpose(0, 1)]
+        else:
+            some = (hidden, *routed)
+            tokens = [one.reshape(-1, one.shape[-1]) for one in some]
+        count = len(tokens[0])
+        if alike is not None:
+            tokens = [TakePart.apply(one, alike) for one in tokens]
+        out = KINDS[dispatch, batched](own, *tokens)
+        if alike is not None:
+            out = JoinParts.apply(out, count, alike)
+        return (out.transpose(0, 1) if batched else out).reshape(hidden.shape)
+
+    module.forward = spread
+
+
+def counting(module: nn.Module, local: int) -> Forward:
+    """A module's forward for the experts of a rank, which are as many as it counts."""
+    forward = module.forward
+
+    @wraps(forward)
+    def counted(*args: Any) -> Tensor:
+        whole, module.num_experts = module.num_experts, local
+        try:
+            return forward(*args)
+        finally:
+            module.num_experts = whole
+
+    return counted
+
+
+class LocalExperts:
+    """The experts of this rank.
+
+    Args:
+        forward: computes them.
+        count: how many they are, as on every rank.
+        group: the ranks that have the others.
+    """
+
+    def __init__(self, forward: Forward, count: int, group: Any) -> None:
+        self.forward = forward
+        self.count = count
+        self.group = group
+
+
+def by_all_to_all(
+    own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """Sends each token to the ranks of its experts, and adds up what they send back."""
+    local, group, (count, chosen) = own.count, own.group, index.shape
+    ranks, flat = group.size(), index.flatten()
+    sizes = torch.bincount(flat, minlength=ranks * local)[: ranks * local]
+    theirs = torch.empty_like(sizes)
+    distributed.all_to_all_single(theirs, sizes, group=group)
+    sent = sizes.view(ranks, local).sum(1).tolist()
+    received = theirs.view(ranks, local).sum(1).tolist()
+    # an index beyond the experts stands for none
+    order = flat.argsort(stable=True)[: sum(sent)]
+    rows = Exchange.apply(hidden[order // chosen], sent, received, group)
+    shares = Exchange.apply(weights.flatten()[order], sent, received, group)
+    numbers = torch.arange(local, device=flat.device).repeat(ranks)
+    out = computed(own.forward, rows, numbers.repeat_interleave(theirs), shares)
+    out = Exchange.apply(out, received, sent, group)
+    every = out.new_zeros((count * chosen, out.shape[-1])).index_copy(0, order, out)
+    return every.view(count, chosen, -1).sum(1)
+
+
+def by_all_reduce(
+    own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """Computes this rank's experts for all tokens, and adds up the ranks' results."""
+    group = own.group
+    hidden, weights = (SumGradients.apply(one, group) for one in (hidden, weights))
+    numbers = index.flatten() - group.rank() * own.count
+    [mine] = torch.where((numbers >= 0) & (numbers < own.count))
+    rows = mine // index.shape[1]
+    shares = weights.flatten()[mine]
+    out = computed(own.forward, hidden[rows], numbers[mine], shares)
+    total = out.new_zeros(hidden.shape).index_add(0, rows, out)
+    return SumOutputs.apply(total, group)
+
+
+def computed(forward: Forward, rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+    """What experts make of their tokens, one expert a token.
+
+    Without tokens a row of zeros is computed, so that parameters get gradients on every
+    rank: FSDP reduces those that have one.
+    """
+    if len(rows):
+        return forward(rows, numbers[:, None], shares[:, None])
+    spare = rows.new_zeros((1, rows.shape[1])), numbers.new_zeros((1, 1))
+    none = forward(*spare, shares.new_zeros((1, 1)))[:0]
+    return none + rows + shares[:, None].to(rows.dtype)  # gradients go back through all
+
+
+def batches_by_all_to_all(own: LocalExperts, tokens: Tensor) -> Tensor:
+    """Sends each expert's tokens [tokens, experts, hidden] to its rank, and back."""
+    local, group, (count, _, hidden) = own.count, own.group, tokens.shape
+    ranks = group.size()
+    counts = torch.empty(ranks, dtype=torch.int64, device=tokens.device)
+    mine = torch.full((1,), count, dtype=torch.int64, device=tokens.device)
+    distributed.all_gather_into_tensor(counts, mine, group=group)
+    sent, received = [count] * ranks, counts.tolist()
+    rows = tokens.reshape(count, ranks, local * hidden).transpose(0, 1).flatten(0, 1)
+    rows = Exchange.apply(rows, sent, received, group).view(-1, local, hidden)
+    out = batch(own.forward, rows).flatten(1)
+    out = Exchange.apply(out, received, sent, group)
+    return out.view(ranks, count, -1).transpose(0, 1).reshape(tokens.shape)
+
+
+def batches_by_all_reduce(own: LocalExperts, tokens: Tensor) -> Tensor:
+    """Computes this rank's experts for all tokens, and adds the others' results."""
+    first, last = (own.count * (own.group.rank() + i) for i in (0, 1))
+    tokens = SumGradients.apply(tokens, own.group)
+    total = tokens.new_zeros(tokens.shape)
+    total[:, first:last] = batch(own.forward, tokens[:, first:last])
+    return SumOutputs.apply(total, own.group)
+
+
+def batch(forward: Forward, tokens: Tensor) -> Tensor:
+    """What experts make of their tokens [tokens, experts, hidden]; see `computed`."""
+    count, experts, hidden = tokens.shape
+    rows = tokens if count else tokens.new_zeros((1, experts, hidden))
+    out = forward(rows.transpose(0, 1).reshape(-1, hidden))
+    out = out.view(experts, -1, hidden).transpose(0, 1)
+    return out if count else out[:0] + tokens
+
+
+KINDS: dict[tuple[str, bool], Forward] = {
+    ("all_to_all", False): by_all_to_all,
+    ("all_reduce", False): by_all_reduce,
+    ("all_to_all", True): batches_by_all_to_all,
+    ("all_reduce", True): batches_by_all_reduce,
+}

@@ -1,0 +1,62 @@
+"""Experts on ranks of their own on four processes, beside the single process."""
+
+import pytest
+from test_plans import right, settings
+
+FAMILIES = [
+    ("mixtral", "mixtral"),
+    ("qwen3_moe", "qwen3_moe"),
+    ("deepseek_v3", "deepseek_v3"),
+    ("gpt_oss", "gpt_oss"),
+    ("llama4", "llama4"),
+]
+WAYS = {
+    "within tensor ranks": dict(tp=2, ep=2),
+    "over tensor and data ranks": dict(tp=2, ep=4),
+    "over data ranks": dict(tp=1, ep=2),
+    "over a part of the tensor ranks": dict(tp=4, ep=2),
+}
+
+
+def compared(four, model, plan, *more, **arguments):
+    overrides = [*settings(param_dtype="fp32"), *more]
+    return four.run("numerics.compare", model=model, plan=plan, overrides=overrides, **arguments)
+
+
+def given(way):
+    return [f"{name}={size}" for name, size in WAYS[way].items()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_divide(four, way):
+    changes = {"num_key_value_heads": 4, "num_local_experts": 8}
+    right(compared(four, "mixtral", "mixtral", *given(way), changes=changes))
+
+
+@pytest.mark.parametrize(("model", "plan"), FAMILIES)
+def test_families(four, model, plan):
+    right(compared(four, model, plan, *given("over tensor and data ranks")))
+
+
+@pytest.mark.parametrize("way", ["within tensor ranks", "over tensor and data ranks"])
+def test_the_script_has_the_same_bits(four, way):
+    mine = compared(four, "mixtral", "mixtral", *given(way))
+    script = compared(four, "mixtral", "mixtral", *given(way), script=True)
+    right(script)
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
+def test_replicas_of_divided_experts(four):
+    right(compared(four, "mixtral", "mixtral", "dp_replicate=2", "dp_shard=2", "ep=2"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_handle(four, way, tmp_path):
+    """The norm of all gradients, clipping, accumulation, and full weights."""
+    overrides = [*settings(param_dtype="fp32"), *given(way)]
+    changes = {"num_key_value_heads": 4, "num_local_experts": 8}
+    arguments = dict(model="mixtral", plan="mixtral", overrides=overrides, changes=changes)
+    for result in four.run("training_jobs.clip", norm_type=2.0, fraction=0.5, **arguments):
+        assert result["norm"] == pytest.approx(result["right"], rel=1e-5)
+        assert result["error"] < 1e-4
+    assert four.run("training_jobs.full", every_rank=True, **arguments) == [1, 1, 1, 1]
