@@ -1,7 +1,7 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, configure, adapters, tensor, ties, freezing, 4-bit weights, checkpoint, compile, FSDP (nested
-units first, the root last), the settings of units, and the loss.
+mesh, configure, adapters, tensor, ties, context, freezing, 4-bit weights, checkpoint, compile, FSDP
+(nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
@@ -29,6 +29,7 @@ from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
+from planc.ops.context import ContextParallel
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.loss import ChunkLoss
@@ -65,6 +66,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         *adapt(plan),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
+        *_contexts(plan),
         *_freeze(tensor, plan),
         *_joined(plan.train),
         *quantize(plan),
@@ -91,6 +93,13 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         data=_data(plan),
         stages=(stage,),
     )
+
+
+def _contexts(plan: Plan) -> Iterator[ContextParallel]:
+    """An axis of one rank has whole sequences."""
+    for rule in plan.context:
+        if rule.op is not None and plan.mesh.size(rule.axis) > 1:
+            yield rule.op
 
 
 def _losses(plan: Plan) -> Iterator[ChunkLoss]:

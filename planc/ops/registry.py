@@ -8,6 +8,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Form, Op
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
+from planc.ops.context import ContextParallel
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
@@ -24,6 +25,7 @@ AnyOp = Annotated[
     | Adapt
     | Parallelize
     | Tie
+    | ContextParallel
     | Freeze
     | Quantize
     | Checkpoint

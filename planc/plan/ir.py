@@ -15,6 +15,7 @@ from planc.model.facts import Modules, Parameter
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
+from planc.ops.context import ContextParallel
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
 from planc.ops.load import Load
@@ -239,6 +240,19 @@ class LossRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextRule(Meaning):
+    """An axis whose ranks have parts of each sequence.
+
+    Args:
+        axis: of the section.
+        op: the operation; None where the training script slices the sequences.
+    """
+
+    axis: str
+    op: ContextParallel | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
     """A plan, resolved.
 
@@ -247,7 +261,7 @@ class Plan(Meaning):
         families: the `model_type`s that it is written for.
         options: the value of every option, after `--set`.
         tensor: the rules of tensor sections; kept at tp = 1 too, where lowering drops them.
-        context: the axes over which the script slices each sequence.
+        context: the axes whose ranks have parts of each sequence.
         train: what the train sections freeze or unfreeze, outer modules first.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
         broken: sections with errors, from whose omissions no check may conclude anything.
@@ -263,7 +277,7 @@ class Plan(Meaning):
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()
     fsdp: Fsdp | None = None
-    context: tuple[str, ...] = ()
+    context: tuple[ContextRule, ...] = ()
     adapters: Adapters | None = None
     loss: tuple[LossRule, ...] = ()
     adapted: bool = False

@@ -18,6 +18,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
 from planc.model.facts import Facts, below
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
@@ -184,6 +185,7 @@ def flow(
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
+    parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
     small: SmallCase | Unrepresented
     if lowered.code and not allow_code:
         reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
@@ -193,7 +195,7 @@ def flow(
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
         outcome, small = _judge_all(compiled, axes)
-    if not axes and outcome.verdict in ("nothing", "unknown"):
+    if not axes | parts and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
     layers = (
         () if isinstance(small, Unrepresented) else layer_verdicts(facts, small.compiled, outcome)
@@ -354,6 +356,10 @@ def _sections(
         if run == "refuted":
             verdict, reason = "unknown", "the plan is wrong, so this cannot be compared"
         yield SectionVerdict(name="checkpoint", verdict=verdict, by=by, reason=reason)
+    for op in lowered.ops:
+        if isinstance(op, ContextParallel):
+            name = f"context on {op.axis}"
+            yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
     for rule in ir.loss:
         name = f"loss on {rule.axis}" if rule.axis else "loss"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)

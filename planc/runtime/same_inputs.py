@@ -39,11 +39,13 @@ class FirstPasses:
         passes: the number of forward passes whose inputs are still to be compared.
         mesh: the ranks that must read the same inputs, None if no other rank must.
         different_weights: what to raise in the first pass, unless weights are loaded before it.
+        splits: what the ranks of the mesh split.
     """
 
     passes: int = 0
     mesh: DeviceMesh | None = None
     different_weights: PlanError | None = None
+    splits: str = "layers"
     seen: int = field(default=0, init=False)
 
     def weights_loaded(self) -> None:
@@ -59,13 +61,14 @@ class FirstPasses:
         """Before a forward pass.
 
         Raises:
-            PlanError: PL483, the inputs differ; PL484, the weights do. On every rank of the mesh.
+            PlanError: PL483 or PL545, the inputs differ; PL484, the weights do. On every rank of
+                the mesh.
         """
         if self.different_weights is not None:
             raise self.different_weights
         self.seen += 1
         if self.mesh is not None and self.seen <= self.passes:
-            _compare(list(_leaves(args, kwargs)), self.mesh, self.seen)
+            _compare(list(_leaves(args, kwargs)), self.mesh, self)
 
 
 def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
@@ -115,7 +118,7 @@ def _leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield f"{own}{_pytree.keystr(path[2:])}", leaf
 
 
-def _compare(leaves: Leaves, mesh: DeviceMesh, number: int) -> None:
+def _compare(leaves: Leaves, mesh: DeviceMesh, first: FirstPasses) -> None:
     """One all-gather of a few numbers, and one wait for the device."""
     own = _row(leaves, mesh.device_type)
     group = mesh.get_group()
@@ -123,7 +126,7 @@ def _compare(leaves: Leaves, mesh: DeviceMesh, number: int) -> None:
     distributed.all_gather_into_tensor(every, own, group=group)
     rows = every.view(mesh.size(), -1).tolist()
     if any(row != rows[0] for row in rows):
-        raise _different(rows, leaves, mesh, number)
+        raise _different(rows, leaves, mesh, first)
 
 
 def _row(leaves: Leaves, device: str) -> Tensor:
@@ -144,7 +147,9 @@ def _row(leaves: Leaves, device: str) -> Tensor:
     return torch.stack([torch.tensor(text_sum(told), device=device), *columns])
 
 
-def _different(rows: list[list[int]], leaves: Leaves, mesh: DeviceMesh, number: int) -> PlanError:
+def _different(
+    rows: list[list[int]], leaves: Leaves, mesh: DeviceMesh, first: FirstPasses
+) -> PlanError:
     ranks = distributed.get_process_group_ranks(mesh.get_group())
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
@@ -157,10 +162,11 @@ def _different(rows: list[list[int]], leaves: Leaves, mesh: DeviceMesh, number: 
         names = [f"`{name}`" for i, (name, _) in enumerate(leaves) if i % _ARGUMENTS in columns]
         what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
     axes = "_".join(mesh.mesh_dim_names or ())
+    of_layers = first.splits == "layers"
     return stop(
-        "PL483",
-        f"the ranks {told} of {axes} split the same layers and read different inputs in forward "
-        f"pass {number}: {what}",
+        "PL483" if of_layers else "PL545",
+        f"the ranks {told} of {axes} split the same {first.splits} and read different inputs in "
+        f"{'forward pass' if of_layers else 'batch'} {first.seen}: {what}",
         help="a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
-        "tensor axis read the same rows",
+        f"{'tensor' if of_layers else 'context'} axis read the same rows",
     )

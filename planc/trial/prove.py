@@ -111,7 +111,7 @@ def compare(result: RankResult, reference: Reference) -> Errors:
     if len(result.logits) != len(right.logits):
         raise SingleError("the model gives logits on one side only")
     return Errors(
-        logits=max(map(relative, result.logits, right.logits), default=0.0),
+        logits=max(map(relative, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(relative, result.losses, right.losses)),
         gradients=errors_by_name(result.gradients, reference.gradients),
         norm=max(map(relative, result.norms, reference.norms), default=0.0),
@@ -134,7 +134,7 @@ def compare_rounded(
     floor = NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
     limit = tolerance(lowered, operations.count)
     return Errors(
-        logits=max(map(norm_error, result.logits, right.logits), default=0.0),
+        logits=max(map(norm_error, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(norm_error, result.losses, right.losses)),
         gradients={
             name: norm_error(result.gradients[name], gradients[name], floor)

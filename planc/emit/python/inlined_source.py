@@ -31,6 +31,9 @@ _FILES = (
     "megatron_fsdp.py",
     "rng.py",
     "loss.py",
+    "context_exchange.py",
+    "context_tokens.py",
+    "context.py",
     "configuration.py",
 )
 
