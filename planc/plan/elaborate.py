@@ -175,8 +175,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
         data = section.name in ("fsdp", "replicate")
         names = valid_axes(mesh.names) if data else mesh.names
         for axis in (*section.axes, *section.replicate):
-            if section.name != "context":  # it distributes no parameters
-                used.update(axes_of(axis.path, mesh.names))
+            used.update(axes_of(axis.path, mesh.names))
             if axis.path in names:
                 continue
             misspelled = True

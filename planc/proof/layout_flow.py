@@ -25,6 +25,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
+from planc.proof.context_cause import blamed
 from planc.proof.flow_findings import (
     report_means,
     report_refuted,
@@ -194,7 +195,7 @@ def flow(
     elif is_megatron(lowered) and not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
-        outcome, small = _judge_all(compiled, axes)
+        outcome, small = _judge_all(compiled, axes, parts)
     if not axes | parts and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
     layers = (
@@ -223,12 +224,15 @@ def flow(
     return replace(verdict, sections=(*verdict.sections, *draws), unlike=unlike)
 
 
-def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | Unrepresented]:
+def _judge_all(
+    compiled: Compiled, split: set[str], parts: set[str]
+) -> tuple[Outcome, SmallCase | Unrepresented]:
     """The outcome over all small meshes, and the case that decided it.
 
     Args:
         compiled: the plan.
         split: the axes of tensor parallelism.
+        parts: the axes that split sequences.
     """
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
@@ -239,6 +243,8 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small
         outcome = judge(small, quick=first is not None)
+        if outcome.verdict == "refuted":
+            outcome = blamed(outcome, compiled, sizes, parts)
         if first is None or outcome.verdict != "proved":
             first = outcome, small
         if outcome.verdict != "proved":

@@ -39,7 +39,7 @@ class Part:
         if value.dim() > 1 and value.shape[1] == self.length and len(value) in (1, rows):
             some = self.tokens[: len(value)]
             return value[torch.arange(len(some))[:, None], some]
-        if value.dim() > 1 and rows > 1 and len(value) == rows * self.length:
+        if value.dim() > 1 and len(value) == rows * self.length:
             return self.of(value.unflatten(0, (rows, -1))).flatten(0, 1)
         return value
 

@@ -39,6 +39,8 @@ MAX_NORM = 1.0
 SEED = 1000
 """The seed of what rank 0 draws in training; the next ranks have the next numbers."""
 
+DRAWS_PARTS = "it draws random numbers, and ranks with parts of a sequence draw others"
+
 Tensors = dict[str, torch.Tensor]
 
 

@@ -11,12 +11,14 @@ import torch
 from torch import distributed
 
 from planc.model.small.user_model import ModelBuilder
+from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.trial.batches import Batches, batches
 from planc.trial.numerics import errors_by_name, relative
 from planc.trial.precision import NEGLIGIBLE, Operations, norm_error, tolerance
 from planc.trial.program import (
+    DRAWS_PARTS,
     RankResult,
     Reference,
     SingleError,
@@ -71,6 +73,8 @@ def prove(
     report("single")
     data = batches(builder, lowered, seed).to(device)
     reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
+    if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
+        raise SingleError(DRAWS_PARTS)
     report("apply")
     model = builder.build(seed).to(device)
     seed_rank(distributed.get_rank())

@@ -16,6 +16,7 @@ from torch import nn
 from planc.diagnostic import first_line
 from planc.model.small.user_model import ModelBuilder
 from planc.ops import styles as ir
+from planc.ops.context import ContextParallel
 from planc.ops.document import digest
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -27,6 +28,7 @@ from planc.trial.discrepancies import Runs, compare_runs, failed_run
 from planc.trial.implicit_redistribution import redistributions
 from planc.trial.outcome import Outcome
 from planc.trial.program import (
+    DRAWS_PARTS,
     RankResult,
     SingleError,
     seed_rank,
@@ -61,6 +63,8 @@ def simulate(
     try:
         data = batches(builder, lowered, 0, quick=quick)
         reference = train_single(alone(builder.build(0), lowered), data, lowered)
+        if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
+            raise SingleError(DRAWS_PARTS)
         # adapters too are drawn here, one model after the other, from the same seed
         models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
         trained = lowered

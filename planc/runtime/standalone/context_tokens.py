@@ -78,7 +78,8 @@ def owners(positions: Tensor, ranks: int, balance: str, *, packed: bool) -> Tens
         positions: `[rows, length]`; where one does not follow, a document begins.
         ranks: how many share a sequence.
         balance: as of `ContextParallel`.
-        packed: whether documents are told apart by their positions.
+        packed: whether documents are told apart by their positions; transformers does
+            not where there is a mask of padding, so there a row is one document.
 
     Raises:
         ContextError: a length does not divide.
@@ -89,10 +90,7 @@ def owners(positions: Tensor, ranks: int, balance: str, *, packed: bool) -> Tens
         require_divisible(length, ranks, "the length", ranks)
         return index * ranks // length
     start, size = torch.zeros_like(index), torch.full_like(index, length)
-    if balance == "per_document":
-        if not packed:
-            text = "documents are told apart by `position_ids` without `attention_mask`"
-            raise ContextError(text)
+    if balance == "per_document" and packed:
         start, size = documents_of(positions)
     runs = 2 * ranks
     for some in size.unique().tolist():
