@@ -7,7 +7,6 @@ from typing import Any
 
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
-from planc.ops.base import AxisRole
 from planc.plan.ir import ContextRule, Plan
 
 _BY_LENGTH = ("dynamic", "longrope")
@@ -48,15 +47,14 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
     """PL542: each rank gets some heads of all tokens, after tensor parallelism has split them."""
     if rule.op is None or rule.op.attention != "ulysses":
         return
-    tensor = [a for a in plan.mesh.of_role(AxisRole.TENSOR) if a.size > 1]
-    ranks = plan.mesh.size(rule.axis, *(a.name for a in tensor))
+    split = [a for a in plan.axes_of_heads if plan.mesh.size(a) > 1]
+    ranks = plan.mesh.size(*split)
     for field in ("num_key_value_heads", "num_attention_heads"):
         heads = facts.config.get(field)
         if isinstance(heads, int) and heads % ranks:
-            axes = " * ".join([a.name for a in tensor] + [rule.axis])
             sink.error(
                 "PL542",
-                f"{heads} heads cannot be split over {axes} = {ranks}",
+                f"{heads} heads cannot be split over {' * '.join(split)} = {ranks}",
                 rule.origin,
                 facts=[f"{field} = {heads}  ({facts.source(field)})"],
                 help="`attention = all_gather` splits no heads",

@@ -283,6 +283,14 @@ class Plan(Meaning):
     adapted: bool = False
     broken: frozenset[str] = frozenset()
 
+    @property
+    def axes_of_heads(self) -> tuple[str, ...]:
+        """The axes that split the heads of attention: those of tensor parallelism, and one that
+        exchanges heads for tokens.
+        """
+        exchanged = (r.axis for r in self.context if r.op and r.op.attention == "ulysses")
+        return (*(a.name for a in self.mesh.of_role(AxisRole.TENSOR)), *exchanged)
+
     def dtype(self, parameter: Parameter) -> str:
         """The parameter's dtype after `load`."""
         return parameter.dtype if self.load is None or self.adapted else self.load.kept(parameter)

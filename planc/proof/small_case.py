@@ -117,7 +117,7 @@ def small_model(
         made = shrink(
             facts.config,
             ranks=ranks,
-            real=prod(a.size for a in plan.mesh.of_role(AxisRole.TENSOR)) if plan else None,
+            real=plan.mesh.size(*plan.axes_of_heads) if plan else None,
             blocks=block_kinds(facts),
             variants=variants(plan, facts) if plan else {},
         )
@@ -148,7 +148,8 @@ def small_case(
     ranks: dict[str, int] = {}
     for axis in compiled.plan.mesh.axes:
         ranks[axis.role] = ranks.get(axis.role, 1) * sizes[axis.name]
-    ranks[AxisRole.TENSOR] = max(RANKS, ranks.get(AxisRole.TENSOR, 1))
+    by_heads = compiled.plan.axes_of_heads
+    ranks[AxisRole.TENSOR] = max(RANKS, prod(sizes[axis] for axis in by_heads))
     model = small_model(compiled.facts, ranks, compiled.plan)
     if isinstance(model, str):
         return Unrepresented(reason=model)

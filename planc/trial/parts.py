@@ -74,3 +74,8 @@ def mean_of_parts(run: Run, loss: Tensor) -> Tensor:
         distributed.all_reduce(loss, group=mesh.get_group())
         loss /= mesh.size()
     return loss
+
+
+def without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a pass that computes no loss: that of a part needs the number of all labels."""
+    return {name: value for name, value in inputs.items() if not name.endswith("labels")}

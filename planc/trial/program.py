@@ -79,7 +79,7 @@ class RankResult:
 
     def of(self, logits: list[torch.Tensor]) -> list[torch.Tensor]:
         """Its parts of the logits of a single process."""
-        if not self.parts:
+        if not (self.parts and logits):
             return logits
         return [part.of(some) for part, some in zip(self.parts, logits, strict=True)]
 
