@@ -49,12 +49,13 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     split = [a for a in plan.axes_of_heads if plan.mesh.size(a) > 1]
     ranks = plan.mesh.size(*split)
-    for field in ("num_key_value_heads", "num_attention_heads"):
+    kinds = {"num_key_value_heads": "key/value heads", "num_attention_heads": "attention heads"}
+    for field, kind in kinds.items():
         heads = facts.config.get(field)
         if isinstance(heads, int) and heads % ranks:
             sink.error(
                 "PL542",
-                f"{heads} heads cannot be split over {' * '.join(split)} = {ranks}",
+                f"{heads} {kind} cannot be split over {' * '.join(split)} = {ranks}",
                 rule.origin,
                 facts=[f"{field} = {heads}  ({facts.source(field)})"],
                 help="`attention = all_gather` splits no heads",

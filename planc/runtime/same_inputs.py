@@ -162,11 +162,16 @@ def _different(
         names = [f"`{name}`" for i, (name, _) in enumerate(leaves) if i % _ARGUMENTS in columns]
         what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
     axes = "_".join(mesh.mesh_dim_names or ())
-    of_layers = first.splits == "layers"
+    differ = f"and read different inputs in {{}} {first.seen}: {what}"
+    help = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+    if first.splits == "sequences":
+        return stop(
+            "PL545",
+            f"the ranks {told} of {axes} split the same sequences {differ.format('batch')}",
+            help=f"{help}context axis read the same rows",
+        )
     return stop(
-        "PL483" if of_layers else "PL545",
-        f"the ranks {told} of {axes} split the same {first.splits} and read different inputs in "
-        f"{'forward pass' if of_layers else 'batch'} {first.seen}: {what}",
-        help="a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
-        f"{'tensor' if of_layers else 'context'} axis read the same rows",
+        "PL483",
+        f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}",
+        help=f"{help}tensor axis read the same rows",
     )

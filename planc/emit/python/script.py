@@ -20,6 +20,7 @@ from planc.emit.python.printer import Printer, inner_first
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.call import PARALLELIZE, Context, Each, FunctionCall, Step, Value
+from planc.ops.context import ContextParallel
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -90,6 +91,8 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     needed = "torch alone"
     if any(isinstance(op, Load) and op.weights in ("slices", "rank0") for op in lowered.ops):
         needed = "torch and safetensors alone"
+    if any(isinstance(op, ContextParallel) for op in lowered.ops):
+        needed = "torch and transformers alone"
     if any(isinstance(op, Adapt) for op in lowered.ops):
         needed = "torch and peft alone"
     if any(isinstance(op, Quantize) for op in lowered.ops):
