@@ -14,6 +14,7 @@ from planc.checks.blocks_without_unit import blocks_without_unit
 from planc.checks.colwise_rowwise_pairs import colwise_rowwise_pairs
 from planc.checks.compile_embedding_gradient import compile_embedding_gradient
 from planc.checks.compile_graph_breaks import compile_graph_breaks
+from planc.checks.context import context
 from planc.checks.cpu_offload import cpu_offload
 from planc.checks.divisibility import divisibility
 from planc.checks.expert_parallel import expert_parallel
@@ -74,6 +75,7 @@ RULES: tuple[Check, ...] = (
     sequence_layout,
     tied_parameters,
     loss_head,
+    context,
     nested_units,
     fsdp_root,
     blocks_without_unit,

@@ -43,7 +43,7 @@ def _sequence_axes(plan: Plan, sink: Sink) -> None:
     section = plan.fsdp
     used = {*section.shard, *section.replicate} if section else set()
     for context in plan.mesh.of_role(AxisRole.SEQUENCE):
-        sliced = context.name in plan.context or "context" in plan.broken
+        sliced = any(r.axis == context.name for r in plan.context) or "context" in plan.broken
         if section is None or context.size == 1 or context.name not in used or sliced:
             continue
         sink.error(
@@ -53,6 +53,6 @@ def _sequence_axes(plan: Plan, sink: Sink) -> None:
             Label(span=context.origin, text=f"{context.name} is {context.size}"),
             Label(span=section.origin, text="only parameters are sharded over it"),
             facts=["its ranks would all compute the same"],
-            help=f"set `{context.name} = 1`; or, if the script slices the sequences itself, write "
-            f"`context on {context.name} {{ attention = script }}`",
+            help=f"write `context on {context.name} {{ attention = all_gather }}`, or `script` "
+            f"where the script slices the sequences itself; or set `{context.name} = 1`",
         )

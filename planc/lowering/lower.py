@@ -1,7 +1,7 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, pipeline, configure, adapters, tensor, ties, experts, freezing, 4-bit weights, checkpoint,
-compile, FSDP (nested units first, the root last), the settings of units, and the loss.
+mesh, pipeline, configure, adapters, tensor, ties, experts, context, freezing, 4-bit weights,
+checkpoint, compile, FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
@@ -31,6 +31,7 @@ from planc.model.facts import Facts, Module, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
+from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
@@ -89,6 +90,7 @@ def _stage(plan: Plan, facts: Facts) -> Stage:
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
+        *_contexts(plan),
         *_freeze(tensor, plan),
         *_joined(plan.train),
         *quantize(plan),
@@ -106,6 +108,13 @@ def _stage(plan: Plan, facts: Facts) -> Stage:
         steps=tuple(sorted(stepped(plan, facts))),
         ops=tuple(ops),
     )
+
+
+def _contexts(plan: Plan) -> Iterator[ContextParallel]:
+    """An axis of one rank has whole sequences."""
+    for rule in plan.context:
+        if rule.op is not None and plan.mesh.size(rule.axis) > 1:
+            yield rule.op
 
 
 def _losses(plan: Plan) -> Iterator[ChunkLoss]:

@@ -8,6 +8,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Form, Op
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
+from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
@@ -28,6 +29,7 @@ AnyOp = Annotated[
     | Parallelize
     | Tie
     | DispatchExperts
+    | ContextParallel
     | Freeze
     | Quantize
     | Checkpoint

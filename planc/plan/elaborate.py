@@ -162,8 +162,11 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
         found = (s for s in program.sections if s.name in sections)
         return expanded((a.path for s in found for a in (*s.axes, *s.replicate)), mesh.names)
 
-    tensor, data = named("tensor"), named("fsdp", "replicate")
-    axes = (replace(a, role=role_of(a.name, tensor=tensor, data=data)) for a in mesh.axes)
+    tensor, data, context = named("tensor"), named("fsdp", "replicate"), named("context")
+    axes = (
+        replace(a, role=role_of(a.name, tensor=tensor, data=data, context=context))
+        for a in mesh.axes
+    )
     program.mesh = replace(mesh, axes=tuple(axes))
     return program.mesh
 
@@ -180,8 +183,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
         names = valid_axes(mesh.names) if data else mesh.names
         names = (EXPERTS,) if section.name == "expert" and _divides(program) else names
         for axis in (*section.axes, *section.replicate):
-            if section.name != "context":  # it distributes no parameters
-                used.update(mesh.expanded([axis.path]))
+            used.update(mesh.expanded([axis.path]))
             if axis.path in names:
                 continue
             misspelled = True
@@ -218,8 +220,8 @@ def _unused(axis: MeshAxis, program: Program) -> None:
     one = f"set `{axis.name} = 1`"
     wanted = {
         AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {one}",
-        AxisRole.SEQUENCE: f"context parallelism is not supported yet: {one}; or, where the script "
-        f"slices the sequences itself, shard over it: `fsdp on dp_shard * {axis.name}`",
+        AxisRole.SEQUENCE: f"write `context on {axis.name} {{ attention = all_gather }}` and `fsdp "
+        f"on dp_shard * {axis.name}`; or {one}",
         AxisRole.EXPERT: f"write `expert on {axis.name} {{ model.layers.*.mlp.experts : "
         f"dispatch(all_to_all) }}`, or {one}",
     }

@@ -15,6 +15,7 @@ from planc.model.facts import Modules, Parameter
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
+from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import Dispatch
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
@@ -297,6 +298,19 @@ class ExpertRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextRule(Meaning):
+    """An axis whose ranks have parts of each sequence.
+
+    Args:
+        axis: of the section.
+        op: the operation; None where the training script slices the sequences.
+    """
+
+    axis: str
+    op: ContextParallel | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
     """A plan, resolved.
 
@@ -305,7 +319,7 @@ class Plan(Meaning):
         families: the `model_type`s that it is written for.
         options: the value of every option, after `--set`.
         tensor: the rules of tensor sections; kept at tp = 1 too, where lowering drops them.
-        context: the axes over which the script slices each sequence.
+        context: the axes whose ranks have parts of each sequence.
         experts: the rules of expert sections; kept at ep = 1 too, where lowering drops them.
         train: what the train sections freeze or unfreeze, outer modules first.
         pipeline: its stages, None for one stage.
@@ -323,13 +337,21 @@ class Plan(Meaning):
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()
     fsdp: Fsdp | None = None
-    context: tuple[str, ...] = ()
+    context: tuple[ContextRule, ...] = ()
     adapters: Adapters | None = None
     loss: tuple[LossRule, ...] = ()
     pipeline: PipelineRule | None = None
     experts: tuple[ExpertRule, ...] = ()
     adapted: bool = False
     broken: frozenset[str] = frozenset()
+
+    @property
+    def axes_of_heads(self) -> tuple[str, ...]:
+        """The axes that split the heads of attention: those of tensor parallelism, and one that
+        exchanges heads for tokens.
+        """
+        exchanged = (r.axis for r in self.context if r.op and r.op.attention == "ulysses")
+        return (*(a.name for a in self.mesh.of_role(AxisRole.TENSOR)), *exchanged)
 
     def dtype(self, parameter: Parameter) -> str:
         """The parameter's dtype after `load`."""

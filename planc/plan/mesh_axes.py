@@ -34,18 +34,27 @@ _ROLES = {
 """The roles that follow from the name of an axis; the names are torchtitan's."""
 
 
-def role_of(name: str, *, tensor: Collection[str], data: Collection[str]) -> AxisRole:
+def role_of(
+    name: str,
+    *,
+    tensor: Collection[str],
+    data: Collection[str],
+    context: Collection[str] = (),
+) -> AxisRole:
     """What the ranks along an axis split among them.
 
     Args:
         name: the axis.
         tensor: axes of tensor sections.
         data: axes of fsdp and replicate sections.
+        context: axes of context sections.
     """
     if name in _ROLES:
         return _ROLES[name]
     if name in tensor:
         return AxisRole.TENSOR
+    if name in context:
+        return AxisRole.SEQUENCE
     return AxisRole.TENSOR if name == "tp" and name not in data else AxisRole.DATA
 
 

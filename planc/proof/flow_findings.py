@@ -20,7 +20,8 @@ _MOST = 8
 
 
 def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], sink: Sink) -> None:
-    """Reports what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes (PL507), the
+    """Reports what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes (PL507),
+    parts of sequences (PL541), the
     norm or the parameters after two steps (PL509), and random numbers (PL511).
 
     Only the first wrong output is reported, because the outputs after it differ as a consequence,
@@ -29,7 +30,7 @@ def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], si
     The latter replaces PL401, which says the same from structure alone.
     """
     groups = _groups(outcome, small)
-    first = [g for g in groups if g[0].kind in ("output", "crash")][:1]
+    first = [g for g in groups if g[0].kind in ("output", "crash", "context")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
     gradients = [g for g in groups if g[0].kind in _OF_PARAMETERS]
     boundaries = [g for g in groups if g[0].kind == "boundary"]
@@ -206,6 +207,20 @@ def _output(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     sink.error("PL501", message, *labels, facts=facts)
 
 
+def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    mismatch, subject = group[0], generic(group[0].subject)
+    measured = f"relative error {mismatch.error:.1e}" if mismatch.error else ""
+    facts = [mismatch.detail or measured, "with whole sequences on each rank it is right"]
+    sink.error(
+        "PL541",
+        f"`{subject or 'the model'}` is wrong where each rank has a part of the sequence",
+        *(rule.origin for rule in small.context),
+        facts=[*facts, *_source(mismatch), _SEEN],
+        help="ranks see each other's tokens through transformers' attention interface alone, not "
+        "through convolutions, recurrences, or attention that the model calls otherwise",
+    )
+
+
 def _draws(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     """What a model draws that states no dropout, so that no operation makes ranks draw alike."""
     mismatch, subject = group[0], generic(group[0].subject)
@@ -297,6 +312,7 @@ _REPORTERS: dict[str, Callable[[list[Discrepancy], Plan, Sink], None]] = {
     "crash": _crash,
     "output": _output,
     "size": _size,
+    "context": _context,
     "draws": _draws,
     "norm": _later,
     "parameter": _later,

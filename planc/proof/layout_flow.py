@@ -16,6 +16,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
 from planc.model.facts import Facts, below
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
@@ -23,6 +24,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
+from planc.proof.context_cause import blamed
 from planc.proof.flow_findings import report_means, report_refuted, report_uncalled, report_unstated
 from planc.proof.judge import judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
@@ -178,6 +180,7 @@ def flow(
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
+    parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
     small: SmallCase | Unrepresented
     if lowered.code and not allow_code:
         reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
@@ -186,9 +189,9 @@ def flow(
     elif is_megatron(lowered) and not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
-        outcome, small = _judge_all(compiled, axes)
+        outcome, small = _judge_all(compiled, axes, parts)
     divided = any(isinstance(op, DispatchExperts) for op in lowered.ops)
-    if not (axes or divided) and outcome.verdict in ("nothing", "unknown"):
+    if not (axes | parts or divided) and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
     layers: tuple[LayerVerdict, ...] = ()
     if isinstance(small, SmallCase):
@@ -216,8 +219,16 @@ def flow(
     return replace(verdict, sections=(*verdict.sections, *draws), unlike=unlike)
 
 
-def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase | Unrepresented]:
-    """The outcome over all small meshes, and the case that decided it."""
+def _judge_all(
+    compiled: Compiled, split: set[str], parts: set[str]
+) -> tuple[Outcome, SmallCase | Unrepresented]:
+    """The outcome over all small meshes, and the case that decided it.
+
+    Args:
+        compiled: the plan.
+        split: the axes of tensor parallelism.
+        parts: the axes that split sequences.
+    """
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     mesh = compiled.plan.mesh
@@ -227,6 +238,8 @@ def _judge_all(compiled: Compiled, split: set[str]) -> tuple[Outcome, SmallCase 
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small
         outcome = judge(small, quick=first is not None)
+        if outcome.verdict == "refuted":
+            outcome = blamed(outcome, compiled, sizes, parts)
         if first is None or outcome.verdict != "proved":
             first = outcome, small
         if outcome.verdict != "proved":
@@ -351,6 +364,10 @@ def _sections(
     if any(isinstance(op, DispatchExperts) for op in lowered.ops) and lowered.experts:
         name = f"expert on {lowered.experts.ranks.name}"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
+    for op in lowered.ops:
+        if isinstance(op, ContextParallel):
+            name = f"context on {op.axis}"
+            yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
     for rule in ir.loss:
         name = f"loss on {rule.axis}" if rule.axis else "loss"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)

@@ -116,7 +116,7 @@ def small_model(
         made = shrink(
             facts.config,
             ranks=ranks,
-            real=prod(a.size for a in plan.mesh.of_role(AxisRole.TENSOR)) if plan else None,
+            real=plan.mesh.size(*plan.axes_of_heads) if plan else None,
             blocks=block_kinds(facts),
             variants=variants(plan, facts) if plan else {},
         )
@@ -146,7 +146,8 @@ def small_case(
         ranks[axis.role] = ranks.get(axis.role, 1) * sizes[axis.name]
     if experts := compiled.plan.mesh.experts:
         ranks[AxisRole.EXPERT] = sizes[experts.ranks.name]
-    ranks[AxisRole.TENSOR] = max(RANKS, ranks.get(AxisRole.TENSOR, 1))
+    by_heads = compiled.plan.axes_of_heads
+    ranks[AxisRole.TENSOR] = max(RANKS, prod(sizes[axis] for axis in by_heads))
     staged = with_stages(compiled.plan, sizes)
     model = small_model(compiled.facts, ranks, staged)
     if isinstance(model, str):

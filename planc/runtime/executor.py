@@ -24,6 +24,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.runtime import compiled_attention, input_embeddings, megatron_fsdp
 from planc.runtime.calls import Values, function_of, resolve
+from planc.runtime.context import same_batches
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.preconditions import announce, op_name, ready, stop
@@ -97,6 +98,7 @@ def apply_lowered(
         meshes=meshes,
         text=describe or (lambda: f"{lowered.plan} for {lowered.model}, {digest[:12]}"),
         first=first,
+        batches=same_batches(lowered, meshes, safeguards.compare),
         before=before,
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients, megatron_fsdp
+from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.meshes import Meshes
 from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.standalone.pipeline import stages_of
@@ -46,6 +48,7 @@ class Run:
     meshes: Meshes = field(repr=False)
     text: Callable[[], str] = field(repr=False)
     first: FirstPasses = field(default_factory=FirstPasses, repr=False)
+    batches: FirstPasses = field(default_factory=FirstPasses, repr=False)
     before: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
     steps: TrainingStep = field(default_factory=TrainingStep, repr=False)
 
@@ -126,20 +129,40 @@ class Run:
             return megatron_fsdp.no_sync(self.model)
         return gradients.no_sync(self.model)
 
+    def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch: its tokens, where the plan splits sequences; else all.
+
+        The ranks of a context axis read the same rows, as those of a tensor axis do. Their parts
+        have positions of their own and the labels of the next tokens (`shift_labels`), so that the
+        model computes on them what it computes on the whole.
+
+        Args:
+            batch: the arguments of the model by name: `input_ids` or `inputs_embeds`,
+                `attention_mask`, `position_ids`, `labels`, [rows, length]; and numbers.
+
+        Raises:
+            PlanError: PL544, the batch cannot be split; PL545, the ranks have read different
+                batches. On every rank of the axis.
+        """
+        return rank_part(self.model, batch, self.batches)
+
     def num_items_in_batch(self, *labels: Tensor) -> Tensor:
         """What a loss is divided by, so that the gradients of a step are those of the mean over
         all its tokens, however unevenly ignored labels are spread over ranks and passes.
 
         It is transformers' argument of that name: `model(..., num_items_in_batch=n).loss` is then
         the sum over a pass's tokens over n, and each pass's backward adds to the gradients as it
-        is. The number is that of the valid labels of all data ranks over the number of data ranks,
-        since torch averages gradients over them. Every rank calls it, once a step.
+        is. The number is that of the valid labels of all data ranks over the number of ranks that
+        gradients are averaged over: these, and those that split a sequence. Every rank calls it,
+        once a step.
 
         Args:
-            labels: of each accumulated pass of this rank, [rows, length]; -100 is ignored, and so
-                is the first of a row, which a causal model does not predict.
+            labels: of each accumulated pass of this rank as they were read, before `run.batch`,
+                [rows, length]; -100 is ignored, and so is the first of a row, which a causal model
+                does not predict.
         """
-        return gradients.num_items_in_batch(labels, self.data_mesh)
+        parts = sequence_parts(self.lowered)
+        return gradients.num_items_in_batch(labels, self.data_mesh) / parts
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """The forward and backward passes of a step, under any plan; every rank calls it.
@@ -149,8 +172,9 @@ class Run:
 
         Args:
             batches: those of this rank that one optimizer step accumulates, each a dictionary of
-                the arguments of the model's forward, with labels. The ranks of a pipeline and those
-                of a tensor axis have the same ones.
+                the arguments of the model's forward, with labels, as they were read: `run.batch`
+                is called here. The ranks of a pipeline, of a context axis and of a tensor axis have
+                the same ones.
 
         Returns:
             The mean loss over all tokens of all ranks, a scalar of float32, on every rank.

@@ -42,12 +42,14 @@ class FirstPasses:
         mesh: the ranks that must read the same inputs, None if no other rank must.
         data: ranks that should read different inputs, None if there are none.
         different_weights: what to raise in the first pass, unless weights are loaded before it.
+        splits: what the ranks of the mesh split.
     """
 
     passes: int = 0
     mesh: DeviceMesh | None = None
     data: DeviceMesh | None = None
     different_weights: PlanError | None = None
+    splits: str = "layers"
     seen: int = field(default=0, init=False)
     alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
 
@@ -64,7 +66,8 @@ class FirstPasses:
         """Before a forward pass.
 
         Raises:
-            PlanError: PL483, the inputs differ; PL484, the weights do. On every rank of the mesh.
+            PlanError: PL483 or PL545, the inputs differ; PL484, the weights do. On every rank of
+                the mesh.
         """
         if self.different_weights is not None:
             raise self.different_weights
@@ -75,7 +78,7 @@ class FirstPasses:
         if self.mesh is not None:
             rows = _rows(leaves, self.mesh)
             if any(row != rows[0] for row in rows):
-                raise _different(rows, leaves, self.mesh, self.seen)
+                raise _different(rows, leaves, self.mesh, self)
         if self.data is not None:
             rows = _rows(leaves, self.data)
             self.alike += all(row == rows[0] for row in rows)
@@ -171,7 +174,9 @@ def _row(leaves: Leaves, device: str) -> Tensor:
     return torch.stack([torch.tensor(text_sum(told), device=device), *columns])
 
 
-def _different(rows: list[list[int]], leaves: Leaves, mesh: DeviceMesh, number: int) -> PlanError:
+def _different(
+    rows: list[list[int]], leaves: Leaves, mesh: DeviceMesh, first: FirstPasses
+) -> PlanError:
     ranks = distributed.get_process_group_ranks(mesh.get_group())
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
@@ -184,10 +189,16 @@ def _different(rows: list[list[int]], leaves: Leaves, mesh: DeviceMesh, number: 
         names = [f"`{name}`" for i, (name, _) in enumerate(leaves) if i % _ARGUMENTS in columns]
         what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
     axes = "_".join(mesh.mesh_dim_names or ())
+    differ = f"and read different inputs in {{}} {first.seen}: {what}"
+    help = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+    if first.splits == "sequences":
+        return stop(
+            "PL545",
+            f"the ranks {told} of {axes} split the same sequences {differ.format('batch')}",
+            help=f"{help}context axis read the same rows",
+        )
     return stop(
         "PL483",
-        f"the ranks {told} of {axes} split the same layers and read different inputs in forward "
-        f"pass {number}: {what}",
-        help="a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
-        "tensor axis read the same rows",
+        f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}",
+        help=f"{help}tensor axis read the same rows",
     )

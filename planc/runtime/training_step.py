@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.runtime import gradients
+from planc.runtime.context import sequence_parts
 from planc.runtime.pipeline import Pipeline
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import fsdp_units
@@ -52,7 +53,9 @@ class TrainingStep:
         """
         if not batches:
             raise ValueError("a step has at least one batch")
-        count = _items(run, batches)
+        parts = sequence_parts(run.lowered)
+        count = _items(run, batches) / parts
+        batches = [run.batch(batch) for batch in batches]
         stages = stages_of(run.model)
         with _counting(run.model, self):
             if stages is None:
@@ -62,7 +65,7 @@ class TrainingStep:
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
-        mesh = run.data_mesh
+        mesh = run.data_mesh if parts == 1 else run.loss_mesh
         if mesh is not None and mesh.size() > 1:
             distributed.all_reduce(total, group=mesh.get_group())
             total = total / mesh.size()

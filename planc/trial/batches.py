@@ -19,6 +19,8 @@ from torch import nn
 from planc.model.small.input_search import BatchShape, rank_slice
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.user_model import ModelBuilder
+from planc.ops.base import Op
+from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.runtime.standalone.loss import IGNORED
 
@@ -117,7 +119,8 @@ def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool =
     padded = _padded(model, plain(0), ranks, uneven=counted)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
-    steps = ((padded, _packed(model, plain(1))), (Pass(inputs=plain(2)),))
+    document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
+    steps = ((padded, _packed(model, plain(1), document)), (Pass(inputs=plain(2)),))
     return Batches(steps=steps, counted=counted, ranks=ranks)
 
 
@@ -142,12 +145,19 @@ def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pa
     return Pass(inputs=made)
 
 
-def _packed(model: nn.Module, inputs: Inputs) -> Pass:
-    """Two documents in each row: positions begin again."""
+def _document_part(op: Op, lowered: Lowered) -> int:
+    """What the length of a document must be divisible by."""
+    if isinstance(op, ContextParallel) and op.balance == "per_document":
+        return 2 * lowered.axis_size(op.axis)
+    return 1
+
+
+def _packed(model: nn.Module, inputs: Inputs, part: int) -> Pass:
+    """Two documents in each row, of a multiple of `part` tokens: positions begin again."""
     if not _text(inputs) or set(inputs) != {"input_ids", "labels"}:
         return Pass(inputs=inputs)
     rows, length = inputs["input_ids"].shape
-    first = length // 2 - 1
+    first = (length // 2 - 1) // part * part
     positions = torch.cat([torch.arange(first), torch.arange(length - first)])
     packed = {**inputs, "position_ids": positions.expand(rows, -1).contiguous()}
     if "position_ids" in _arguments(model) and _runs(model, packed):

@@ -40,9 +40,11 @@ class Runs:
         for number, name in enumerate(names):
             for right in self.reference.passes:
                 ranks = [r for r in self.results if r.data_rank == right.data_rank]
-                traces = [r.traces[number] for r in ranks if len(r.traces) > number]
-                if traces:
-                    yield View(name, right.traces[number], traces)
+                ranks = [r for r in ranks if len(r.traces) > number]
+                for part in dict.fromkeys(r.part_rank for r in ranks):
+                    mine = [r for r in ranks if r.part_rank == part]
+                    trace = mine[0].of_trace(number, right.traces[number])
+                    yield View(name, trace, [r.traces[number] for r in mine])
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ class Discrepancy:
             ranks, and that nothing all-reduces), `missing` (no gradient), `norm` (of all
             gradients), `parameter` (after two steps), `crash`, `size` (positions or ids of another
             length), `mean` (a loss that is another one over the rows of each data rank),
+            `context` (any of these, where the ranks have parts of sequences, and right without),
             `draws` (random numbers that the ranks draw otherwise than the plain model; the error is
             0 if only their distribution is another one), `boundary` (the layout that arrives is
             not the stated one), or `unstated` (a redistribution that no rule states).

@@ -27,6 +27,7 @@ from planc.trial.numerics import (
     gradient_scale,
     parameters_by_name,
 )
+from planc.trial.parts import Part, mean_of_parts, part_rank, parts_of
 from planc.trial.random_numbers import Recorded, Replayed, Unlike
 from planc.trial.trace import Trace, caller, named_modules
 from planc.trial.whole_loss import with_terms
@@ -38,6 +39,8 @@ much as a real one, so the steps would compare noise."""
 MAX_NORM = 1.0
 SEED = 1000
 """The seed of what rank 0 draws in training; the next ranks have the next numbers."""
+
+DRAWS_PARTS = "it draws random numbers, and ranks with parts of a sequence draw others"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,6 +55,8 @@ class RankResult:
 
     Args:
         data_rank: the rows that it read.
+        part_rank: the part of their tokens that it has.
+        parts: these tokens of each pass of the first step; empty where it has all.
         phase: `apply`, `parallel`, then `done`.
         traces: the calls of modules, for each pass of the first step.
         logits, losses: of each pass of the first step; no logits where the head computes the loss.
@@ -62,6 +67,8 @@ class RankResult:
     """
 
     data_rank: int = 0
+    part_rank: int = 0
+    parts: list[Part] = field(default_factory=list)
     phase: str = "apply"
     traces: list[Trace] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -70,6 +77,16 @@ class RankResult:
     norms: list[torch.Tensor] = field(default_factory=list)
     parameters: Tensors = field(default_factory=dict)
     drawn: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def of(self, logits: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Its parts of the logits of a single process."""
+        if not (self.parts and logits):
+            return logits
+        return [part.of(some) for part, some in zip(self.parts, logits, strict=True)]
+
+    def of_trace(self, number: int, trace: Trace) -> Trace:
+        """Its part of what a pass of a single process showed."""
+        return self.parts[number].of_trace(trace) if self.parts else trace
 
     def where(self) -> tuple[str, str]:
         """The module that runs now, and the line of the model's code."""
@@ -201,6 +218,7 @@ def train_rank(
         draws: whether to record random numbers.
     """
     result.phase, result.data_rank = "parallel", run.data_rank
+    result.part_rank = part_rank(run)
     optimizer = run.optimizer(_optimizer(model))
     if stages_of(model) is not None:
         _train_stages(run, batches, result, optimizer)
@@ -213,6 +231,9 @@ def train_rank(
         for at, one in enumerate(step):
             last = at == len(step) - 1
             inputs = {**one.of_rank(run.data_rank, run.data_size), **extra}
+            if number == 0:
+                result.parts += parts_of(run, inputs)
+            inputs = run.batch(inputs)
             with contextlib.nullcontext() if last else run.no_sync():
                 with (recorded := Recorded()) if draws else contextlib.nullcontext():
                     loss = _forward(model, inputs, result if number == 0 else None, traced=traced)
@@ -221,6 +242,7 @@ def train_rank(
                 (loss if weight == 1.0 else loss * weight).backward()
         if number == 0:
             result.gradients = _gradients(model)
+            result.losses = [mean_of_parts(run, loss) for loss in result.losses]
         if batches.gradients_alone:
             break
         result.norms.append(full_copy(run.clip_grad_norm_(MAX_NORM)))

@@ -9,6 +9,7 @@ from torch import distributed
 
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
+from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
@@ -16,6 +17,7 @@ from planc.trial.batches import Batches, batches
 from planc.trial.numerics import errors_by_name, relative
 from planc.trial.precision import NEGLIGIBLE, Operations, norm_error, tolerance
 from planc.trial.program import (
+    DRAWS_PARTS,
     RankResult,
     Reference,
     SingleError,
@@ -73,6 +75,8 @@ def prove(
     reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
     if reference.draws and lowered.pipeline is not None:
         raise SingleError("the random numbers of a pipeline's microbatches are not compared")
+    if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
+        raise SingleError(DRAWS_PARTS)
     report("apply")
     model = builder.build(seed).to(device)
     seed_rank(distributed.get_rank())
@@ -110,7 +114,7 @@ def compare(result: RankResult, reference: Reference) -> Errors:
     if len(result.logits) != len(right.logits):
         raise SingleError("the model gives logits on one side only")
     return Errors(
-        logits=max(map(relative, result.logits, right.logits), default=0.0),
+        logits=max(map(relative, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(relative, result.losses, right.losses)),
         gradients=errors_by_name(result.gradients, reference.gradients),
         norm=max(map(relative, result.norms, reference.norms), default=0.0),
@@ -126,7 +130,7 @@ def compare_rounded(
     floor = NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
     limit = tolerance(lowered, operations.count)
     return Errors(
-        logits=max(map(norm_error, result.logits, right.logits), default=0.0),
+        logits=max(map(norm_error, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(norm_error, result.losses, right.losses)),
         gradients={
             name: norm_error(result.gradients[name], gradients[name], floor)

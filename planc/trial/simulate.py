@@ -15,6 +15,7 @@ from planc.diagnostic import first_line
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
 from planc.ops import styles as ir
+from planc.ops.context import ContextParallel
 from planc.ops.document import digest
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -25,7 +26,14 @@ from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run
 from planc.trial.implicit_redistribution import redistributions
 from planc.trial.outcome import Outcome
-from planc.trial.program import RankResult, SingleError, seed_rank, train_rank, train_single
+from planc.trial.program import (
+    DRAWS_PARTS,
+    RankResult,
+    SingleError,
+    seed_rank,
+    train_rank,
+    train_single,
+)
 from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import RankFailure, busy, run_ranks
 from planc.trial.trace import Trace
@@ -55,6 +63,8 @@ def simulate(
     try:
         data = batches(builder, lowered, 0, quick=quick)
         reference = train_single(alone(builder.build(0), lowered), data, lowered)
+        if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
+            raise SingleError(DRAWS_PARTS)
         # adapters too are drawn here, one model after the other, from the same seed
         models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
         trained = lowered

@@ -25,6 +25,7 @@ from planc.trial.batches import batches
 from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
 from planc.trial.job_message import Job
 from planc.trial.numerics import device_for
+from planc.trial.parts import parts_of, without_labels
 from planc.trial.program import SingleError
 from planc.trial.prove import Errors, prove
 
@@ -133,8 +134,12 @@ def _locate(
     model = builder.build(seed).to(device)
     run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
     inputs = data.steps[0][0].of_rank(run.data_rank, run.data_size)
+    part = next(parts_of(run, inputs), None)
     single = alone(builder.build(seed).to(device), lowered)
     right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
+    if part is not None:
+        right = {name: part.of(value) for name, value in right.items()}
+        inputs = without_labels(run.batch(inputs))
     mine = outputs_of(model, whole_outputs(run, lowered), **inputs)
     order = {name: i for i, name in enumerate(right)}
     found = first_difference(right, mine, job.limits["logits"])

@@ -1,12 +1,24 @@
 """What tests/processes/test_context.py runs: ranks of `cp` that each have a slice of the sequence.
 
-planc splits no sequence yet; this is a loop that does it itself, with attention that gathers keys
-and values along `cp`, over a plan that shards parameters over `dp_shard * cp`.
+`judge` is a loop that slices sequences itself (`attention = script`), with attention that gathers
+keys and values along `cp`; in `split`, planc does both.
 """
 
 import torch
 import transformers
-from numerics import BATCH, LENGTH, build, data, error, plain, whole
+from numerics import (
+    BATCH,
+    LENGTH,
+    bits,
+    build,
+    by_planc,
+    by_script,
+    data,
+    error,
+    gradients_of,
+    plain,
+    whole,
+)
 from torch import distributed
 
 import planc
@@ -88,3 +100,34 @@ def _attention(group, first, gather):
         return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def split(model, plan, overrides=(), script=False):
+    """The worst gradient's error against one process with whole sequences, padded and with labels
+    that are ignored unevenly; and `bits`, a digest of this rank's numbers.
+
+    Args:
+        script: whether the emitted Python spreads the model, instead of planc's own apply.
+    """
+    single, made = build(model), build(model)
+    tokens, labels = data(single.config.vocab_size)
+    labels[0, :-3] = -100
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    inputs = {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+    valid = (labels[:, 1:] != -100).sum()
+    single(**inputs, num_items_in_batch=valid, use_cache=False).loss.backward()
+    wanted = {n: p.grad for n, p in single.named_parameters()}
+    world = distributed.get_world_size()
+    lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
+    rank, size = (by_script if script else by_planc)(made, lowered)
+    own = {n: v[rank * BATCH // size :][: BATCH // size] for n, v in inputs.items()}
+    part = made.context_parallel.batch(own)
+    output = made(**part, num_items_in_batch=valid / size / lowered.axis_size("cp"))
+    output.loss.backward()
+    gradients = gradients_of(made)
+    least = 1e-3 * max(g.abs().max().item() for g in wanted.values())
+    return {
+        "gradient": max(error(gradients[n], g, least) for n, g in wanted.items()),
+        "bits": bits(output.loss, *gradients.values()),
+    }

@@ -1,4 +1,4 @@
-"""Gradients over `dp_shard * cp`, with slices of the sequence on the ranks of `cp`."""
+"""Parts of sequences on the ranks of `cp`, which the script or planc makes."""
 
 import pytest
 
@@ -43,3 +43,78 @@ def test_a_loss_over_data_ranks_alone_is_another(four, plan):
 
 def test_slices_that_do_not_see_each_other(four, plan):
     assert max(r["gradient"] for r in four.run("context_jobs.judge", path=plan, gather=False)) > 0.1
+
+
+SPLIT = """plan t for llama, gemma3_text
+
+option attention = "all_gather"
+
+mesh {
+    dp_shard = auto
+    cp       = 2
+    tp       = 1
+}
+
+tensor on tp {
+    model.layers.* {
+        self_attn.{q,k,v}_proj : colwise
+        mlp.{gate,up}_proj     : colwise
+        {input,post_attention}_layernorm : sequence
+        self_attn        : input(hidden_states = shard(1) -> replicate)
+        self_attn.o_proj : rowwise(-> shard(1), local = false)
+        mlp              : input(shard(1) -> replicate)
+        mlp.down_proj    : rowwise(-> shard(1), local = false)
+    }
+    model.embed_tokens : rowwise(-> shard(1), local = false)
+    model.norm         : sequence
+    lm_head            : colwise(shard(1) -> replicate)
+}
+
+context on cp {
+    attention = attention
+}
+
+checkpoint {
+    model.layers.* : full
+}
+
+fsdp on dp_shard * cp {
+    model.layers.* : unit
+    root           : unit
+}
+"""
+WAYS = {
+    "data": [],
+    "tensor": ["tp=2"],
+    "alone": ["cp=4"],
+    "ulysses": ["attention=ulysses"],
+}
+
+
+@pytest.fixture
+def parts(tmp_path):
+    path = tmp_path / "parts.plan"
+    path.write_text(SPLIT)
+    return str(path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_planc_splits_sequences(four, parts, way):
+    results = four.run("context_jobs.split", model="llama", plan=parts, overrides=WAYS[way])
+    assert max(r["gradient"] for r in results) < LIMIT
+
+
+def test_the_script_has_the_same_bits(four, parts):
+    arguments = dict(model="llama", plan=parts, overrides=WAYS["tensor"])
+    mine = four.run("context_jobs.split", **arguments)
+    script = four.run("context_jobs.split", script=True, **arguments)
+    assert max(r["gradient"] for r in script) < LIMIT
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
+def test_compiled_blocks(four, parts, tmp_path):
+    path = tmp_path / "compiled.plan"
+    blocks = "compile {\n    model.layers.* : block\n}\n"
+    path.write_text(SPLIT.replace("fsdp on", f"{blocks}\nfsdp on"))
+    results = four.run("context_jobs.split", model="llama", plan=str(path))
+    assert max(r["gradient"] for r in results) < LIMIT

@@ -30,6 +30,9 @@ _FILES = (
     "rng.py",
     "loss.py",
     "expert_parallel.py",
+    "context_exchange.py",
+    "context_tokens.py",
+    "context.py",
     "configuration.py",
 )
 

@@ -18,6 +18,7 @@ from planc.emit.python.printer import Printer, inner_first
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.call import PARALLELIZE, Context, Each, FunctionCall, Step, Value
+from planc.ops.context import ContextParallel
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -82,6 +83,8 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     kinds = {type(op) for op in lowered.ops}
     if any(isinstance(op, Load) and op.weights in ("slices", "rank0") for op in lowered.ops):
         needed = "torch and safetensors alone"
+    if ContextParallel in kinds:
+        needed = "torch and transformers alone"
     if Adapt in kinds:
         needed = "torch and peft alone"
     if Quantize in kinds:

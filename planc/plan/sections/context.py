@@ -1,32 +1,72 @@
-"""The context sections -> the axes over which the script slices each sequence."""
+"""The context sections -> how the ranks of an axis compute parts of each sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planc.plan.call_arguments import word
+from planc.ops.context import ContextParallel
+from planc.plan.ir import ContextRule
+from planc.plan.overrides import Settings
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import flatten
+from planc.plan.sections.word_settings import word_settings
 from planc.syntax import ast
 
+_SCRIPT, _RING = "script", "ring"
+WORDS = {
+    "attention": {w: w for w in ("all_gather", "ulysses", _RING, _SCRIPT)},
+    "balance": {w: w for w in ("head_tail", "none", "per_document")},
+}
 
-def context(program: Program) -> Iterator[str]:
-    """The axes whose ranks get slices of a sequence. `attention = script` is all that is supported:
-    the training script slices the sequences, and its attention exchanges keys and values.
+
+def context(program: Program) -> Iterator[ContextRule]:
+    """The rules of the context sections; with `attention = script` the training script slices the
+    sequences, and its attention exchanges keys and values.
     """
-    for section in program.named("context"):
-        items = [placed.item for placed in flatten(section, program.scope)]
-        for item in items:
-            right = isinstance(item, ast.Setting) and item.name == "attention"
-            if not (right and word(item.value, program.scope) == "script"):  # type: ignore[union-attr]
-                items = []
-        if items and section.axes:
-            yield from (axis.path for axis in section.axes)
-            continue
+    settings, sections = Settings(program.sink), [*program.named("context")]
+    axes = [axis for section in sections for axis in (*section.axes, *section.replicate)]
+    for section in sections:
+        word_settings(section, WORDS, settings, program, "attention = all_gather")
+        if not section.axes or len({axis.path for axis in axes}) > 1:
+            program.sink.error(
+                "PL305",
+                "a context section works over one axis of the mesh",
+                section.name_origin,
+                help="write `context on cp {`",
+            )
+            return
+    if sections:
+        yield from _rule(axes[0].path, sections[0], settings, program)
+
+
+def _rule(
+    axis: str, section: ast.Section, settings: Settings, program: Program
+) -> Iterator[ContextRule]:
+    values, lines = settings.values, settings.lines
+    attention = values.get("attention", "all_gather")
+    origin = lines["attention"].origin if "attention" in lines else section.name_origin
+    if attention == _RING:
         program.sink.error(
             "PL010",
-            "`context` sections (context parallelism) are not supported yet",
-            section.name_origin,
-            help="where the script slices the sequences and exchanges keys and values itself, "
-            "write `context on cp { attention = script }`",
+            "ring attention is not supported yet",
+            origin,
+            facts=["torch has it on CUDA alone, and for causal masks alone"],
+            help="`attention = all_gather` computes the same, or `ulysses`",
         )
+    elif attention == _SCRIPT:
+        if "balance" in lines:
+            program.sink.error(
+                "PL012",
+                "`balance` says which tokens planc gives a rank; here the script slices",
+                lines["balance"].origin,
+                help="remove it",
+            )
+        yield ContextRule(axis=axis, op=None, origin=origin)
+    elif attention is not None:
+        op = ContextParallel(
+            axis=axis,
+            attention=attention,
+            balance=values.get("balance") or "head_tail",
+            origin=origin,
+            origins=tuple((n, lines[n].origin) for n in ("balance",) if n in lines),
+        )
+        yield ContextRule(axis=axis, op=op, origin=origin)

@@ -2,18 +2,13 @@
 
 from collections.abc import Iterator
 
-from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.load import Load
-from planc.plan.call_arguments import word
-from planc.plan.evaluate import describe
 from planc.plan.overrides import Settings
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import flatten
-from planc.plan.scope import Failed
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.sections.tensor import no_axes
-from planc.syntax import ast
+from planc.plan.sections.word_settings import word_settings
 
 WORDS: dict[str, dict[str, str]] = {
     "init": {"meta": "meta"},
@@ -55,21 +50,7 @@ def _settings(program: Program) -> Settings:
     settings = Settings(program.sink)
     for section in program.named("load"):
         no_axes(section, program)
-        for placed in flatten(section, program.scope):
-            item = placed.item
-            if not isinstance(item, ast.Setting) or placed.nested:
-                program.sink.error(
-                    "PL011",
-                    "this has no place in a `load` section",
-                    item.origin,
-                    help="it holds settings: `weights = slices`",
-                )
-            elif item.name not in WORDS:
-                hint = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
-                message = f"there is no setting `{item.name}`"
-                program.sink.error("PL105", message, item.name_origin, help=hint)
-            else:
-                settings.add(item, lambda item: _value(item, program))
+        word_settings(section, WORDS, settings, program, "weights = slices")
     return settings
 
 
@@ -79,17 +60,3 @@ def _islands(dtype: str, facts: Facts) -> Iterator[Modules]:
         for parameter in modules.module.parameters:
             if "float" in parameter.dtype and parameter.cast(dtype) != dtype:
                 yield Modules((*modules.path, parameter.name), modules.module)
-
-
-def _value(item: ast.Setting, program: Program) -> str | None:
-    value = word(item.value, program.scope)
-    words = WORDS[item.name]
-    if isinstance(value, str) and value in words:
-        return words[value]
-    if not isinstance(value, Failed):
-        shown = f"`{value}`" if isinstance(value, str) else describe(value)
-        wanted = one_of(f"`{w}`" for w in words)
-        message = f"`{item.name}` is {wanted}, not {shown}"
-        hint = did_you_mean(value, words) if isinstance(value, str) else None
-        program.sink.error("PL012", message, item.value.origin, help=hint)
-    return None

@@ -1,0 +1,87 @@
+"""PL540, PL542, PL543: parts of sequences that a plan or a model cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts
+from planc.plan.ir import ContextRule, Plan
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""The rotary embeddings of transformers that look at the longest position of a pass
+(`dynamic_rope_update` in modeling_rope_utils): each rank would see another one."""
+
+
+def context(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The ranks that share a sequence average their gradients, and compute what depends on its
+    whole length alike.
+    """
+    if plan.broken & {"context", "fsdp"}:
+        return
+    for rule in plan.context:
+        if plan.mesh.size(rule.axis) > 1:
+            _averaged(rule, plan, sink)
+            if rule.op is not None:
+                _heads(rule, plan, facts, sink)
+                _rotary(rule, plan, facts, sink)
+
+
+def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
+    section = plan.fsdp
+    if section is not None and rule.axis in (*section.shard, *section.replicate):
+        return
+    labels = [Label(span=section.origin, text="over other axes")] if section else []
+    sink.error(
+        "PL540",
+        f"nothing averages the gradients of the ranks of {rule.axis}, which have parts of the same "
+        "sequences",
+        Label(span=rule.origin, text=f"splits them over {rule.axis}"),
+        *labels,
+        help=f"write `fsdp on dp_shard * {rule.axis}`",
+    )
+
+
+def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
+    """PL542: each rank gets some heads of all tokens, after tensor parallelism has split them."""
+    if rule.op is None or rule.op.attention != "ulysses":
+        return
+    split = [a for a in plan.axes_of_heads if plan.mesh.size(a) > 1]
+    ranks = plan.mesh.size(*split)
+    kinds = {"num_key_value_heads": "key/value heads", "num_attention_heads": "attention heads"}
+    for field, kind in kinds.items():
+        heads = facts.config.get(field)
+        if isinstance(heads, int) and heads % ranks:
+            sink.error(
+                "PL542",
+                f"{heads} {kind} cannot be split over {' * '.join(split)} = {ranks}",
+                rule.origin,
+                facts=[f"{field} = {heads}  ({facts.source(field)})"],
+                help="`attention = all_gather` splits no heads",
+            )
+            return
+
+
+def _rotary(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
+    for kind in _rotary_kinds(facts.config):
+        if kind in _BY_LENGTH:
+            sink.error(
+                "PL543",
+                f"rotary frequencies of type `{kind}` depend on the longest position of a pass, "
+                f"and the ranks of {rule.axis} have different positions",
+                Label(span=rule.origin, text=f"splits sequences over {rule.axis}"),
+                facts=[f"rope_type = {kind}  ({facts.config_name})"],
+                help="use a model whose rotary embedding is fixed, or `cp = 1`",
+            )
+            return
+
+
+def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:
+    """The types of rotary embeddings that a configuration names, also for kinds of layers."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            if name.startswith("rope_"):
+                every = [value, *(v for v in value.values() if isinstance(v, Mapping))]
+                yield from (str(v.get("rope_type") or v.get("type")) for v in every)
+            yield from _rotary_kinds(value)

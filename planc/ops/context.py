@@ -1,0 +1,68 @@
+"""Ranks that each compute a part of every sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from planc.ops import phrases
+from planc.ops.base import Axis, AxisSizes, Op, choice
+from planc.ops.call import (
+    MESH,
+    MODEL,
+    Context,
+    FunctionCall,
+    Index,
+    Once,
+    ScriptFunction,
+    Step,
+    given,
+)
+
+_EXCHANGES = {
+    "all_gather": "keys and values are all-gathered",
+    "ulysses": "heads are exchanged for tokens",
+}
+_TOKENS = {
+    "none": "a run of tokens",
+    "head_tail": "a run of each half",
+    "per_document": "a run of each half of each document",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel(Op):
+    """Splits each sequence over an axis; attention sees the tokens of all its ranks.
+
+    Args:
+        axis: its ranks read the same rows.
+        attention: what attention exchanges: `all_gather` of keys and values, or `ulysses`, an
+            all-to-all of heads for tokens.
+        balance: which tokens a rank has: `none`, one run; `head_tail`, one of 2 x ranks runs from
+            the beginning and its mirror image from the end; `per_document`, the same in each
+            packed document.
+    """
+
+    axis: Axis
+    attention: Annotated[str, choice(*_EXCHANGES)] = "all_gather"
+    balance: Annotated[str, choice(*_TOKENS)] = "head_tail"
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "split_sequences",
+        "Computes a part of each sequence: `model.context_parallel.batch(batch)` is this rank's.",
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        keywords = given(attention=self.attention, balance=self.balance)
+        mesh = Index(MESH, (self.axis,))
+        call = FunctionCall("standalone.context:context_parallel", (MODEL, mesh), keywords)
+        yield Once(call=call, note=self.place)
+
+    WORD: ClassVar = "context"
+    ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        """`keys and values are all-gathered over cp = 2, each rank has a run of each half`."""
+        axis = phrases.axes((self.axis,), mesh)
+        return f"{_EXCHANGES[self.attention]} over {axis}, each rank has {_TOKENS[self.balance]}"

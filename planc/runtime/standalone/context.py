@@ -1,0 +1,307 @@
+"""Context parallelism: each rank computes a part of every sequence.
+
+Attention is the only part of a model that must see other tokens, so only it
+communicates: a function registered with transformers' attention interface gathers keys
+and values (or exchanges heads for tokens), then calls the function that the model would
+have called. Masks come from transformers' mask interface, over the tokens of all ranks.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from planc.runtime.standalone.context_exchange import GatherSequence, HeadsForTokens
+from planc.runtime.standalone.context_tokens import (
+    TOKENWISE,
+    ContextError,
+    KeyTokens,
+    part_of_batch,
+)
+
+CONTEXT = "context_parallel"
+"""The name of the attention, and of what a model keeps its `ContextParallel` under."""
+RUNNING = threading.local()
+"""The `ContextParallel` of the model whose forward this thread runs."""
+
+
+class ContextParallel:
+    """The state of one model.
+
+    Args:
+        model: of transformers, whose attention is called through its interface.
+        mesh: the ranks that share a sequence.
+        attention: `all_gather` of keys and values, or `ulysses`, which exchanges heads
+            for tokens.
+        balance: which tokens a rank has: `none` for a run of them, `head_tail` for one
+            of the beginning and one of the end, so that causal attention is as much
+            work for each rank; `per_document` for the same in each packed document.
+
+    Raises:
+        ContextError: the model's tokens see each other otherwise.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, attention: str, balance: str
+    ) -> None:
+        reason = without_interface(model)
+        if reason:
+            raise ContextError(reason)
+        self.group = mesh.get_group()
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.exchanges, self.balance = attention == "ulysses", balance
+        self.signature = inspect.signature(model.forward)
+        self.tokens: KeyTokens | None = None
+        self.packs = False
+        self.plain = own_configs(model)
+        for module in model.modules():
+            module.__dict__[CONTEXT] = self
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch that every rank of the mesh has read.
+
+        Positions are stated, and `shift_labels` are the labels of the next tokens.
+
+        Args:
+            batch: the arguments of the model: `[rows, length, ...]`, or without dims.
+
+        Raises:
+            ContextError: a length does not divide, or an argument is not per token.
+        """
+        return part_of_batch(batch, self.rank, self.size, self.balance)
+
+    # a forward pass -------------------------------------------------------------------
+
+    def _enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = self._arguments(args, kwargs)
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        names = (n for n in TOKENWISE[:2] if given.get(n) is not None)
+        name = next(names, None)
+        shape = None if name is None else given[name].shape[:2]
+        if shape is None or positions is None or positions.shape != shape:
+            text = "the model gets no `position_ids` of each token"
+            raise ContextError(f"{text}: pass it `run.batch(batch)`")
+        if mask is not None and mask.shape != shape:
+            text = f"`attention_mask` has {list(mask.shape)} for {list(shape)} tokens"
+            raise ContextError(text)
+        for name in ("shift_labels", "num_items_in_batch"):
+            if given.get("labels") is not None and given.get(name) is None:
+                text = "the loss of a part of a sequence is not that of the whole"
+                raise ContextError(f"labels without `{name}`: {text}")
+        self.tokens = KeyTokens(self.group, self.balance, positions, mask)
+        register()
+        RUNNING.context = self
+
+    def _arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The arguments of a forward by name."""
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        for parameter in self.signature.parameters.values():
+            if parameter.kind == parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+        return given
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self.tokens = RUNNING.context = None
+
+    def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
+        """The mask that the model's own attention takes, over the keys of all ranks."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        tokens, config = self.tokens, arguments["config"]
+        if tokens is None:
+            raise ContextError("a mask is made outside of the model's forward")
+        if q_length != tokens.own or kv_length != tokens.own:
+            text = f"a mask of {q_length} queries and {kv_length} keys"
+            raise ContextError(f"{text}, for {tokens.own} tokens of a rank")
+        if arguments.get("use_vmap"):
+            raise ContextError(
+                "a mask that the model adds to is not known for other tokens"
+            )
+        first = 0 if self.exchanges else self.rank * tokens.own
+        packed, self.packs = self.packs, False
+        seen = tokens.seen(arguments["mask_function"], first, packed=packed)
+        length = self.size * tokens.own
+        arguments |= {
+            "q_length": length if self.exchanges else tokens.own,
+            "kv_length": length,
+            "q_offset": 0,
+            "kv_offset": 0,
+            "mask_function": seen,
+            "attention_mask": None,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+        return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation(config)](**arguments)
+
+    def implementation(self, config: Any) -> str:
+        """The attention that a configuration asked for."""
+        return self.plain.get(id(config)) or next(iter(self.plain.values()))
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of this rank's queries to the keys of all.
+
+        Args:
+            module: calls the attention interface.
+            query, key, value: `[rows, heads, tokens, features]`.
+            mask: from `self.mask`.
+
+        Returns:
+            `[rows, tokens, heads, features]`, and the weights where the model has them.
+        """
+        name, own = type(module).__name__, query.shape[2]
+        if any(isinstance(t, DTensor) for t in (query, key, value)):
+            raise ContextError(f"{name} gets DTensors: local tensors are needed")
+        if kwargs.get("position_bias") is not None:
+            raise ContextError(f"{name} has a bias for each pair of positions")
+        wanted = (own * self.size if self.exchanges else own, own * self.size)
+        if key.shape[2] != own or mask is None or mask.shape[-2:] != wanted:
+            text = "sees other keys than transformers' mask functions say"
+            raise ContextError(f"{name} {text}")
+        attention = self._own_attention(module)
+        if not self.exchanges:
+            both = GatherSequence.apply(torch.cat([key, value], -1), self.group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+            found: tuple[Tensor, Tensor | None] = attention(
+                module, query, key, value, mask, **kwargs
+            )
+            return found
+        for heads in (query.shape[1], key.shape[1]):
+            if heads % self.size:
+                text = f"{heads} heads of {name} are not divisible by {self.size} ranks"
+                raise ContextError(f"{text} of the context axis")
+        query, key, value = (
+            HeadsForTokens.apply(t, self.group, 1, 2) for t in (query, key, value)
+        )
+        output, _ = attention(module, query, key, value, mask, **kwargs)
+        output = HeadsForTokens.apply(output.transpose(1, 2), self.group, 2, 1)
+        return output.transpose(1, 2).contiguous(), None
+
+    def _own_attention(self, module: nn.Module) -> Callable[..., Any]:
+        """The function that the model would have called."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        name = self.implementation(getattr(module, "config", None))
+        if name != "eager":
+            found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+            return found
+        for kind in type(module).__mro__:  # FSDP puts a class of its own first
+            home = sys.modules[kind.__module__]
+            if hasattr(home, "eager_attention_forward"):
+                own: Callable[..., Any] = home.eager_attention_forward
+                return own
+        raise ContextError(f"{type(module).__name__} has no eager attention of its own")
+
+
+def register() -> None:
+    """Makes transformers call the functions of this file."""
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(CONTEXT, context_attention)
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(CONTEXT, context_mask)
+    plain = masking_utils.find_packed_sequence_indices
+    if getattr(plain, "running", None) is RUNNING:
+        return
+
+    def whole_alone(positions: Tensor) -> Tensor | None:
+        """Finds no document in a part of the positions. Mask functions ask by this
+        name, where the model gives them positions and no padding.
+        """
+        context = getattr(RUNNING, "context", None)
+        if context is None:
+            found: Tensor | None = plain(positions)
+            return found
+        context.packs = True
+        return None
+
+    whole_alone.running = RUNNING  # type: ignore[attr-defined]
+    masking_utils.find_packed_sequence_indices = whole_alone
+
+
+def own_configs(model: nn.Module) -> dict[int, str]:
+    """Gives the model its own configurations, which ask for the attention of this file.
+
+    Returns:
+        What they asked for before, by the configuration's id.
+    """
+    copies: dict[int, Any] = {}
+    found: list[Any] = []
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.config = copy.deepcopy(module.config, copies)
+            found.append(module.config)
+    plain = {id(config): config._attn_implementation or "eager" for config in found}
+    for config in found:
+        config._attn_implementation = CONTEXT
+    return plain
+
+
+def without_interface(model: nn.Module) -> str:
+    """Why a model's tokens see each other otherwise than by the attention interface, as
+    far as its class says; empty if it does not say so.
+    """
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        return f"{name} is no transformers model"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder with a decoder"
+    if getattr(model, "_is_stateful", False):
+        return f"{name} hands a state from token to token"
+    if not model._can_set_attn_implementation():
+        return f"{name} does not call transformers' attention interface"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes no `position_ids`"
+    if config._attn_implementation not in ("eager", "sdpa", None):
+        known = "its masks are known for `sdpa` and `eager`"
+        return f"{name} has attention `{config._attn_implementation}`: {known}"
+    return ""
+
+
+def context_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of a model with `ContextParallel`."""
+    context: ContextParallel = module.__dict__[CONTEXT]
+    return context.attend(module, query, key, value, attention_mask, **kwargs)
+
+
+def context_mask(q_length: int, kv_length: int, **arguments: Any) -> Any:
+    """The mask of the model that runs in this thread."""
+    context = getattr(RUNNING, "context", None)
+    if context is None:
+        raise ContextError("a mask is made outside of the model's forward")
+    return context.mask(q_length, kv_length, arguments)
+
+
+def context_parallel(model: nn.Module, mesh: DeviceMesh, **settings: str) -> None:
+    """`ContextParallel` with its other arguments; then
+    `model.context_parallel.batch(batch)` is a rank's part of a batch.
+    """
+    ContextParallel(model, mesh, **settings)

@@ -1,0 +1,192 @@
+"""Which tokens of a batch a context rank has, and what masks need of all tokens.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn.functional import pad
+
+TOKENWISE = (
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "attention_mask",
+    "labels",
+    "shift_labels",
+)
+"""A model's arguments with a value for each token, `[rows, length, ...]`."""
+NO_TARGET = -100
+"""The label of a token that does not count."""
+
+
+class ContextError(ValueError):
+    """A model or a batch that cannot be computed in parts of the sequence."""
+
+
+def part_of_batch(
+    batch: Mapping[str, Any], rank: int, ranks: int, balance: str
+) -> dict[str, Any]:
+    """A rank's part of a batch, as of `ContextParallel.batch`."""
+    whole = dict(batch)
+    first = next((whole[n] for n in TOKENWISE[:2] if whole.get(n) is not None), None)
+    if first is None:
+        raise ContextError("the batch has no `input_ids`")
+    rows, length = first.shape[:2]
+    for name, value in whole.items():
+        if isinstance(value, Tensor) and value.dim():
+            require_tokenwise(name, value, rows, length)
+    if whole.get("position_ids") is None:
+        whole["position_ids"] = torch.arange(length, device=first.device)[None]
+    whole["position_ids"] = whole["position_ids"].expand(rows, -1)
+    if whole.get("labels") is not None and whole.get("shift_labels") is None:
+        # before the split: the label of a part's last token is in another part
+        whole["shift_labels"] = pad(whole["labels"], (0, 1), value=NO_TARGET)[:, 1:]
+    packed = whole.get("attention_mask") is None
+    owner = owners(whole["position_ids"], ranks, balance, packed=packed)
+    mine = (owner == rank).nonzero()[:, 1].view(rows, -1)
+    row = torch.arange(rows, device=mine.device)[:, None]
+    return {
+        name: value[row.to(value.device), mine.to(value.device)]
+        if name in TOKENWISE and value is not None
+        else value
+        for name, value in whole.items()
+    }
+
+
+def require_tokenwise(name: str, value: Tensor, rows: int, length: int) -> None:
+    """Raises ContextError where an argument has no value for each token."""
+    if name not in TOKENWISE:
+        text = f"`{name}` has {list(value.shape)}: no value for each token"
+        raise ContextError(text)
+    fits = len(value) == rows or (name == "position_ids" and len(value) == 1)
+    dims = 3 if name == "inputs_embeds" else 2
+    if value.dim() != dims or not fits or value.shape[1] != length:
+        text = f"in a batch of {rows} rows and {length} tokens"
+        raise ContextError(f"`{name}` has {list(value.shape)}, {text}")
+
+
+def owners(positions: Tensor, ranks: int, balance: str, *, packed: bool) -> Tensor:
+    """The rank of each token.
+
+    Args:
+        positions: `[rows, length]`; where one does not follow, a document begins.
+        ranks: how many share a sequence.
+        balance: as of `ContextParallel`.
+        packed: whether documents are told apart by their positions; transformers does
+            not where there is a mask of padding, so there a row is one document.
+
+    Raises:
+        ContextError: a length does not divide.
+    """
+    length = positions.shape[1]
+    index = torch.arange(length, device=positions.device).expand_as(positions)
+    if balance == "none":
+        require_divisible(length, ranks, "the length", ranks)
+        return index * ranks // length
+    start, size = torch.zeros_like(index), torch.full_like(index, length)
+    if balance == "per_document" and packed:
+        start, size = documents_of(positions)
+    runs = 2 * ranks
+    for some in size.unique().tolist():
+        what = "the length" if some == length else "the length of a document"
+        require_divisible(some, runs, what, ranks)
+    run = (index - start) * runs // size
+    return torch.minimum(run, runs - 1 - run)
+
+
+def require_divisible(length: int, parts: int, what: str, ranks: int) -> None:
+    """Raises ContextError where a length does not divide."""
+    if length % parts:
+        twice = "2 x " if parts > ranks else ""
+        text = f"{what}, {length}, is not divisible by {twice}{ranks} ranks"
+        raise ContextError(f"{text} of the context axis")
+
+
+def document_numbers(positions: Tensor) -> Tensor:
+    """The number of each token's document, as transformers counts: a new one begins
+    where a position does not follow the one before it.
+    """
+    before = positions[:, :1] - 1
+    return (torch.diff(positions, prepend=before, dim=-1) != 1).cumsum(-1)
+
+
+def documents_of(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the document of each token begins, and its length."""
+    number = document_numbers(positions)
+    index = torch.arange(positions.shape[1], device=positions.device)
+    count = torch.zeros_like(number).scatter_add_(1, number, torch.ones_like(number))
+    start = (count.cumsum(1) - count).gather(1, number)
+    if not bool(((index - start) == positions).all()):
+        raise ContextError("the first position of a document is not 0")
+    return start, count.gather(1, number)
+
+
+class KeyTokens:
+    """What masks need to know of the tokens of all ranks, rank by rank.
+
+    Args:
+        group: the ranks.
+        balance: as of `ContextParallel`.
+        positions: of this rank's tokens, `[rows, length of a part]`.
+        mask: which of them are no padding, of the same shape; None for all.
+    """
+
+    def __init__(
+        self, group: Any, balance: str, positions: Tensor, mask: Tensor | None
+    ) -> None:
+        rows, self.own = positions.shape
+        ranks = group.size()
+        facts = [positions] if mask is None else [positions, mask]
+        mine = torch.stack([fact.long() for fact in facts], 1).contiguous()
+        every = mine.new_empty((ranks * rows, *mine.shape[1:]))
+        distributed.all_gather_into_tensor(every, mine, group=group)
+        # [rows, facts, ranks, length of a part]
+        every = every.unflatten(0, (ranks, rows)).movedim(0, 2)
+        self.positions = every[:, 0].flatten(1)
+        self.padding = None if mask is None else every[:, 1].flatten(1).bool()
+        # the index in the sequence of each token
+        self.order = torch.arange(self.own * ranks, device=positions.device)
+        if balance != "none":
+            first, last = self.order.view(2, ranks, -1)
+            self.order = torch.cat([first, last.flip(0)], 1).flatten()
+        self.documents = None
+        if mask is not None:
+            return
+        if balance == "per_document":
+            # the first rank has the first token of each document
+            number = (every[:, 0, 0] == 0).cumsum(-1)
+            self.documents = number.repeat(1, ranks)
+            return
+        number = document_numbers(self.positions[:, self.order.argsort()])
+        if bool((number[:, -1] > 0).any()):
+            self.documents = number[:, self.order]
+
+    def seen(
+        self, function: Callable[..., Any], first: int, *, packed: bool
+    ) -> Callable[..., Any]:
+        """Whether a query sees a key, as transformers' mask functions say it.
+
+        Args:
+            function: of the model, of indices in the sequence, or in a document where
+                documents are packed.
+            first: this rank's first query, rank by rank.
+            packed: whether the model tells documents apart.
+        """
+
+        def inside(row: Any, head: Any, query: Any, key: Any) -> Any:
+            query = query + first
+            if self.documents is None or not packed:
+                found = function(row, head, self.order[query], self.order[key])
+            else:
+                at = self.positions
+                found = function(row, head, at[row, query], at[row, key])
+                found = found & (self.documents[row, query] == self.documents[row, key])
+            return found if self.padding is None else found & self.padding[row, key]
+
+        return inside

@@ -1,0 +1,84 @@
+"""Ranks that have parts of sequences, beside a single process that has whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from planc.ops.context import ContextParallel
+from planc.runtime.run import Run
+from planc.trial.trace import ModuleCall, Seen, Trace
+
+
+def context_axes(run: Run) -> tuple[str, ...]:
+    """The axes that the plan splits sequences over."""
+    return tuple(op.axis for op in run.lowered.ops if isinstance(op, ContextParallel))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a batch that a rank has.
+
+    Args:
+        tokens: the indices of its tokens, `[rows, tokens]`.
+        length: of the whole sequences.
+    """
+
+    tokens: Tensor
+    length: int
+
+    def of(self, value: Tensor) -> Tensor:
+        """What the rank has of a tensor of the single process, `[rows, length, ...]`,
+        `[1, length, ...]`, `[rows * length, ...]` or, of positions in several dims, `[dims, rows,
+        length]`; another one has no tokens, and stays whole.
+        """
+        rows = len(self.tokens)
+        if value.dim() == 3 and value.shape[2] == self.length and value.shape[1] in (1, rows):
+            return torch.stack([self.of(some) for some in value])
+        if value.dim() > 1 and value.shape[1] == self.length and len(value) in (1, rows):
+            some = self.tokens[: len(value)]
+            return value[torch.arange(len(some))[:, None], some]
+        if value.dim() > 1 and len(value) == rows * self.length:
+            return self.of(value.unflatten(0, (rows, -1))).flatten(0, 1)
+        return value
+
+    def of_trace(self, trace: Trace) -> Trace:
+        """What the rank should see of the calls of the single process."""
+        calls = {}
+        for name, call in trace.calls.items():
+            inputs = {k: Seen(self.of(v.tensor)) for k, v in call.inputs.items()}
+            output = call.output and Seen(self.of(call.output.tensor))
+            calls[name] = ModuleCall(name=name, line=call.line, inputs=inputs, output=output)
+        return Trace(calls=calls, finished=trace.finished)
+
+
+def part_rank(run: Run) -> int:
+    """Which part of its sequences this rank has."""
+    return sum(run.submesh(axis).get_local_rank() for axis in context_axes(run))
+
+
+def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[Part]:
+    """Yields the part of a batch that this rank has; nothing where it has all of it."""
+    ids = inputs.get("input_ids")
+    if context_axes(run) and isinstance(ids, Tensor):
+        index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        mine = run.batch({**inputs, "input_ids": index})["input_ids"]
+        yield Part(mine.cpu(), ids.shape[1])
+
+
+def mean_of_parts(run: Run, loss: Tensor) -> Tensor:
+    """The mean of the losses of all parts, each over a part of the labels' number."""
+    for axis in context_axes(run):
+        mesh = run.submesh(axis)
+        distributed.all_reduce(loss, group=mesh.get_group())
+        loss /= mesh.size()
+    return loss
+
+
+def without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a pass that computes no loss: that of a part needs the number of all labels."""
+    return {name: value for name, value in inputs.items() if not name.endswith("labels")}

@@ -1,0 +1,459 @@
+"""Context parallelism: parts of sequences on threads as ranks, beside whole ones in one process."""
+
+import copy
+
+import pytest
+import torch
+from helpers import simulated, simulated_case
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import pad
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import causal_mask_function
+
+from planc.diagnostic import PlanError
+from planc.emit.python.script import render
+from planc.ops.document import digest
+from planc.runtime.executor import apply_lowered
+from planc.runtime.safeguards import Safeguards
+from planc.runtime.standalone import context as parallel
+from planc.runtime.standalone import context_exchange, context_tokens
+from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
+from planc.trial.simulate import simulate
+from planc.trial.thread_ranks import run_ranks
+
+LENGTH, VOCABULARY = 24, 128
+
+PLAN = """plan t for llama, mistral, gemma3_text, bamba, opt, minimax, qwen3, phi3
+
+option attention = "all_gather"
+option balance   = "head_tail"
+
+mesh {
+    dp_shard = auto
+    cp       = 2
+    tp       = 1
+}
+
+context on cp {
+    attention = attention
+    balance   = balance
+}
+
+checkpoint {
+    optional model.layers.* : full
+}
+
+fsdp on dp_shard * cp {
+    root : unit
+}
+"""
+
+FAMILIES = {
+    "llama": {},
+    "gemma2": dict(sliding_window=6, attn_implementation="eager"),  # soft caps
+    "gemma3_text": dict(sliding_window=6),
+    "gpt_oss": dict(sliding_window=6, num_local_experts=4),  # sinks
+    "deepseek_v3": dict(  # keys and values of different widths
+        num_key_value_heads=4,
+        head_dim=8,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+}
+
+
+def small(family="llama", **changes):
+    """A small model with weights that are nowhere 0 or 1."""
+    values = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=128,
+        use_cache=False,
+        pad_token_id=None,
+    )
+    config = AutoConfig.for_model(family, **{**values, **FAMILIES[family], **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def batch(kind="plain", part=1):
+    """Two rows; labels are ignored unevenly, and there is padding, or there are two documents."""
+    torch.manual_seed(3)
+    ids = torch.randint(1, VOCABULARY, (2, LENGTH))
+    labels = ids.clone()
+    labels[0, : LENGTH - 5] = -100
+    made = {"input_ids": ids, "labels": labels}
+    if kind == "padding":
+        mask = made["attention_mask"] = torch.ones_like(ids)
+        mask[0, :3] = mask[1, -2:] = 0
+    if kind == "packed":
+        first = (LENGTH // 3) // part * part
+        positions = torch.cat([torch.arange(first), torch.arange(LENGTH - first)])
+        made["position_ids"] = positions.expand(2, -1).contiguous()
+    return made
+
+
+def error(mine, right):
+    return float((mine - right).abs().max() / right.abs().max().clamp_min(1e-3))
+
+
+def compared(family, ranks, attention, balance, kind):
+    """The largest errors of logits, loss and gradients."""
+    single, whole = small(family), batch(kind, 2 * ranks)
+    models = [copy.deepcopy(single) for _ in range(ranks)]
+    valid = (whole["labels"][:, 1:] != -100).sum()
+    right = single(**whole, num_items_in_batch=valid)
+    right.loss.backward()
+    errors = []
+
+    def rank(number):
+        mesh, model = init_device_mesh("cpu", (ranks,)), models[number]
+        parallel.context_parallel(model, mesh, attention=attention, balance=balance)
+        part = model.context_parallel.batch(whole)
+        index = model.context_parallel.batch({**whole, "input_ids": indices()})["input_ids"]
+        output = model(**part, num_items_in_batch=valid)
+        output.loss.backward()
+        loss = output.loss.detach().clone()
+        distributed.all_reduce(loss)
+        for parameter in model.parameters():
+            distributed.all_reduce(parameter.grad)
+        wanted = right.logits[torch.arange(2)[:, None], index]
+        seen = part.get("attention_mask", torch.ones_like(index)).bool()  # rows of padding differ
+        errors.append(error(output.logits[seen], wanted[seen]))
+        errors.append(error(loss, right.loss))
+        pairs = zip(model.parameters(), single.parameters(), strict=True)
+        errors.extend(error(mine.grad, p.grad) for mine, p in pairs)
+
+    assert run_ranks(ranks, rank, seconds=120) is None
+    return max(errors)
+
+
+def indices():
+    return torch.arange(LENGTH).expand(2, -1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_keys_and_values_of_all_ranks(ranks, balance, kind):
+    assert compared("llama", ranks, "all_gather", balance, kind) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
+def test_heads_for_tokens(balance, kind):
+    assert compared("llama", 2, "ulysses", balance, kind) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("family", list(FAMILIES)[1:])
+def test_attention_of_families(family, kind):
+    """Windows, soft caps, sinks, and values of another width than keys."""
+    assert compared(family, 2, "all_gather", "head_tail", kind) < 5e-6
+
+
+# A batch ------------------------------------------------------------------------------------------
+
+
+def parts(ranks, balance, **whole):
+    ids = torch.arange(12).expand(2, -1)
+    return [part_of_batch({"input_ids": ids, **whole}, r, ranks, balance) for r in range(ranks)]
+
+
+def test_a_run_of_each_half():
+    first, second, third = (p["input_ids"][0].tolist() for p in parts(3, "head_tail"))
+    assert (first, second, third) == ([0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7])
+
+
+def test_labels_are_those_of_the_next_tokens_of_the_whole():
+    labels = torch.arange(100, 112).expand(2, -1)
+    first, second = parts(2, "none", labels=labels)
+    assert first["shift_labels"][0].tolist() == [*range(101, 107)]
+    assert second["shift_labels"][1].tolist() == [*range(107, 112), -100]
+    assert second["position_ids"][0].tolist() == [*range(6, 12)]
+
+
+def test_each_document_is_balanced():
+    positions = torch.cat([torch.arange(4), torch.arange(8)])[None]
+    first, second = parts(2, "per_document", position_ids=positions)
+    assert first["input_ids"][0].tolist() == [0, 3, 4, 5, 10, 11]
+    assert second["input_ids"][0].tolist() == [1, 2, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "balance", "more", "said"),
+    [
+        (5, "none", {}, "the length, 12, is not divisible by 5 ranks"),
+        (4, "head_tail", {}, "the length, 12, is not divisible by 2 x 4 ranks"),
+        (
+            2,
+            "per_document",
+            {"position_ids": torch.cat([torch.arange(5), torch.arange(7)])[None]},
+            "the length of a document, 5, is not divisible by 2 x 2 ranks",
+        ),
+        (
+            2,
+            "per_document",
+            {"position_ids": torch.arange(1, 13)[None]},
+            "the first position of a document is not 0",
+        ),
+        (2, "none", {"pixel_values": torch.zeros(2, 3)}, "no value for each token"),
+        (2, "none", {"attention_mask": torch.ones(2, 1, 12, 12)}, "in a batch of 2 rows"),
+        (2, "none", {"input_ids": None}, "the batch has no `input_ids`"),
+    ],
+)
+def test_a_batch_that_cannot_be_split(ranks, balance, more, said):
+    with pytest.raises(ContextError, match=said):
+        parts(ranks, balance, **more)
+
+
+# What refutes a plan ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("context") / "t.plan"
+    path.write_text(PLAN)
+    return path
+
+
+def outcome(model, plan, *settings):
+    case = simulated_case(model, plan, settings)
+    return simulate(case.model.builder(), case.compiled.lowered)
+
+
+def shifted_late(monkeypatch):
+    def late(*args):
+        part = part_of_batch(*args)
+        part["shift_labels"] = pad(part["labels"], (0, 1), value=-100)[:, 1:]
+        return part
+
+    monkeypatch.setattr(parallel, "part_of_batch", late)
+
+
+def from_zero(monkeypatch):
+    def zero(*args):
+        part = part_of_batch(*args)
+        own = torch.arange(part["input_ids"].shape[1])
+        return {**part, "position_ids": own.expand_as(part["input_ids"]).contiguous()}
+
+    monkeypatch.setattr(parallel, "part_of_batch", zero)
+
+
+def tokens_without(**values):
+    def fault(monkeypatch):
+        class Lacking(context_tokens.KeyTokens):
+            def __init__(self, *args):
+                super().__init__(*args)
+                for name, value in values.items():
+                    setattr(self, name, value)
+
+        monkeypatch.setattr(parallel, "KeyTokens", Lacking)
+
+    return fault
+
+
+def no_window(monkeypatch):
+    mask = parallel.ContextParallel.mask
+
+    def causal(self, q_length, kv_length, arguments):
+        return mask(self, q_length, kv_length, {**arguments, "mask_function": causal_mask_function})
+
+    monkeypatch.setattr(parallel.ContextParallel, "mask", causal)
+
+
+def own_gradient(monkeypatch):
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size(), 2)[ctx.group.rank()].contiguous(), None
+
+    monkeypatch.setattr(context_exchange.GatherSequence, "backward", staticmethod(backward))
+
+
+def own_keys(monkeypatch):
+    """Each rank sees its own keys in the place of all others."""
+
+    class Repeated:
+        @staticmethod
+        def apply(part, group):
+            return torch.cat([part] * group.size(), 2)
+
+    monkeypatch.setattr(parallel, "GatherSequence", Repeated)
+
+
+def whole_count(monkeypatch):
+    monkeypatch.setattr("planc.runtime.run.sequence_parts", lambda _: 1)
+
+
+FAULTS = {
+    "labels are shifted after the split": shifted_late,
+    "positions begin at zero on every rank": from_zero,
+    "padding is forgotten": tokens_without(padding=None),
+    "documents see each other": tokens_without(documents=None),
+    "a window is ignored": no_window,
+    "keys get the gradient of one rank's queries": own_gradient,
+    "ranks see their own keys alone": own_keys,
+    "the loss is divided by the labels of all ranks, and averaged": whole_count,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refuted(fault, plan, monkeypatch):
+    FAULTS[fault](monkeypatch)
+    assert outcome("gemma-3-1b", plan, "cp=2").verdict == "refuted"
+
+
+@pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
+def test_the_right_plan_beside_them(balance, plan):
+    found = outcome("gemma-3-1b", plan, "cp=2", f"balance={balance}")
+    assert (found.verdict, found.passes) == ("proved", ("padding", "two packed documents"))
+    assert found.worst < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("bamba-9b", "hands a state from token to token"),
+        ("bloom-7b1", "does not call transformers' attention interface"),
+        ("minimax-text-01", "with whole sequences on each rank it is right"),
+    ],
+)
+def test_models_whose_tokens_see_each_other_otherwise(model, said, plan, tmp_path):
+    named = tmp_path / "t.plan"
+    named.write_text(PLAN.replace("for llama", "for bloom, llama"))
+    verdict, findings = simulated(model, named, ("cp=2",), world=2)
+    assert verdict.verdict == "refuted"
+    (found,) = [d for d in findings if d.code == "PL541"]
+    assert any(said in fact for fact in found.facts)
+    assert found.labels[0].span.text == "attention = attention"
+
+
+# On the ranks of a run ----------------------------------------------------------------------------
+
+
+def on_ranks(plan, program, *settings):
+    """Runs `program(run, model, number)` on the ranks of a small llama's plan."""
+    case = simulated_case("llama-3.1-8b", plan, settings, world=2)
+    lowered, builder = case.compiled.lowered, case.model.builder()
+    models = [builder.build(0) for _ in range(lowered.world_size)]
+
+    def rank(number):
+        run = apply_lowered(
+            models[number],
+            lowered,
+            digest=digest(lowered),
+            device_type="cpu",
+            safeguards=Safeguards(compare=2),
+        )
+        program(run, models[number], number)
+
+    return run_ranks(len(models), rank, seconds=120)
+
+
+def test_a_length_that_does_not_divide_stops_every_rank(plan):
+    said = []
+
+    def program(run, _model, _number):
+        with pytest.raises(PlanError) as caught:
+            run.batch({"input_ids": torch.zeros(2, 6).long()})
+        said.append([d.code for d in caught.value.diagnostics])
+
+    assert on_ranks(plan, program, "cp=2") is None
+    assert said == [["PL544"], ["PL544"]]
+
+
+def test_batches_that_differ_stop_every_rank(plan):
+    said = []
+
+    def program(run, _model, number):
+        with pytest.raises(PlanError) as caught:
+            run.batch({"input_ids": torch.full((2, 8), number)})
+        said.append(caught.value.diagnostics[0].message)
+
+    assert on_ranks(plan, program, "cp=2") is None
+    assert len(said) == 2 and "read different inputs in batch 1: `input_ids`" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("without", "wanted"),
+    [("position_ids", "pass it `run.batch"), ("num_items_in_batch", "labels without")],
+)
+def test_a_pass_without_what_a_part_needs(without, wanted, plan):
+    def program(run, model, _number):
+        ids = torch.ones(2, 8).long()
+        part = {**run.batch({"input_ids": ids, "labels": ids}), "num_items_in_batch": 14}
+        part.pop(without)
+        with pytest.raises(ContextError, match=wanted):
+            model(**part)
+
+    assert on_ranks(plan, program, "cp=2") is None
+
+
+def test_the_number_of_labels_is_that_of_all_ranks(plan):
+    def program(run, _model, _number):
+        labels = torch.ones(3, 8).long()
+        labels[0] = -100
+        assert run.num_items_in_batch(labels) == 14 / 2
+
+    assert on_ranks(plan, program, "cp=2") is None
+
+
+def test_one_rank_has_whole_sequences(plan):
+    def program(run, _model, _number):
+        ids = torch.ones(2, 7).long()
+        assert list(run.batch({"input_ids": ids})) == ["input_ids"]
+
+    assert on_ranks(plan, program, "cp=1") is None
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ulysses"])
+def test_the_script_computes_the_same_bits(attention, plan):
+    case = simulated_case("llama-3.1-8b", plan, ("cp=2", f"attention={attention}"), world=2)
+    lowered, builder = case.compiled.lowered, case.model.builder()
+    source = compile(render(lowered, digest=digest(lowered)), "script", "exec")
+    ids = torch.randint(1, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    whole = {"input_ids": ids, "labels": ids}
+
+    def trained(script):
+        models, found = [builder.build(0) for _ in range(2)], {}
+
+        def rank(number):
+            model = models[number]
+            if script:
+                names = {"__name__": "script"}
+                exec(source, names)
+                names["parallelize"](model, names["build_mesh"]("cpu"))
+                part = model.context_parallel.batch(whole)
+            else:
+                run = apply_lowered(model, lowered, digest=digest(lowered), device_type="cpu")
+                part = run.batch(whole)
+            output = model(**part, num_items_in_batch=15)
+            output.loss.backward()
+            gradients = [p.grad.to_local().clone() for p in model.parameters()]
+            found[number] = [output.logits.detach(), output.loss.detach(), *gradients]
+
+        assert run_ranks(2, rank, seconds=120) is None
+        return found
+
+    mine, theirs = trained(False), trained(True)
+    for number in (0, 1):
+        for one, two in zip(mine[number], theirs[number], strict=True):
+            assert torch.equal(one, two)
