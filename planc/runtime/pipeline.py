@@ -227,7 +227,9 @@ class Pipeline:
         Returns:
             The loss of each microbatch on the ranks of the last stage, else nothing.
         """
-        signature = (trains, [(n, getattr(v, "shape", None)) for n, v in inputs[0].items()])
+        # equal on all stages: only the last one knows whether the loss takes a number of tokens
+        given = {n: v for n, v in inputs[0].items() if n not in _OF_THE_LOSS}
+        signature = (trains, [(n, getattr(v, "shape", None)) for n, v in given.items()])
         for part in self.parts:
             part.has_backward = trains
             part.clear_runtime_states()

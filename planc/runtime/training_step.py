@@ -151,7 +151,6 @@ def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
         step.counts = bool(step.counts)
         yield
         return
-    step.counts = False
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         loss = plain(*args, **kwargs)
@@ -166,6 +165,7 @@ def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
         yield
     finally:
         model.loss_function = plain
+        step.counts = bool(step.counts)
 
 
 def _whole(loss: Tensor) -> Tensor:
