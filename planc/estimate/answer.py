@@ -57,13 +57,20 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
 
     Args:
         plan, facts: as checked and lowered, with adapters applied.
-        sink: receives PL700 and PL701 (profiles), PL702 (the batch), PL703 (layers that cannot be
-            counted).
+        sink: receives PL567 (a pipeline), PL700 and PL701 (profiles), PL702 (the batch), PL703
+            (layers that cannot be counted).
 
     Returns:
         None after an error.
     """
     before = sink.errors
+    if plan.pipeline is not None:
+        sink.error(
+            "PL567",
+            "an estimate of a plan with a pipeline is not supported yet",
+            plan.pipeline.origin,
+            help=f"estimate it with `{plan.pipeline.op.axis} = 1`",
+        )
     hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
     if hardware and request.device_memory:
         hardware = replace(hardware, memory_gib=request.device_memory / GIB)

@@ -138,7 +138,6 @@ def train_single(
     for op in heads:
         with_terms(model, op)
     for number, step in enumerate(batches.steps):
-        total = torch.zeros(())
         for one in step:
             for rank, result in enumerate(reference.passes):
                 inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
@@ -147,9 +146,6 @@ def train_single(
                 result.drawn.append(getattr(draws, "drawn", []))
                 with draws:
                     loss = _forward(model, inputs, result if number == 0 else None)
-                total = total.to(loss.device) + full_copy(loss) * (
-                    batches.weight(number) / batches.ranks
-                )
                 backward = Trace()
                 with backward.of(named_modules(model)):
                     (loss * (share * batches.weight(number))).backward()
@@ -158,9 +154,8 @@ def train_single(
                 reference.recomputed = reference.recomputed or next(iter(backward.calls), "")
         if number == 0:
             reference.gradients = _gradients(model)
-            if lowered.pipeline is not None:  # which has the loss of a step, and no logits
-                for result in reference.passes:
-                    result.losses, result.logits = [total], []
+            if lowered.pipeline is not None:
+                _as_one_step(reference, batches)
             if not reference.draws:
                 reference.whole = _whole(model, batches, scale)
         if batches.gradients_alone:
@@ -175,6 +170,14 @@ def train_single(
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none
     return reference
+
+
+def _as_one_step(reference: Reference, batches: Batches) -> None:
+    """A pipeline has the loss of the first step as a whole, and no logits."""
+    every = [loss for result in reference.passes for loss in result.losses]
+    total = torch.stack(every).sum() * (batches.weight(0) / batches.ranks)
+    for result in reference.passes:
+        result.losses, result.logits = [total], []
 
 
 def seed_rank(rank: int) -> None:

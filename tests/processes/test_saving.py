@@ -190,13 +190,15 @@ def test_the_script_of_the_page(tmp_path):
     whole = script(tmp_path, "one", "--steps", "12", *overrides)
     begun = script(tmp_path, "two", "--steps", "10", *overrides, "--set", "tp=2")
     ended = script(tmp_path, "two", "--steps", "12", *overrides, moved=True)
-    assert [step for step, _ in whole] == list(range(12))
-    assert [step for step, _ in begun + ended] == list(range(12))
-    assert [n for _, n in begun + ended] == pytest.approx([n for _, n in whole], rel=1e-3)
+    assert [step for step, *_ in whole] == list(range(12))
+    assert [step for step, *_ in begun + ended] == list(range(12))
+    for column in (1, 2):
+        found = [line[column] for line in begun + ended]
+        assert found == pytest.approx([line[column] for line in whole], rel=1e-3)
 
 
 def script(folder, run, *options, moved=False):
-    """(step, norm) of each line that the script of the page printed, on two processes."""
+    """(step, loss, norm) of each line that the script of the page printed, on two processes."""
     if moved:
         (folder / run / "export").rename(folder / run / "before")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -215,5 +217,5 @@ def script(folder, run, *options, moved=False):
     gone = "terminate called without an active exception" in done.stderr
     assert done.returncode == 0 or gone, done.stderr
     assert (folder / run / "export" / "config.json").is_file()
-    lines = re.findall(r"^step (\d+), norm ([\d.]+)$", done.stdout, re.M)
-    return [(int(step), float(norm)) for step, norm in lines]
+    lines = re.findall(r"^step (\d+), loss ([\d.]+), norm ([\d.]+)$", done.stdout, re.M)
+    return [(int(step), float(loss), float(norm)) for step, loss, norm in lines]

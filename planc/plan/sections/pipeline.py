@@ -41,6 +41,17 @@ def pipeline(program: Program) -> PipelineRule | None:
     found = _stages(settings.lines["stages"].value, ranks, program)  # type: ignore[union-attr]
     if found is None:
         return None
+    return _cut(axis, found, settings, section, program)
+
+
+def _cut(
+    axis: str,
+    found: tuple[Modules, Bounds],
+    settings: Settings,
+    section: ast.Section,
+    program: Program,
+) -> PipelineRule | None:
+    """The pipeline whose stages are known, or None after a finding."""
     blocks, bounds = found
     order = block_order(program.facts, str(blocks))
     rest = _rest(program.facts, blocks, order)

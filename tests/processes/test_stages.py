@@ -1,0 +1,47 @@
+"""Pipelines on real processes: the page's script saves, resumes and exports, and `planc verify`."""
+
+import re
+
+import pytest
+from test_saving import PAGE, script
+
+from planc.cli import main
+
+STAGES = ["--set", "pipeline_stages=2", "--set", "microbatches=4"]
+
+
+@pytest.mark.parametrize(("first", "then"), [(STAGES, []), ([], STAGES)], ids=["from", "to"])
+def test_a_run_goes_on_with_other_stages(tmp_path, first, then):
+    from numerics import build
+    from safetensors.torch import load_file
+
+    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1])
+    build("llama").save_pretrained(tmp_path / "weights")
+    fp32 = ["--set", "param_dtype=fp32"]
+    whole = script(tmp_path, "one", "--steps", "12", *fp32)
+    begun = script(tmp_path, "two", "--steps", "10", *fp32, *first)
+    ended = script(tmp_path, "two", "--steps", "12", *fp32, *then, moved=True)
+    for column in (1, 2):
+        found = [line[column] for line in begun + ended]
+        assert found == pytest.approx([line[column] for line in whole], rel=1e-3)
+    exports = [load_file(tmp_path / run / "export" / "model.safetensors") for run in ("one", "two")]
+    assert exports[0].keys() == exports[1].keys()
+    for name, right in exports[0].items():
+        assert float((exports[1][name] - right).abs().max()) < 1e-3, name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["pipeline_stages=2"],
+        ["pipeline_stages=2", "tp=2"],
+        ["pipeline_stages=2", "pipeline_schedule=zbv"],
+        ["pipeline_stages=2", "pipeline_schedule=interleaved_1f1b", "tp=2", "loss_chunks=2"],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.2-1b"])
+def test_verify(model, settings, capsys):
+    given = [part for text in settings for part in ("--set", text)]
+    assert main(["verify", model, "llama", "--world-size", "4", *given]) == 0
+    assert "Verified on 4 processes" in capsys.readouterr().out

@@ -1,0 +1,281 @@
+"""Pipelines: numbers beside the single process, with threads as ranks, and what refutes them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from planc.compiler import compile_plan
+from planc.diagnostic import PlanError, Sink
+from planc.model.load import load
+from planc.model.small.block_order import block_order
+from planc.ops.pipeline import SCHEDULES
+from planc.proof.layout_flow import flow
+from planc.runtime import pipeline as schedule
+from planc.runtime import training_step
+from planc.runtime.standalone.pipeline import Stages
+from planc.runtime.training_step import microbatches
+from planc.trial import simulate
+from planc.trial.random_numbers import RankRandom
+from planc.trial.thread_ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.S)[1]
+
+
+def verdict(model="llama-3.1-8b", plan="llama", world_size=8, **settings):
+    """The verdict of layout flow on a plan, and its findings."""
+    sink = Sink()
+    given = tuple(f"{name}={value}" for name, value in settings.items())
+    done = compile_plan(model, plan, sink, world_size=world_size, settings=given)
+    assert done.lowered is not None, list(sink)
+    return flow(done, sink), [d.code for d in sink if d.severity == "error"]
+
+
+@pytest.fixture
+def unkept(monkeypatch, tmp_path):
+    """Verdicts of a broken runtime are not kept."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name):
+    found, errors = verdict(pipeline_stages=2, pipeline_schedule=name, dp_shard=2, world_size=4)
+    assert (found.verdict, errors) == ("proved", [])
+    assert found.outcome.worst < 2e-5
+    by = {section.name: section.verdict for section in found.sections}
+    assert by["pipeline on pp"] == by["fsdp on dp_shard"] == "proved"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(tp=2),
+        dict(tp=2, sequence_parallel="false"),
+        dict(tp=2, loss_chunks=3),
+        dict(dp_replicate=2),
+        dict(pipeline_stages=3, world_size=6),
+    ],
+    ids=str,
+)
+def test_meshes(settings):
+    found, errors = verdict(**{"pipeline_stages": 2, **settings})
+    assert (found.verdict, errors) == ("proved", [])
+
+
+def test_tied_ends():
+    found, errors = verdict("llama-3.2-1b", pipeline_stages=2, tp=2)
+    assert (found.verdict, errors) == ("proved", [])
+
+
+# What refutes it ---------------------------------------------------------------------------------
+
+
+def test_a_stage_that_loses_a_block(unkept, monkeypatch):
+    found = Stages._found
+
+    def lost(self, model, blocks, inputs, outputs):
+        places = found(self, model, blocks, inputs, outputs)
+        cut = model.get_submodule(blocks)
+        module, stage, make = places[cut, "1"]
+        places[cut, "1"] = module, self.count if stage == 0 else stage, make
+        return places
+
+    monkeypatch.setattr(Stages, "_found", lost)
+    assert verdict(pipeline_stages=2, world_size=2)[0].verdict == "refuted"
+
+
+def test_gradients_that_are_scaled_by_microbatches_too(unkept, monkeypatch):
+    plain = schedule.schedules.Schedule1F1B.__init__
+
+    def scaled(self, *args, **terms):
+        plain(self, *args, **{**terms, "scale_grads": True})
+
+    monkeypatch.setattr(schedule.schedules.Schedule1F1B, "__init__", scaled)
+    found, errors = verdict(pipeline_stages=2, world_size=2)
+    assert (found.verdict, errors[0]) == ("refuted", "PL502")
+
+
+def test_a_mean_of_means(unkept, monkeypatch):
+    monkeypatch.setattr(training_step, "_items", lambda run, batches: torch.tensor(100.0))
+    assert verdict(pipeline_stages=2, world_size=2)[0].verdict == "refuted"
+
+
+def test_an_untied_pair(unkept, monkeypatch):
+    monkeypatch.setattr(training_step, "_sum_ties", lambda stages, model: None)
+    found, errors = verdict("llama-3.2-1b", pipeline_stages=2, world_size=2)
+    assert (found.verdict, errors[0]) == ("refuted", "PL502")
+
+
+def test_a_stage_that_raises_ends_the_others(unkept, monkeypatch):
+    run = Stages.run
+
+    def raising(self, model, stage, received, kwargs):
+        if stage == 1:
+            raise ValueError("stage 1 is broken")
+        return run(self, model, stage, received, kwargs)
+
+    monkeypatch.setattr(Stages, "run", raising)
+    assert verdict(pipeline_stages=2, world_size=2)[0].verdict == "refuted"
+
+
+def test_a_message_that_nobody_sends(unkept, monkeypatch):
+    monkeypatch.setattr(schedule.Stage, "get_fwd_send_ops", lambda self, chunk: [])
+    monkeypatch.setattr(simulate, "SECONDS", 60.0)
+    found, errors = verdict(pipeline_stages=2, world_size=2)
+    assert (found.verdict, errors) == ("refuted", ["PL503"])
+
+
+# Messages between threads ------------------------------------------------------------------------
+
+
+def test_receives_take_messages_in_the_order_in_which_they_are_posted():
+    seen = {}
+
+    def rank(number):
+        if number == 0:
+            for value in (1.0, 2.0, 3.0):
+                distributed.send(torch.full((2,), value), 1)
+            return
+        boxes = [torch.zeros(2) for _ in range(3)]
+        works = [distributed.irecv(box, 0) for box in boxes]
+        for work in reversed(works):
+            work.wait()
+        seen[number] = [float(box[0]) for box in boxes]
+
+    assert run_ranks(2, rank, 30) is None
+    assert seen == {1: [1.0, 2.0, 3.0]}
+
+
+def test_ranks_that_wait_for_each_other_are_found():
+    failure = run_ranks(2, lambda number: distributed.recv(torch.zeros(1), 1 - number), 30)
+    assert failure is not None and "wait for each other" in failure.message
+
+
+# Batches -----------------------------------------------------------------------------------------
+
+
+def test_microbatches():
+    ids, positions = torch.arange(24).view(6, 4), torch.arange(72).view(3, 6, 4)
+    parts = microbatches({"input_ids": ids, "position_ids": positions, "use_cache": False}, 3)
+    assert [part["input_ids"].tolist() for part in parts] == [
+        ids[i : i + 2].tolist() for i in (0, 2, 4)
+    ]
+    assert [tuple(part["position_ids"].shape) for part in parts] == [(3, 2, 4)] * 3
+    assert {part["use_cache"] for part in parts} == {False}
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"input_ids": torch.zeros(5, 4)}, "5 rows cannot be cut into 2 microbatches"),
+        (
+            {"input_ids": torch.zeros(4, 4), "cu_seqlens": torch.zeros(7)},
+            "`cu_seqlens` of shape [7]",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch, told):
+    with pytest.raises(PlanError, match=re.escape(told)) as raised:
+        microbatches(batch, 2)
+    assert [d.code for d in raised.value.diagnostics] == ["PL488"]
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "before", "after"),
+    [
+        ("gpt2", "transformer.h", {"transformer.wte", "transformer.wpe"}, {"transformer.ln_f"}),
+        ("opt-1.3b", "model.decoder.layers", {"model.decoder.embed_tokens"}, {"lm_head"}),
+    ],
+)
+def test_what_runs_around_the_blocks(model, blocks, before, after):
+    order = block_order(load(model, Sink()), blocks)
+    assert not order.problem and not order.crossing
+    assert before <= {*order.before} and after <= {*order.after}
+
+
+# One loop ----------------------------------------------------------------------------------------
+
+PLANS = {
+    "one rank": (1, []),
+    "fsdp": (2, []),
+    "hsdp": (4, ["dp_replicate=2"]),
+    "tp": (4, ["tp=2"]),
+    "pp": (2, ["pipeline_stages=2", "microbatches=4"]),
+    "pp and fsdp": (4, ["pipeline_stages=2", "microbatches=2"]),
+    "pp and tp": (4, ["pipeline_stages=2", "tp=2", "microbatches=8"]),
+    "zero bubble": (2, ["pipeline_stages=2", "microbatches=4", "pipeline_schedule=zbv"]),
+    "loss on tp": (4, ["pipeline_stages=2", "tp=2", "microbatches=2", "loss_chunks=2"]),
+    "pp, tp and fsdp": (8, ["pipeline_stages=2", "tp=2", "microbatches=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    fields = dict(vocab_size=96, hidden_size=64, intermediate_size=96, max_position_embeddings=64)
+    heads = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    folder = tmp_path_factory.mktemp("weights")
+    LlamaForCausalLM(LlamaConfig(**fields, **heads)).save_pretrained(folder)
+    return folder
+
+
+def trained(ranks, settings, weights, folder, monkeypatch, capsys):
+    """(loss, norm) of three steps of the script of the page, and the weights that it exports."""
+    from safetensors.torch import load_file
+
+    given = [part for text in ["param_dtype=fp32", *settings] for part in ("--set", text)]
+    where = ["--save", str(folder / "last"), "--steps", "3"]
+    monkeypatch.setattr(sys, "argv", ["train.py", str(weights), "llama", *where, *given])
+    code = compile(SCRIPT, "train.py", "exec")
+
+    def rank(_):
+        with RankRandom():
+            exec(code, {"__name__": "__main__"})
+
+    failure = run_ranks(ranks, rank, seconds=300)
+    assert failure is None, failure and (failure.message, failure.error)
+    lines = re.findall(r"^step \d, loss ([\d.]+), norm ([\d.]+)$", capsys.readouterr().out, re.M)
+    return [[*map(float, line)] for line in lines], load_file(
+        folder / "export" / "model.safetensors"
+    )
+
+
+def test_the_script_of_the_page_trains_the_same_under_every_plan(
+    weights, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    results = {
+        name: trained(ranks, settings, weights, tmp_path / name, monkeypatch, capsys)
+        for name, (ranks, settings) in PLANS.items()
+    }
+    steps, right = results.pop("one rank")
+    assert len(steps) == 3
+    for name, (found, tensors) in results.items():
+        assert found == [pytest.approx(line, rel=1e-4) for line in steps], name
+        assert tensors.keys() == right.keys(), name
+        for key, value in right.items():
+            torch.testing.assert_close(tensors[key], value, rtol=1e-3, atol=2e-5)
+
+
+def test_a_pipeline_is_a_lowered_plan(tmp_path):
+    """Its JSON is read back, with a list of operations for each rank of the pipeline's axis."""
+    from planc.ops.document import digest, dumps, loads
+
+    done = compile_plan(
+        "llama-3.1-8b", "llama", Sink(), world_size=8, settings=["pipeline_stages=4"]
+    )
+    text = dumps(done.lowered)
+    again = loads(text, "it", sink := Sink())
+    assert again is not None, list(sink)
+    assert digest(again) == digest(done.lowered)
+    assert len(json.loads(text)["stages"]) == 4
