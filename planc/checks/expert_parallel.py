@@ -10,6 +10,7 @@ from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.lowered import ExpertMesh
 from planc.plan.expert_rules import dividing, expert_count
 from planc.plan.ir import ExpertRule, Plan
+from planc.plan.mesh_axes import EXPERT_AXES
 from planc.plan.parameter_owners import Owned, owned
 
 
@@ -19,8 +20,9 @@ def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
     experts, or their gradients are not those of all tokens.
     """
     experts = plan.mesh.experts
-    for rule in plan.experts if "expert" not in plan.broken else ():
-        if reason := _not_experts(rule, plan):
+    reasons = {rule: _not_experts(rule, plan) for rule in plan.experts}
+    for rule, reason in reasons.items() if "expert" not in plan.broken else ():
+        if reason:
             message, *labels = reason
             sink.error(
                 "PL551",
@@ -31,7 +33,7 @@ def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
         elif experts is not None:
             _sizes(rule, experts, plan, sink)
-    if experts is not None and not {"expert", "fsdp"} & plan.broken:
+    if experts is not None and not {"expert", "fsdp"} & plan.broken and not any(reasons.values()):
         _units(experts, plan, facts, sink)
 
 
@@ -85,7 +87,18 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
     count = expert_count(rule.modules.module) or 0
     tensor = plan.mesh.size(*(a.name for a in plan.mesh.of_role(AxisRole.TENSOR)))
     label = Label(span=ranks.origin, text=f"{ranks.name} is {ranks.size}")
-    if count % ranks.size:
+    outside = [
+        a for a in plan.mesh.of_role(AxisRole.TENSOR) if a.size > 1 and a.name not in experts.axes
+    ]
+    if outside:
+        sink.error(
+            "PL550",
+            f"{ranks.name} is not made of ranks of `{outside[0].name}`, which have the same tokens",
+            Label(span=outside[0].origin, text=f"{outside[0].name} is {outside[0].size}"),
+            label,
+            help=f"name the tensor axis `{EXPERT_AXES[-1]}`",
+        )
+    elif count % ranks.size:
         fits = one_of([str(n) for n in legal(count, most=64)])
         sink.error(
             "PL550",

@@ -188,6 +188,11 @@ def _axes(program: Program, mesh: Mesh) -> None:
                 continue
             misspelled = True
             hint = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
+            if axis.path == EXPERTS and _divides(program):
+                hint = (
+                    "it is made of ranks of other axes; FSDP shards divided experts over the "
+                    "rest of them: `unit(on = ep_shard)`"
+                )
             program.sink.error(
                 "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=hint
             )
