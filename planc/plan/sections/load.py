@@ -58,12 +58,9 @@ def _settings(program: Program) -> Settings:
         for placed in flatten(section, program.scope):
             item = placed.item
             if not isinstance(item, ast.Setting) or placed.nested:
-                program.sink.error(
-                    "PL011",
-                    "this has no place in a `load` section",
-                    item.origin,
-                    help="it holds settings: `weights = slices`",
-                )
+                message = "this has no place in a `load` section"
+                help = "it holds settings: `weights = slices`"
+                program.sink.error("PL011", message, item.origin, help=help)
             elif item.name not in WORDS:
                 hint = did_you_mean(item.name, WORDS, f"there is {one_of(WORDS, last='and')}")
                 message = f"there is no setting `{item.name}`"
