@@ -19,26 +19,23 @@ def colwise_rowwise_pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
     for parent, given, taken in sets:
         if bool(given) == bool(taken) or _next_door(parent, given, taken, sets):
             continue
+        rules = given or taken
+        name = f"`{rules[0].modules.path[-1]}`"
         if given:
-            sink.warning(
-                "PL160",
-                f"the sharded output of `{given[0].modules.path[-1]}` has no rowwise layer in "
-                f"`{parent}`",
-                *dict.fromkeys(r.origin for r in given),
-                facts=["every rank continues with a shard of the features"],
-                help="put `rowwise` on the projection that follows, or gather: "
-                "`colwise(-> replicate)`",
+            message = f"the sharded output of {name} has no rowwise layer in `{parent}`"
+            fact = "every rank continues with a shard of the features"
+            how, whole = (
+                "`rowwise` on the projection that follows, or gather",
+                "colwise(-> replicate)",
             )
         else:
-            sink.warning(
-                "PL160",
-                f"`{taken[0].modules.path[-1]}` needs an input sharded on the features, and "
-                f"`{parent}` has no colwise layer",
-                *dict.fromkeys(r.origin for r in taken),
-                facts=["every rank treats its replicated input as a shard of the features"],
-                help="put `colwise` on the projections before it, or state a replicated input: "
-                "`rowwise(replicate -> replicate)`",
-            )
+            needs = "needs an input sharded on the features"
+            message = f"{name} {needs}, and `{parent}` has no colwise layer"
+            fact = "every rank treats its replicated input as a shard of the features"
+            how = "`colwise` on the projections before it, or state a replicated input"
+            whole = "rowwise(replicate -> replicate)"
+        origins = dict.fromkeys(r.origin for r in rules)
+        sink.warning("PL160", message, *origins, facts=[fact], help=f"put {how}: `{whole}`")
 
 
 _Sets = list[tuple[Modules, list[TensorRule], list[TensorRule]]]

@@ -181,16 +181,13 @@ def flow(
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
-    small: SmallCase | Unrepresented
+    divided = any(isinstance(op, DispatchExperts) for op in lowered.ops)
     if lowered.code and not allow_code:
-        reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
-        small = Unrepresented(reason=reason)
-        outcome = Outcome(verdict="unknown", reason=reason)
+        outcome, small = _not_imported(lowered.code[0])
     elif is_megatron(lowered) and not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
         outcome, small = _judge_all(compiled, axes, parts)
-    divided = any(isinstance(op, DispatchExperts) for op in lowered.ops)
     if not (axes | parts or divided) and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
     layers: tuple[LayerVerdict, ...] = ()
@@ -217,6 +214,11 @@ def flow(
     draws = tuple(_draws(compiled, axes, sink, strict))
     unlike = any(section.verdict == "refuted" for section in draws)
     return replace(verdict, sections=(*verdict.sections, *draws), unlike=unlike)
+
+
+def _not_imported(style: str) -> tuple[Outcome, SmallCase | Unrepresented]:
+    reason = f"{style} is custom code, imported only with --allow-code"
+    return Outcome(verdict="unknown", reason=reason), Unrepresented(reason=reason)
 
 
 def _judge_all(
@@ -332,6 +334,23 @@ def is_megatron(lowered: Lowered) -> bool:
     return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
 
+def _of_model_axes(
+    lowered: Lowered, outcome: Outcome, small: SmallCase | Unrepresented
+) -> Iterator[SectionVerdict]:
+    """Yields the verdicts on the sections that only a simulation can decide."""
+    axes = {"context": [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]}
+    axes["pipeline"] = [lowered.pipeline.axis] if lowered.pipeline else []
+    divides = any(isinstance(op, DispatchExperts) for op in lowered.ops)
+    axes["expert"] = [lowered.experts.ranks.name] if divides and lowered.experts else []
+    for word, axis in ((word, axis) for word, some in axes.items() for axis in some):
+        verdict, reason = outcome.verdict, outcome.reason
+        if not (isinstance(small, SmallCase) and _simulated(small, (axis,))):
+            verdict, reason = "unknown", reason or f"no {axis} was simulated"
+        yield SectionVerdict(
+            name=f"{word} on {axis}", verdict=verdict, by="simulation", reason=reason
+        )
+
+
 def _sections(
     lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
@@ -354,20 +373,7 @@ def _sections(
         if run == "refuted":
             verdict, reason = "unknown", "the plan is wrong, so this cannot be compared"
         yield SectionVerdict(name="checkpoint", verdict=verdict, by=by, reason=reason)
-    if lowered.pipeline is not None:
-        on = f"pipeline on {lowered.pipeline.axis}"
-        if isinstance(small, SmallCase) and _simulated(small, (lowered.pipeline.axis,)):
-            yield SectionVerdict(name=on, verdict=run, by=by, reason=outcome.reason)
-        else:
-            reason = outcome.reason or "no pipeline was simulated"
-            yield SectionVerdict(name=on, verdict="unknown", by="simulation", reason=reason)
-    if any(isinstance(op, DispatchExperts) for op in lowered.ops) and lowered.experts:
-        name = f"expert on {lowered.experts.ranks.name}"
-        yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
-    for op in lowered.ops:
-        if isinstance(op, ContextParallel):
-            name = f"context on {op.axis}"
-            yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
+    yield from _of_model_axes(lowered, outcome, small)
     for rule in ir.loss:
         name = f"loss on {rule.axis}" if rule.axis else "loss"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)

@@ -71,14 +71,6 @@ def _rank(diagnostic: Diagnostic, sources: dict[str, int]) -> tuple[int, int, in
 
 def _identity(diagnostic: Diagnostic) -> object:
     """The key for equality of findings: sources compare by content, not by identity."""
-    labels = tuple(
-        (
-            label.span.source.name,
-            label.span.source.text,
-            label.span.start,
-            label.span.end,
-            label.text,
-        )
-        for label in diagnostic.labels
-    )
+    spans = ((label.span, label.text) for label in diagnostic.labels)
+    labels = tuple((s.source.name, s.source.text, s.start, s.end, text) for s, text in spans)
     return replace(diagnostic, labels=()), labels

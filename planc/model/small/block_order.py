@@ -20,7 +20,6 @@ from planc.model.config import buildable
 from planc.model.facts import Facts, below
 from planc.model.layer_kinds import block_kinds
 from planc.model.small.shrink import shrink
-from planc.model.small.user_model import builder_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,6 +78,8 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     if isinstance(kept, dict):
         fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()}
         return BlockOrder(**fields)
+    from planc.model.small.user_model import builder_of
+
     try:
         found = _run(builder_of(values, code, facts.own), blocks)
     except Exception as error:

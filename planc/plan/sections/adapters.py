@@ -60,13 +60,10 @@ def _item(
             message = f"`{item.name}` has no place in an `adapters` section"
             program.sink.error("PL011", message, item.origin, help="it can set `units` and `seed`")
         case _:
-            program.sink.error(
-                "PL011",
-                "this has no place in an `adapters` section",
-                item.origin,
-                help="it holds rules, `model.layers.*.self_attn.q_proj : lora(rank = 16)`, "
-                "and `units = own`",
-            )
+            message = "this has no place in an `adapters` section"
+            rule = "model.layers.*.self_attn.q_proj : lora(rank = 16)"
+            help = f"it holds rules, `{rule}`, and `units = own`"
+            program.sink.error("PL011", message, item.origin, help=help)
 
 
 def _rule(rule: ast.Rule, placed: Placed, claims: Claims[Lora | None], program: Program) -> None:

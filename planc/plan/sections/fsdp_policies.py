@@ -9,16 +9,8 @@ from planc.source import Span
 from planc.syntax import ast
 
 PRECISION = ("param", "reduce", "output", "cast_inputs")
-DTYPES = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp64": "float64",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float64": "float64",
-}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+DTYPES = {**_SHORT, **{name: name for name in _SHORT.values()}}
 
 
 def precision(arguments: Arguments, origin: Span) -> Precision | None:

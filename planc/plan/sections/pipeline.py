@@ -56,12 +56,9 @@ def _cut(
     order = block_order(program.facts, str(blocks))
     rest = _rest(program.facts, blocks, order)
     if order.problem or isinstance(rest, str):
-        program.sink.error(
-            "PL566",
-            f"the model cannot be cut between the blocks of `{blocks}`: {order.problem or rest}",
-            settings.lines["stages"].origin,
-            help="without a pipeline, set its axis to 1",
-        )
+        reason, origin = order.problem or rest, settings.lines["stages"].origin
+        message = f"the model cannot be cut between the blocks of `{blocks}`: {reason}"
+        program.sink.error("PL566", message, origin, help="without a pipeline, set its axis to 1")
         return None
     shared = [*_shared(program.facts, *rest)]
     op = Pipeline(

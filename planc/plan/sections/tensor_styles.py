@@ -1,24 +1,15 @@
 """The styles of a plan -> styles of the IR."""
 
+from typing import get_args
+
 from planc.ops import styles as ir
+from planc.ops.base import kind_of
 from planc.plan.call_arguments import Arguments
 from planc.plan.evaluate import evaluate, size
 from planc.plan.scope import Failed, Scope
 from planc.syntax import ast
 
-STYLES = (
-    "colwise",
-    "rowwise",
-    "sequence",
-    "input",
-    "output",
-    "replicate",
-    "mla_kv",
-    "parameters",
-    "experts",
-    "features",
-    "attributes",
-)
+STYLES = tuple(kind_of(cls) for cls in get_args(get_args(ir.Style)[0]) if cls is not ir.Custom)
 
 
 def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> ir.Style | None:
