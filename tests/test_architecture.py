@@ -36,6 +36,7 @@ FLOORS = {
     "draft": 10,
     "api": 11,
     "commands": 11,
+    "integrations": 13,
     "cli": 12,
     "__init__": 12,
     "__main__": 13,

@@ -290,20 +290,27 @@ class Run:
         *,
         shard_size: int = 5 * 10**9,
         adapters: peft_files.Tuned | None = None,
+        replace: bool = False,
     ) -> None:
         """Writes the full weights as safetensors that transformers' `from_pretrained` reads.
 
         Args:
-            path: a folder; weights in it are not replaced.
+            path: a folder.
             shard_size: the maximum size of a file in bytes.
             adapters: `merged` into the weights, or `left_out`; required if the plan has adapters.
+            replace: whether weights in the folder are replaced, once all new ones are written.
 
         Raises:
             PlanError: PL189, the plan has adapters and `adapters` is None; PL686, 4-bit weights;
                 PL497, the folder holds weights already, or it could not be written.
         """
         saving.export(
-            self.model, self.lowered, Path(path), shard_size=shard_size, adapters=adapters
+            self.model,
+            self.lowered,
+            Path(path),
+            shard_size=shard_size,
+            adapters=adapters,
+            replace=replace,
         )
 
     # adapters: planc/runtime/weights/peft_files.py

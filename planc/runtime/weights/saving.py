@@ -154,6 +154,7 @@ def export(
     *,
     shard_size: int,
     adapters: Tuned | None = None,
+    replace: bool = False,
 ) -> None:
     """Writes safetensors, their index and `config.json` for transformers' `from_pretrained`.
 
@@ -163,9 +164,10 @@ def export(
     Args:
         model: a model with a plan applied; its dtypes are kept.
         lowered: the plan; it has the model's class and the fields that it set in `config.json`.
-        folder: created if it does not exist; weights in it are not replaced.
+        folder: created if it does not exist.
         shard_size: the maximum size of a file in bytes, unless a single tensor is larger.
         adapters: whether adapters are merged or left out; required if the model has adapters.
+        replace: whether weights in the folder are replaced, once all new files are written.
 
     Raises:
         PlanError: PL189, the model has adapters and `adapters` is None, or merging would untie
@@ -173,6 +175,12 @@ def export(
             failed. On every rank.
     """
     raise_on_all_ranks(merge_findings(model, adapters))
+    if replace:
+        new = folder.with_name(f".{folder.name}.new")
+        raise_on_all_ranks(_on_rank0(lambda: shutil.rmtree(new, ignore_errors=True)))
+        export(model, lowered, new, shard_size=shard_size, adapters=adapters)
+        raise_on_all_ranks(_on_rank0(lambda: _replace_weights(folder, new)))
+        return
     raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
     if stages_of(model) is not None:
@@ -217,6 +225,18 @@ def _empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if there := next(folder.glob("*.safetensors*"), None):
         raise FileExistsError(f"{folder} holds {there.name} already: choose another folder")
+
+
+def _replace_weights(folder: Path, new: Path) -> None:
+    """Moves the files of `new` to a folder, and removes the weights that were in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {file.name for file in new.iterdir()}
+    old = [file for file in folder.glob("*.safetensors*") if file.name not in made]
+    for file in sorted(new.iterdir(), key=lambda file: file.name == INDEX):  # the index last
+        file.replace(folder / file.name)
+    for file in sorted(old, key=lambda file: file.name != INDEX):  # and an old one first
+        file.unlink()
+    new.rmdir()
 
 
 def _kept(model: nn.Module, names: tuple[str, ...]) -> str:

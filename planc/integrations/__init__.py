@@ -1,0 +1,1 @@
+"""planc inside other libraries' training loops; each file imports its library."""

@@ -1,0 +1,184 @@
+"""planc inside transformers' `Trainer`.
+
+    from planc.integrations.trainer import PlancTrainer
+
+    PlancTrainer(model, arguments, plan="llama", overrides=["tp=2"], train_dataset=data).train()
+
+The hooks are those that `Trainer` has for models that transformers itself distributes
+(`DistributedConfig`): it neither moves nor wraps such a model, and it counts the ranks that read
+the same rows once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, distributed, nn
+
+import planc
+from planc.ops.lowered import Lowered
+from planc.runtime.context import sequence_parts
+from planc.runtime.run import Run
+
+_Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
+_STATE = "planc"
+"""The folder of a checkpoint for what every plan can resume from."""
+_AXES = ("dp_replicate", "dp_shard", "tp")
+"""What accelerate's loaders know: ranks along `tp` read the same rows, and they are innermost."""
+
+
+class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
+    """Mixed into `Trainer` or a subclass of it, in front.
+
+    Args:
+        model: not parallel yet; a plan is applied to it.
+        args: the training arguments. Gradients are clipped, and states saved, by planc.
+        plan: as of `planc.apply`; by default the plan of the model's family.
+        overrides: as of `planc.apply`.
+
+    Attributes:
+        planc_run: the handle of the run.
+
+    Raises:
+        PlanError: the plan has errors.
+        ValueError: the model is given by a function, or the plan has axes that `Trainer`'s loop
+            cannot serve, such as a pipeline.
+    """
+
+    planc_run: Run
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *others: Any,
+        plan: str | os.PathLike[str] | None = None,
+        overrides: Any = (),
+        **more: Any,
+    ) -> None:
+        if model is None or args is None:
+            raise ValueError("PlancTrainer takes a model and its TrainingArguments")
+        run = planc.apply(model, plan, overrides=overrides, device_type=args.device.type)
+        _require_served(run.lowered)
+        self.planc_run = run
+        model._is_distributed_loading_by_transformers = True
+        model._is_fsdp_managed_module = True
+        wanted, args.save_only_model = args.save_only_model, True  # it refuses to resume otherwise
+        try:
+            super().__init__(model, args, *others, **more)
+        finally:
+            args.save_only_model = wanted
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        run = self.planc_run
+        self.accelerator: Any
+        self.accelerator.state.device_mesh = run.mesh
+        run.model._tp_size = run.lowered.world_size // run.data_size
+        self.accelerator.gather_for_metrics = _of_data_ranks(
+            self.accelerator, self.accelerator.gather_for_metrics, run
+        )
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    # gradients
+
+    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
+        return self.planc_run.no_sync()
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.planc_run.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        if grad_norm is None:
+            grad_norm = self.planc_run.clip_grad_norm_(float("inf"))
+        norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+        return float(norm)
+
+    # files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Weights and configuration for `from_pretrained`, and the tokenizer."""
+        folder = Path(output_dir or self.args.output_dir)
+        self.planc_run.export(folder, replace=True)
+        tokenizer = getattr(self, "processing_class", None)
+        if tokenizer is not None and self.args.should_save:
+            tokenizer.save_pretrained(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.planc_run.save(Path(output_dir) / _STATE, optimizer=self._plain_optimizer())
+        if self.args.should_save:
+            state = self.lr_scheduler.state_dict()
+            torch.save(state, Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.planc_run.load(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / _STATE).is_dir():
+            return
+        self.planc_run.load(Path(checkpoint) / _STATE, optimizer=self._plain_optimizer())
+        state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        self.planc_run.load(self.state.best_model_checkpoint)
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self.optimizer
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        return inner
+
+
+class PlancTrainer(PlancTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers' `Trainer` for a model under a plan."""
+
+
+def _require_served(lowered: Lowered) -> None:
+    """Raises ValueError for what the loop of `Trainer` cannot run."""
+    names = [axis.name for axis in lowered.axes if axis.size > 1]
+    other = [name for name in names if name not in _AXES]
+    if lowered.pipeline is not None or sequence_parts(lowered) > 1 or other:
+        raise ValueError(
+            f"Trainer's loop serves plans with the axes {', '.join(_AXES)}; this one has "
+            f"{', '.join(names)}: use run.forward_backward, as docs/training.md shows"
+        )
+
+
+def _of_data_ranks(accelerator: Any, gather_for_metrics: Any, run: Run) -> Any:
+    """`gather_for_metrics` that takes the rows of one rank of those that read the same ones."""
+    ranks = run.mesh.mesh
+    for dim in reversed(range(ranks.dim())):
+        if run.lowered.axes[dim].name not in run.lowered.data:
+            ranks = ranks.select(dim, 0)
+    picked = sorted(ranks.flatten().tolist())
+    gather_all = accelerator.gather
+
+    def gather(data: Any) -> Any:
+        from accelerate.utils import recursively_apply
+
+        world = distributed.get_world_size()
+        return recursively_apply(
+            lambda tensor: tensor.unflatten(0, (world, -1))[picked].flatten(0, 1), gather_all(data)
+        )
+
+    @contextmanager
+    def picking() -> Iterator[None]:
+        accelerator.gather = gather
+        try:
+            yield
+        finally:
+            del accelerator.gather  # the method of the class is back
+
+    def gathered(data: Any, use_gather_object: bool = False) -> Any:
+        with picking():
+            return gather_for_metrics(data, use_gather_object)
+
+    return gathered

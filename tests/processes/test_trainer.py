@@ -1,0 +1,122 @@
+"""The script of docs/trainer.md on four processes, beside transformers' Trainer in one process."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "trainer.md"
+SCRIPT = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+FP32 = ["--set", "param_dtype=fp32", "--set", "reduce_dtype=fp32"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=96)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    folder = tmp_path_factory.mktemp("weights")
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    return folder
+
+
+ARGUMENTS = {
+    "use_cpu": True,
+    "seed": 1,
+    "max_steps": 4,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "eval_strategy": "steps",
+    "logging_steps": 1,
+    "max_grad_norm": 0.5,
+    "gradient_accumulation_steps": 2,
+    "per_device_eval_batch_size": 2,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "report_to": [],
+}
+
+
+def trained(folder, weights, *words, plan=True, rows=4, steps=4):
+    """(what is logged, the weights) of the script; of transformers' own Trainer without a plan."""
+    script = SCRIPT
+    command = [sys.executable, "-W", "ignore"]
+    if plan:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        words = (*FP32, *words)
+    else:
+        script = script.replace("from planc.integrations.trainer import PlancTrainer", "")
+        script = script.replace("PlancTrainer(", "Trainer(")
+        script = re.sub(r'plan="llama",\s*overrides=options.set,', "", script)
+        script = script.replace("import AutoModel", "import Trainer, AutoModel")
+        assert "planc." not in script.lower() and "plan=" not in script
+    (folder / "train.py").write_text(script)
+    given = {**ARGUMENTS, "per_device_train_batch_size": rows, "max_steps": steps}
+    (folder / "arguments.json").write_text(json.dumps(given))
+    done = subprocess.run(
+        [*command, "train.py", str(weights), "arguments.json", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [ast.literal_eval(text) for text in re.findall(r"^{'.*}$", done.stdout, re.M)]
+    kept = ("loss", "grad_norm", "eval_loss", "eval_rows")
+    log = [{k: float(v) for k, v in line.items() if k in kept} for line in lines]
+    return [line for line in log if line], load_file(folder / "runs" / "last" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(weights, tmp_path_factory):
+    log, tensors = trained(tmp_path_factory.mktemp("alone"), weights, rows=8, plan=False)
+    assert len(log) == 6 and {"grad_norm", "eval_rows"} <= {key for line in log for key in line}
+    return log, tensors
+
+
+def same(found, right):
+    assert [line.keys() for line in found] == [line.keys() for line in right]
+    for mine, theirs in zip(found, right, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-4), (found, right)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        (4, ["tp=2"]),
+        (4, ["tp=2", "dp_replicate=2", "dp_shard=1"]),
+        (2, ["dp_replicate=2"]),
+    ],
+)
+def test_losses_norms_evaluations_and_weights_are_those_of_one_process(
+    alone, weights, tmp_path, rows, settings
+):
+    words = [word for setting in settings for word in ("--set", setting)]
+    found, tensors = trained(tmp_path, weights, *words, rows=rows)
+    same(found, alone[0])
+    assert tensors.keys() == alone[1].keys()
+    for name, value in alone[1].items():
+        torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=5e-6)
+
+
+def test_a_run_that_stopped_goes_on_as_if_it_had_not(alone, weights, tmp_path):
+    first, _ = trained(tmp_path, weights, "--set", "tp=2", steps=2)
+    again, tensors = trained(tmp_path, weights, "--set", "tp=2", "--resume")
+    same([*first, *again], alone[0])
+    for name, value in alone[1].items():
+        torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=5e-6)
+
+
+def test_a_plan_that_the_loop_cannot_serve_is_refused(weights, tmp_path):
+    words = ["--set", "pipeline_stages=2", "--set", "microbatches=2"]
+    with pytest.raises(AssertionError, match=r"use run\.forward_backward"):
+        trained(tmp_path, weights, *words)
