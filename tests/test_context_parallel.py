@@ -242,8 +242,8 @@ def outcome(model, plan, *settings):
 
 
 def shifted_late(monkeypatch):
-    def late(*args):
-        part = part_of_batch(*args)
+    def late(*args, **options):
+        part = part_of_batch(*args, **options)
         part["shift_labels"] = pad(part["labels"], (0, 1), value=-100)[:, 1:]
         return part
 
@@ -251,8 +251,8 @@ def shifted_late(monkeypatch):
 
 
 def from_zero(monkeypatch):
-    def zero(*args):
-        part = part_of_batch(*args)
+    def zero(*args, **options):
+        part = part_of_batch(*args, **options)
         own = torch.arange(part["input_ids"].shape[1])
         return {**part, "position_ids": own.expand_as(part["input_ids"]).contiguous()}
 
@@ -326,6 +326,11 @@ def test_the_right_plan_beside_them(balance, plan):
     found = outcome("gemma-3-1b", plan, "cp=2", f"balance={balance}")
     assert (found.verdict, found.passes) == ("proved", ("padding", "two packed documents"))
     assert found.worst < 1e-5
+
+
+def test_positions_that_count_no_padding(plan):
+    found = outcome("opt-1.3b", plan, "cp=2")
+    assert (found.verdict, found.passes[0]) == ("proved", "padding")
 
 
 @pytest.mark.parametrize(
