@@ -351,6 +351,22 @@ def test_models_whose_tokens_see_each_other_otherwise(model, said, plan, tmp_pat
     assert found.labels[0].span.text == "attention = attention"
 
 
+def test_in_a_pipeline_and_with_divided_experts(tmp_path):
+    pipeline = "pipeline on pp {\n schedule = 1f1b\n microbatches = 2\n"
+    pipeline += " stages = even(model.layers.*)\n}\n"
+    experts = "expert on ep {\n model.layers.*.mlp.experts : dispatch(all_to_all)\n}\n"
+    unit = "    model.layers.*.mlp.experts : unit(on = ep_shard)\n    root"
+    for model, axis, more, root in (
+        ("llama-3.1-8b", "pp = 2\n    dp_shard", pipeline, "    root"),
+        ("mixtral-8x7b", "ep = 2\n    dp_shard", experts, unit),
+    ):
+        path = tmp_path / f"{model}.plan"
+        text = PLAN.replace("for llama", "for mixtral, llama").replace("dp_shard", axis, 1)
+        path.write_text(text.replace("    root", root) + more)
+        verdict, findings = simulated(model, path, ("cp=2",), world=8)
+        assert (verdict.verdict, findings) == ("proved", []), model
+
+
 # On the ranks of a run ----------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ class ContextError(ValueError):
 
 
 COUNTED = ("opt",)
-"""The `model_type`s whose positions, where none are given, count tokens but for padding."""
+"""The `model_type`s whose positions, where none are given, count no padding."""
 
 
 def part_of_batch(
