@@ -1,10 +1,11 @@
 """Context parallelism: parts of sequences on threads as ranks, beside whole ones in one process."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import simulated, simulated_case
+from helpers import codes, facts, judged, simulated, simulated_case
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
@@ -319,6 +320,14 @@ FAULTS = {
 def test_faults_are_refuted(fault, plan, monkeypatch):
     FAULTS[fault](monkeypatch)
     assert outcome("gemma-3-1b", plan, "cp=2").verdict == "refuted"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_rotary_frequencies_that_depend_on_the_length(kind):
+    known = facts()
+    known = replace(known, config={**known.config, "rope_scaling": {"rope_type": kind}})
+    _, _, findings = judged(PLAN, model=known, world=2)
+    assert codes(findings) == ([] if kind == "yarn" else ["PL543"])
 
 
 @pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
