@@ -1,10 +1,11 @@
 """Context parallelism: parts of sequences on threads as ranks, beside whole ones in one process."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import simulated, simulated_case
+from helpers import codes, facts, judged, simulated, simulated_case
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
@@ -242,8 +243,8 @@ def outcome(model, plan, *settings):
 
 
 def shifted_late(monkeypatch):
-    def late(*args):
-        part = part_of_batch(*args)
+    def late(*args, **options):
+        part = part_of_batch(*args, **options)
         part["shift_labels"] = pad(part["labels"], (0, 1), value=-100)[:, 1:]
         return part
 
@@ -251,8 +252,8 @@ def shifted_late(monkeypatch):
 
 
 def from_zero(monkeypatch):
-    def zero(*args):
-        part = part_of_batch(*args)
+    def zero(*args, **options):
+        part = part_of_batch(*args, **options)
         own = torch.arange(part["input_ids"].shape[1])
         return {**part, "position_ids": own.expand_as(part["input_ids"]).contiguous()}
 
@@ -321,11 +322,24 @@ def test_faults_are_refuted(fault, plan, monkeypatch):
     assert outcome("gemma-3-1b", plan, "cp=2").verdict == "refuted"
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_rotary_frequencies_that_depend_on_the_length(kind):
+    known = facts()
+    known = replace(known, config={**known.config, "rope_scaling": {"rope_type": kind}})
+    _, _, findings = judged(PLAN, model=known, world=2)
+    assert codes(findings) == ([] if kind == "yarn" else ["PL543"])
+
+
 @pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
 def test_the_right_plan_beside_them(balance, plan):
     found = outcome("gemma-3-1b", plan, "cp=2", f"balance={balance}")
     assert (found.verdict, found.passes) == ("proved", ("padding", "two packed documents"))
     assert found.worst < 1e-5
+
+
+def test_positions_that_count_no_padding(plan):
+    found = outcome("opt-1.3b", plan, "cp=2")
+    assert (found.verdict, found.passes[0]) == ("proved", "padding")
 
 
 @pytest.mark.parametrize(
@@ -344,6 +358,22 @@ def test_models_whose_tokens_see_each_other_otherwise(model, said, plan, tmp_pat
     (found,) = [d for d in findings if d.code == "PL541"]
     assert any(said in fact for fact in found.facts)
     assert found.labels[0].span.text == "attention = attention"
+
+
+def test_in_a_pipeline_and_with_divided_experts(tmp_path):
+    pipeline = "pipeline on pp {\n schedule = 1f1b\n microbatches = 2\n"
+    pipeline += " stages = even(model.layers.*)\n}\n"
+    experts = "expert on ep {\n model.layers.*.mlp.experts : dispatch(all_to_all)\n}\n"
+    unit = "    model.layers.*.mlp.experts : unit(on = ep_shard)\n    root"
+    for model, axis, more, root in (
+        ("llama-3.1-8b", "pp = 2\n    dp_shard", pipeline, "    root"),
+        ("mixtral-8x7b", "ep = 2\n    dp_shard", experts, unit),
+    ):
+        path = tmp_path / f"{model}.plan"
+        text = PLAN.replace("for llama", "for mixtral, llama").replace("dp_shard", axis, 1)
+        path.write_text(text.replace("    root", root) + more)
+        verdict, findings = simulated(model, path, ("cp=2",), world=8)
+        assert (verdict.verdict, findings) == ("proved", []), model
 
 
 # On the ranks of a run ----------------------------------------------------------------------------

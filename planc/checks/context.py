@@ -21,11 +21,18 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
     if plan.broken & {"context", "fsdp"}:
         return
     for rule in plan.context:
-        if plan.mesh.size(rule.axis) > 1:
+        if plan.fsdp is not None and plan.fsdp.megatron is not None:
+            _megatron(rule, sink)
+        elif plan.mesh.size(rule.axis) > 1:
             _averaged(rule, plan, sink)
             if rule.op is not None:
                 _heads(rule, plan, facts, sink)
                 _rotary(rule, plan, facts, sink)
+
+
+def _megatron(rule: ContextRule, sink: Sink) -> None:
+    what = "context parallelism under Megatron-FSDP is not supported yet"
+    sink.error("PL010", what, rule.origin, help="use torch's FSDP")
 
 
 def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:

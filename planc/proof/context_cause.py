@@ -9,6 +9,7 @@ from math import prod
 from planc.compiler import Compiled
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, small_case
+from planc.proof.small_mesh import with_experts
 from planc.trial.outcome import Outcome
 
 
@@ -23,11 +24,12 @@ def blamed(
         sizes: of the small mesh.
         parts: the axes that split sequences.
     """
+    assert compiled.plan is not None
     whole = {axis: 1 if axis in parts else size for axis, size in sizes.items()}
     if whole == dict(sizes) or not outcome.discrepancies:
         return outcome
     if prod(whole.values()) > 1:
-        case = small_case(compiled, whole)
+        case = small_case(compiled, with_experts(whole, compiled.plan.mesh))
         if not isinstance(case, SmallCase) or judge(case).verdict != "proved":
             return outcome
     first, *others = outcome.discrepancies

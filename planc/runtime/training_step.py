@@ -143,8 +143,8 @@ def _sum_ties(stages: Stages, model: nn.Module) -> None:
 
 @contextmanager
 def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
-    """Finds out, in the first pass, whether the model's loss divides by the number of items that it
-    is given: twice the number gives another loss.
+    """Finds out whether the model's loss divides by the number of items that it is given: twice the
+    number gives another loss. A pass without valid labels, whose loss is 0, decides nothing.
     """
     plain = getattr(model, "loss_function", None)
     if plain is None or step.counts is not None:
@@ -157,7 +157,8 @@ def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
         if kwargs.get(_COUNT) is not None:
             with torch.no_grad():
                 other = plain(*args, **{**kwargs, _COUNT: 2 * kwargs[_COUNT]})
-            step.counts = not torch.equal(_whole(loss), _whole(other))
+            if _whole(loss).any():
+                step.counts = not torch.equal(_whole(loss), _whole(other))
         return loss
 
     model.loss_function = noted
@@ -165,7 +166,6 @@ def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
         yield
     finally:
         model.loss_function = plain
-        step.counts = bool(step.counts)
 
 
 def _whole(loss: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from planc.runtime.standalone.context_exchange import GatherSequence, HeadsForTokens
 from planc.runtime.standalone.context_tokens import (
+    COUNTED,
     TOKENWISE,
     ContextError,
     KeyTokens,
@@ -61,6 +62,7 @@ class ContextParallel:
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.exchanges, self.balance = attention == "ulysses", balance
+        self.counted = model.config.model_type in COUNTED
         self.signature = inspect.signature(model.forward)
         self.tokens: KeyTokens | None = None
         self.packs = False
@@ -81,7 +83,9 @@ class ContextParallel:
         Raises:
             ContextError: a length does not divide, or an argument is not per token.
         """
-        return part_of_batch(batch, self.rank, self.size, self.balance)
+        return part_of_batch(
+            batch, self.rank, self.size, self.balance, counted=self.counted
+        )
 
     # a forward pass -------------------------------------------------------------------
 

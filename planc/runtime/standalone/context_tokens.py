@@ -29,10 +29,26 @@ class ContextError(ValueError):
     """A model or a batch that cannot be computed in parts of the sequence."""
 
 
+COUNTED = ("opt",)
+"""The `model_type`s whose positions, where none are given, count no padding."""
+
+
 def part_of_batch(
-    batch: Mapping[str, Any], rank: int, ranks: int, balance: str
+    batch: Mapping[str, Any],
+    rank: int,
+    ranks: int,
+    balance: str,
+    *,
+    counted: bool = False,
 ) -> dict[str, Any]:
-    """A rank's part of a batch, as of `ContextParallel.batch`."""
+    """A rank's part of a batch, as of `ContextParallel.batch`.
+
+    Args:
+        batch: of all ranks.
+        rank, ranks: which part of how many.
+        balance: as of `ContextParallel`.
+        counted: whether positions count tokens but for padding.
+    """
     whole = dict(batch)
     first = next((whole[n] for n in TOKENWISE[:2] if whole.get(n) is not None), None)
     if first is None:
@@ -43,6 +59,9 @@ def part_of_batch(
             require_tokenwise(name, value, rows, length)
     if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=first.device)[None]
+        mask = whole.get("attention_mask")
+        if counted and mask is not None:
+            whole["position_ids"] = mask.cumsum(1) * mask - 1
     whole["position_ids"] = whole["position_ids"].expand(rows, -1)
     if whole.get("labels") is not None and whole.get("shift_labels") is None:
         # before the split: the label of a part's last token is in another part
