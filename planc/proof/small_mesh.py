@@ -42,9 +42,6 @@ def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterato
         return
     yield first
     alone = dict.fromkeys(first, 1)
-    for axis in axes:
-        if axis.role is AxisRole.STAGE and first[axis.name] == 1 < axis.size:
-            yield {**alone, axis.name: RANKS}  # the other axes have taken all ranks
     tensor = {name: size if name in split else 1 for name, size in first.items()}
     for axis in axes:
         if axis.name in split and axis.size > 3:
