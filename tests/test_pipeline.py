@@ -14,7 +14,9 @@ from planc.diagnostic import PlanError, Sink
 from planc.model.load import load
 from planc.model.small.block_order import block_order
 from planc.ops.pipeline import SCHEDULES
+from planc.proof import layout_flow
 from planc.proof.layout_flow import flow
+from planc.proof.stand_in import Unrepresented
 from planc.runtime import pipeline as schedule
 from planc.runtime import training_step
 from planc.runtime.standalone.pipeline import Stages
@@ -128,6 +130,13 @@ def test_a_message_that_nobody_sends(unkept, monkeypatch):
     monkeypatch.setattr(simulate, "SECONDS", 60.0)
     found, errors = verdict(pipeline_stages=2, world_size=2)
     assert (found.verdict, errors) == ("refuted", ["PL503"])
+
+
+def test_what_is_not_simulated_is_not_passed_in_silence(unkept, monkeypatch):
+    reason = "nothing stands for it"
+    monkeypatch.setattr(layout_flow, "small_case", lambda *_: Unrepresented(reason=reason))
+    found, _ = verdict(pipeline_stages=2, world_size=2)
+    assert (found.verdict, found.reason) == ("unknown", reason)
 
 
 # Messages between threads ------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Pipeline(Op):
     shared: tuple[Modules, ...] = field(default=(), metadata=OMIT)
     ties: tuple[Name, ...] = field(default=(), metadata=OMIT)
 
-    SCRIPT: ClassVar = ScriptFunction("split", "Keeps the parameters of this rank's stages.")
+    SCRIPT: ClassVar = ScriptFunction("keep_stages", "Keeps the parameters of this rank's stages.")
     WORD: ClassVar = "pipeline"
 
     @property

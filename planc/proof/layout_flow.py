@@ -21,6 +21,7 @@ from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
@@ -181,7 +182,7 @@ def flow(
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
-    divided = any(isinstance(op, DispatchExperts) for op in lowered.ops)
+    divided = any(isinstance(op, DispatchExperts | Pipeline) for op in lowered.ops)
     if lowered.code and not allow_code:
         outcome, small = _not_imported(lowered.code[0])
     elif is_megatron(lowered) and not axes:

@@ -118,6 +118,15 @@ class Stage(_PipelineStageBase):  # type: ignore[misc]
         self.inbox.clear()
         self.gradients.clear()
 
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        except RuntimeError as error:  # torch's own, around the one of the model
+            if not isinstance(error.__cause__, Exception):
+                raise
+            error.__cause__.add_note(f"in stage {self.stage_index} of the pipeline")
+            raise error.__cause__ from None
+
     # activations
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:

@@ -76,7 +76,7 @@ class Stages:
                 self._inactive[place] = Inactive(module, make(module))
             else:
                 module.forward = make(module)
-                empty(module)
+                empty(module, mesh.device_type)
         self.plain = model.forward
         model.forward = functools.wraps(self.plain)(
             # wraps takes a function, which a method is not
@@ -129,8 +129,8 @@ class Stages:
         return forward
 
     def _placeholder(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward of a module of the first stage on the others: zeros without
-        memory, of the shape of its output where that is known.
+        """The forward of a module of the first stage on the others: zeros of the shape
+        of its output where that is known.
         """
         width = getattr(module, "embedding_dim", None) or getattr(
             module, "out_features", None
@@ -143,8 +143,9 @@ class Stages:
                 return given
             assert self.received is not None
             shape = given.shape if looked_up else given.shape[:-1]
-            zero = torch.zeros((), dtype=self.received.dtype, device=given.device)
-            return zero.expand(*shape, int(width))
+            return torch.zeros(
+                (*shape, int(width)), dtype=self.received.dtype, device=given.device
+            )
 
         return forward
 
@@ -217,12 +218,17 @@ def parameter_names(model: nn.Module) -> Iterator[str]:
     yield from model.state_dict()
 
 
-def empty(module: nn.Module) -> None:
-    """Removes the parameters and buffers of a module and of all inside."""
+def empty(module: nn.Module, device: str) -> None:
+    """Removes the parameters and buffers of a module and of all inside. The model's
+    code still reads their device and dtype.
+    """
     for part in module.modules():
-        for names in (part._parameters, part._buffers):
-            for name in names:
-                names[name] = None
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = None
+                    left = torch.empty(0, dtype=tensor.dtype, device=device)
+                    part.__dict__[name] = left
 
 
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
