@@ -111,7 +111,11 @@ class Passes:
         sent, passes = layer.backward, 2
         recompute = layer.recompute or work.recompute
         again = kernels.forward(layer, self.hardware, self.stack)
-        if recompute is Recompute.FULL and not layer.lookup and not layer.resident:
+        replays = recompute is Recompute.SELECTIVE and layer.replayed is not None
+        if replays and layer.replayed:
+            some = replace(layer, matmuls=layer.replayed[0], attention=layer.replayed[1])
+            again = kernels.forward(some, self.hardware, self.stack)
+        if replays or (recompute is Recompute.FULL and not layer.lookup and not layer.loss):
             matmul, attention, memory = matmul + again[0], attention + again[1], memory + again[2]
             sent, passes = (*sent, *layer.forward), 3
         elif recompute is Recompute.SELECTIVE:
@@ -120,14 +124,14 @@ class Passes:
         full = work.sharding is Sharding.FULL
         size = stack.parameter_passes + (stack.unit_passes if full else 0)
         memory += kernels.moved(size * layer.parameters, 0, self.hardware)
-        data = self.gather(layer) + self.reduce(layer)
+        data = (0.0 if layer.resident else self.gather(layer)) + self.reduce(layer)
         launch = self.launch(layer, sent, passes)
         return self._passed(layer, (matmul, attention, memory), sent, data, launch)
 
     def gather(self, layer: Layer) -> float:
         """Of FSDP's all-gather before each pass of a micro-batch."""
         work = self.work
-        if work.sharding is not Sharding.FULL or layer.resident:
+        if work.sharding is not Sharding.FULL:
             return 0.0
         size = layer.parameters * work.precision.compute
         return self._collective(Kind.ALL_GATHER, size, work.data)
