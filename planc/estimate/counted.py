@@ -6,7 +6,9 @@ what the plan's tensor-parallel rules split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +80,22 @@ class Counted:
 
     parts: tuple[Part, ...]
     logits: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, for the cache."""
+        return asdict(self)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Counted:
+        """The reverse of `document`."""
+        kinds = {"saved": Saved, "products": Product, "moved": Moved}
+
+        def part(fields: Mapping[str, Any]) -> Part:
+            lists = {n: tuple(k(**x) for x in fields[n]) for n, k in kinds.items()}
+            seen = (
+                Attended(module=a["module"], shape=tuple(a["shape"])) for a in fields["attended"]
+            )
+            own = {"like": tuple(fields["like"]), "attended": tuple(seen)}
+            return Part(**{**fields, **lists, **own})
+
+        return Counted(parts=tuple(part(p) for p in data["parts"]), logits=data["logits"])

@@ -25,7 +25,8 @@ from planc.estimate.workload import (
     Workload,
 )
 from planc.lowering.memory import Holding, Holdings
-from planc.model.facts import DTYPE_BYTES, Facts, Modules, below
+from planc.model.facts import DTYPE_BYTES, Facts, Modules
+from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.layouts import Replicate, Shard
@@ -110,20 +111,22 @@ class PlanWork:
 
     def workload(self, counted: Counted | None) -> Workload:
         """The step's work; without counts, parameters alone."""
-        plan, section = self.plan, self.plan.fsdp
-        shard, replicate = self._axes()
-        tensor = self.group(*(a.name for a in plan.mesh.of_role(AxisRole.TENSOR)))
         return Workload(
             stages=((*self._layers(counted),),),
-            data=self.group(*shard),
-            replicate=self.group(*replicate),
-            tensor=tensor,
-            context=self.group(*(a.name for a in plan.mesh.of_role(AxisRole.SEQUENCE))),
+            **self.groups(),
             micro_batches=self.batch.micro_batches,
             tokens=self.batch.global_batch * self.batch.sequence,
-            sharding=Sharding.FULL if section else Sharding.REPLICATED,
+            sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,
             precision=self._precision(),
         )
+
+    def groups(self) -> dict[str, Group]:
+        """The groups of ranks that communicate, by their names in `Workload`."""
+        shard, replicate = self._axes()
+        roles = {"tensor": AxisRole.TENSOR, "context": AxisRole.SEQUENCE}
+        axes = {n: [a.name for a in self.plan.mesh.of_role(r)] for n, r in roles.items()}
+        axes |= {"data": list(shard), "replicate": list(replicate)}
+        return {name: self.group(*names) for name, names in axes.items()}
 
     def _axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes that most parameters are sharded over, and those they are replicated over."""
@@ -151,10 +154,12 @@ class PlanWork:
         claimed: list[Holding] = []
         for part in counted.parts if counted else ():
             if part.at:
-                inside = [h for h in self.holdings.all if self._in(h, part)]
+                names = frozenset(part.like)
+                inside = [h for h in self.holdings.all if _is_in(h, names)]
                 claimed += inside
                 yield self._layer(part, inside, counted), len(part.like)
-        rest = [h for h in self.holdings.all if all(h is not c for c in claimed)]
+        taken = {id(h) for h in claimed}
+        rest = [h for h in self.holdings.all if id(h) not in taken]
         outside = counted.parts[-1] if counted else Part(at="", like=("",))
         bare = replace(outside, saved=(), products=(), attended=(), moved=())
         units = list({id(h.unit): h.unit for h in rest}.values())
@@ -164,10 +169,6 @@ class PlanWork:
             last = i == len(units) - 1 and counted is not None
             part = outside if last else replace(bare, like=("",) * times)
             yield self._layer(part, inside, counted), len(part.like)
-
-    def _in(self, holding: Holding, part: Part) -> bool:
-        name = next(holding.modules.names())
-        return any(name == at or below(name, at) for at in part.like)
 
     def _layer(self, part: Part, inside: list[Holding], counted: Counted | None) -> Layer:
         times = len(part.like)
@@ -255,11 +256,18 @@ class PlanWork:
         return Recompute.SELECTIVE if rule.save else Recompute.FULL
 
 
+def _is_in(holding: Holding, names: frozenset[str]) -> bool:
+    """Whether the module of a parameter is one of those named or inside one."""
+    parts = next(holding.modules.names()).split(".")
+    return any(".".join(parts[:n]) in names for n in range(len(parts), 0, -1))
+
+
 class _Split:
     """How the plan's tensor-parallel rules split what one part computes and keeps."""
 
     def __init__(self, work: PlanWork, part: Part) -> None:
         self.work, self.part = work, part
+        self.factors: dict[str, int] = {}
         self.name = part.like[0]
         rules = ((self._below(r.modules), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
@@ -270,13 +278,12 @@ class _Split:
 
     def _below(self, modules: Modules) -> str | None:
         """The module's name below this part, None where it is elsewhere."""
-        for name in modules.names():
-            if not self.name:
-                if not any(c.isdecimal() for c in name.split(".")):
-                    return name
-            elif name == self.name or below(name, self.name):
-                return name[len(self.name) + 1 :]
-        return None
+        depth = len(self.name.split(".")) if self.name else 0
+        head, rest = modules.path[:depth], modules.path[depth:]
+        listed = any(isinstance(s, Indices) for s in rest)
+        if not Modules(head, modules.module).has(self.name) or (listed and not self.name):
+            return None
+        return ".".join(s if isinstance(s, str) else str(s.first) for s in rest)
 
     def _style(self, module: str) -> object:
         rule = self.ruled.get(module)
@@ -284,6 +291,11 @@ class _Split:
 
     def factor(self, module: str) -> int:
         """Over how many ranks what the module itself works on is split."""
+        if module not in self.factors:
+            self.factors[module] = self._factor(module)
+        return self.factors[module]
+
+    def _factor(self, module: str) -> int:
         style = self._style(module)
         if not module and not self.name:  # the loss: its logits are whole
             return 1
