@@ -92,10 +92,9 @@ class Counted:
 
         def part(fields: Mapping[str, Any]) -> Part:
             lists = {n: tuple(k(**x) for x in fields[n]) for n, k in kinds.items()}
-            seen = (
-                Attended(module=a["module"], shape=tuple(a["shape"])) for a in fields["attended"]
-            )
-            own = {"like": tuple(fields["like"]), "attended": tuple(seen)}
+            seen = [(a["module"], tuple(a["shape"])) for a in fields["attended"]]
+            own: dict[str, Any] = {"like": tuple(fields["like"])}
+            own["attended"] = tuple(Attended(module=m, shape=s) for m, s in seen)
             return Part(**{**fields, **lists, **own})
 
         return Counted(parts=tuple(part(p) for p in data["parts"]), logits=data["logits"])

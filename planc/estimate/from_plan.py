@@ -111,9 +111,13 @@ class PlanWork:
 
     def workload(self, counted: Counted | None) -> Workload:
         """The step's work; without counts, parameters alone."""
+        groups = self.groups()
         return Workload(
             stages=((*self._layers(counted),),),
-            **self.groups(),
+            data=groups["data"],
+            replicate=groups["replicate"],
+            tensor=groups["tensor"],
+            context=groups["context"],
             micro_batches=self.batch.micro_batches,
             tokens=self.batch.global_batch * self.batch.sequence,
             sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,

@@ -49,7 +49,9 @@ def count(
     asked = f"{_FORMAT} {batch} x {sequence} {dtype} {attention}"
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str))
     known = _KNOWN.get(key) or _read(key)
-    found = known or _count(facts, sink, batch, sequence, dtype, attention)
+    found = known or _count(
+        facts, sink, batch=batch, sequence=sequence, dtype=dtype, attention=attention
+    )
     if found and not known:
         keep(key, found.document())
     if found:
@@ -66,7 +68,7 @@ def _read(key: str) -> Counted | None:
 
 
 def _count(
-    facts: Facts, sink: Sink, batch: int, sequence: int, dtype: str, attention: str
+    facts: Facts, sink: Sink, *, batch: int, sequence: int, dtype: str, attention: str
 ) -> Counted | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
