@@ -260,6 +260,9 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL703", "warning", "plan", "layers whose activations are unknown"),
     ("PL704", "error", "plan", "a rank needs more memory than it has"),
     ("PL705", "error", "input", "an estimate of a lowered plan"),
+    ("PL710", "error", "input", "no plan that a suggestion could extend"),
+    ("PL711", "error", "input", "a requirement that cannot be evaluated"),
+    ("PL712", "error", "plan", "no plan can be suggested"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 

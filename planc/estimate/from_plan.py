@@ -12,32 +12,25 @@ from math import prod
 
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
+from planc.estimate.tensor_split import Split
 from planc.estimate.workload import (
-    Attention,
-    Collective,
     Group,
-    Kind,
     Layer,
-    Matmul,
     Precision,
     Recompute,
     Sharding,
     Workload,
 )
 from planc.lowering.memory import Holding, Holdings
-from planc.model.facts import DTYPE_BYTES, Facts, Modules
-from planc.model.indices import Indices
+from planc.model.facts import DTYPE_BYTES, Facts
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
-from planc.ops.layouts import Replicate, Shard
-from planc.ops.styles import Colwise, Experts, Parameters, Replicated, Rowwise, Sequence
+from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
 from planc.plan.ir import LossRule, Plan, TensorRule, Unit
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 """The number of states that an optimizer keeps for a parameter, in the parameter's dtype."""
-
-_SPLITS = (Colwise, Rowwise, Experts, Parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +58,8 @@ class PlanWork:
     optimizer: str = "adamw"
     rules: tuple[TensorRule, ...] = field(init=False)
     holdings: Holdings = field(init=False)
+    spread: tuple[tuple[str, ...], tuple[str, ...]] = field(init=False)
+    inside: dict[str, list[Holding]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -72,6 +67,7 @@ class PlanWork:
         alive = [r for r in every if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
         self.rules = tuple(alive)
         self.holdings = Holdings(self.facts, plan, alive)
+        self.spread = self._axes()
 
     def size(self, role: AxisRole) -> int:
         return prod(a.size for a in self.plan.mesh.of_role(role))
@@ -126,7 +122,7 @@ class PlanWork:
 
     def groups(self) -> dict[str, Group]:
         """The groups of ranks that communicate, by their names in `Workload`."""
-        shard, replicate = self._axes()
+        shard, replicate = self.spread
         roles = {"tensor": AxisRole.TENSOR, "context": AxisRole.SEQUENCE}
         axes = {n: [a.name for a in self.plan.mesh.of_role(r)] for n, r in roles.items()}
         axes |= {"data": list(shard), "replicate": list(replicate)}
@@ -158,8 +154,7 @@ class PlanWork:
         claimed: list[Holding] = []
         for part in counted.parts if counted else ():
             if part.at:
-                names = frozenset(part.like)
-                inside = [h for h in self.holdings.all if _is_in(h, names)]
+                inside = self._inside(part)
                 claimed += inside
                 yield self._layer(part, inside, counted), len(part.like)
         taken = {id(h) for h in claimed}
@@ -174,6 +169,13 @@ class PlanWork:
             part = outside if last else replace(bare, like=("",) * times)
             yield self._layer(part, inside, counted), len(part.like)
 
+    def _inside(self, part: Part) -> list[Holding]:
+        """The parameters of the layers that a part stands for."""
+        if part.at not in self.inside:
+            names = frozenset(part.like)
+            self.inside[part.at] = [h for h in self.holdings.all if _is_in(h, names)]
+        return self.inside[part.at]
+
     def _layer(self, part: Part, inside: list[Holding], counted: Counted | None) -> Layer:
         times = len(part.like)
         local = sum(prod(h.local) * h.count for h in inside) // times
@@ -182,7 +184,7 @@ class PlanWork:
         last = bool(part.products) and not part.at
         if not part.at and self.plan.loss:  # the loss keeps no logits
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
-        split = _Split(self, part)
+        split = Split(self, part)
         forward, backward = split.collectives()
         return Layer(
             name=self._name(part, unit),
@@ -264,144 +266,3 @@ def _is_in(holding: Holding, names: frozenset[str]) -> bool:
     """Whether the module of a parameter is one of those named or inside one."""
     parts = next(holding.modules.names()).split(".")
     return any(".".join(parts[:n]) in names for n in range(len(parts), 0, -1))
-
-
-class _Split:
-    """How the plan's tensor-parallel rules split what one part computes and keeps."""
-
-    def __init__(self, work: PlanWork, part: Part) -> None:
-        self.work, self.part = work, part
-        self.factors: dict[str, int] = {}
-        self.name = part.like[0]
-        rules = ((self._below(r.modules), r) for r in work.rules)
-        self.ruled = {name: r for name, r in rules if name is not None}
-        self.ranks = work.size(AxisRole.TENSOR)
-        norms = any(isinstance(r.style, Sequence) for r in self.ruled.values())
-        self.stream = self.ranks if norms else 1
-        """Over how many ranks the residual stream is split."""
-
-    def _below(self, modules: Modules) -> str | None:
-        """The module's name below this part, None where it is elsewhere."""
-        depth = len(self.name.split(".")) if self.name else 0
-        head, rest = modules.path[:depth], modules.path[depth:]
-        listed = any(isinstance(s, Indices) for s in rest)
-        if not Modules(head, modules.module).has(self.name) or (listed and not self.name):
-            return None
-        return ".".join(s if isinstance(s, str) else str(s.first) for s in rest)
-
-    def _style(self, module: str) -> object:
-        rule = self.ruled.get(module)
-        return rule.style if rule else None
-
-    def factor(self, module: str) -> int:
-        """Over how many ranks what the module itself works on is split."""
-        if module not in self.factors:
-            self.factors[module] = self._factor(module)
-        return self.factors[module]
-
-    def _factor(self, module: str) -> int:
-        style = self._style(module)
-        if not module and not self.name:  # the loss: its logits are whole
-            return 1
-        if isinstance(style, Sequence | Rowwise | Experts):
-            return self.ranks
-        if isinstance(style, Colwise):
-            return 1
-        holder = module
-        while holder:
-            children = [s for n, s in self.ruled.items() if n.rpartition(".")[0] == holder]
-            if any(isinstance(rule.style, _SPLITS) for rule in children):
-                return self.ranks
-            holder = holder.rpartition(".")[0]
-        return self.stream
-
-    def matmuls(self) -> Iterable[Matmul]:
-        for p in self.part.products:
-            style = self._style(p.module)
-            m, n, k, count = p.m, p.n, p.k, p.count
-            if isinstance(style, Colwise):
-                n = -(-n // self.ranks)
-            elif isinstance(style, Rowwise):
-                k = -(-k // self.ranks)
-            elif isinstance(style, Experts | Parameters):
-                n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
-            elif count > 1:
-                count = -(-count // self.factor(p.module))
-            yield Matmul(m=m, n=n, k=k, count=count)
-
-    def attention(self) -> Iterable[Attention]:
-        for a in self.part.attended:
-            batch, heads, queries, keys, dim = a.shape
-            yield Attention(
-                batch=batch,
-                heads=-(-heads // self.factor(a.module)),
-                queries=queries,
-                keys=keys * self.work.size(AxisRole.SEQUENCE),
-                head_dim=dim,
-            )
-
-    def moved(self) -> float:
-        return sum(m.size / self.factor(m.module) for m in self.part.moved)
-
-    def kept(self) -> float:
-        """Bytes that autograd keeps."""
-        return sum(s.size / self.factor(s.module) for s in self.part.saved)
-
-    def selective(self, rule: Checkpoint | None) -> float:
-        """Bytes that selective checkpointing keeps: the layer's input, and outputs of the matmuls
-        and the attention that the rule saves.
-        """
-        again = self.replayed(rule)
-        if again is None:
-            return 0.0
-        width = DTYPE_BYTES.get(self.work.compute_dtype, 4)
-
-        def products(some: Iterable[Matmul]) -> float:
-            return sum(p.m * p.n * p.count * width for p in some)
-
-        def outputs(some: Iterable[Attention]) -> float:
-            return sum(a.batch * a.heads * a.queries * (a.head_dim * width + 4) for a in some)
-
-        size = self.part.boundary / self.stream + products(self.matmuls()) - products(again[0])
-        return size + outputs(self.attention()) - outputs(again[1])
-
-    def replayed(
-        self, rule: Checkpoint | None
-    ) -> tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None:
-        """The matmuls and the attention that a rule with a list of what to save leaves out."""
-        if rule is None or not rule.save:
-            return None
-        every = {s.name: s.every for s in rule.save}
-        matmuls, attention = tuple(self.matmuls()), tuple(self.attention())
-        if n := every.get("matmul"):
-            matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
-        return matmuls, () if "attention" in every else attention
-
-    def collectives(self) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """Of each rowwise module: its partial output is all-reduced, or scattered along the
-        sequence, where the next block gathers it. Backward does the reverse.
-        """
-        tensor = self.work.plan.mesh.of_role(AxisRole.TENSOR)
-        group = self.work.group(*(a.name for a in tensor))
-        rows = [r for r in self.ruled.values() if isinstance(r.style, Rowwise | Experts)]
-        if group.size == 1 or not (rows or self.part.products):
-            return (), ()
-        width = self.part.boundary or self._hidden()
-        found = []
-        for rule in rows:
-            scattered = isinstance(getattr(rule.style, "output", None), Shard)
-            kinds = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) if scattered else (Kind.ALL_REDUCE,)
-            found += [Collective(kind=k, size=width, group=group) for k in kinds]
-        gathers = (Collective(kind=Kind.ALL_GATHER, size=2.0 * p.m * p.n, group=group)
-                   for p in self.part.products if self._whole(p.module))  # fmt: skip
-        return (*found, *gathers), tuple(found)
-
-    def _whole(self, module: str) -> bool:
-        """Whether a column layer's output is gathered, as logits are."""
-        style = self._style(module)
-        whole = isinstance(style, Colwise) and isinstance(style.output, Replicate)
-        return whole and not self.work.plan.loss
-
-    def _hidden(self) -> float:
-        """Bytes of the residual stream outside the layers."""
-        return max((s.size for s in self.part.saved if "norm" in s.module), default=0) / 2
