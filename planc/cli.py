@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "report what is wrong with a plan for a model",
     "lower": "print the lowered plan: the torch calls that a plan means",
     "estimate": "estimate memory and time of a training step",
+    "suggest": "search the fastest plan that fits, and write it",
     "diff": "compare two lowered plans",
     "why": "show which lines decide a module or a parameter",
     "verify": "prove a plan on real processes, with a small model",

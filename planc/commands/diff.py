@@ -22,6 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{side}-model", metavar="MODEL")
         parser.add_argument(f"--{side}-world-size", metavar="N", type=shared_arguments.size)
         parser.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
+    shared_arguments.training_step(parser, required=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 
@@ -39,16 +40,40 @@ def run(options: argparse.Namespace) -> int:
             world_size=own[f"{side}_world_size"] or options.world_size,
             settings=[*options.set, *own[f"{side}_set"]],
         )
-        sides.append(compiled.lowered)
+        sides.append(compiled)
         for diagnostic in sink:
             merged.add(diagnostic)
+    estimates = _estimates(sides, options, merged) if options.batch and options.seq else {}
     output.show(merged, "full", sys.stderr, quiet=True)
-    old, new = sides
-    if old is None or new is None:
+    old, new = (side.lowered for side in sides)
+    if old is None or new is None or merged.failed:
         return output.FAILED
     change = compare.compare(old, new)
     if options.format == "json":
-        print(json.dumps(render.document(change), indent=2))
+        also = {"estimate": estimates} if estimates else {}
+        print(json.dumps(render.document(change) | also, indent=2))
     else:
         print(render.render(change), end="")
+        print("".join(f"{line}\n" for line in render.estimates(estimates)), end="")
     return output.CLEAN if change.same else output.FINDINGS
+
+
+def _estimates(
+    sides: list[compiler.Compiled], options: argparse.Namespace, sink: Sink
+) -> dict[str, dict[str, float]]:
+    """What a rank holds at most, seconds of a step, and bytes that a rank sends in it, before and
+    after; empty where a side has no estimate.
+    """
+    from planc.estimate.answer import answer
+    from planc.estimate.step_time import bytes_sent
+
+    found: dict[str, dict[str, float]] = {"memory": {}, "time": {}, "sent": {}}
+    for side, compiled in zip(("old", "new"), sides, strict=True):
+        asked = shared_arguments.request(options)
+        made = answer(*compiled.applied, asked, sink) if compiled.applied else None
+        if made is None:
+            return {}
+        found["memory"][side] = made.estimate.fullest.peak
+        found["time"][side] = made.estimate.time.seconds
+        found["sent"][side] = bytes_sent(made.work, made.hardware, made.stack)
+    return found

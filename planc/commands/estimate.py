@@ -8,6 +8,7 @@ import sys
 
 from planc.commands import output, shared_arguments
 from planc.diagnostic import Sink
+from planc.estimate.advice import advise
 from planc.estimate.answer import answer, judge_fit
 from planc.estimate.render import document, text
 
@@ -27,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
         found = answer(*compiled.applied, shared_arguments.request(options), sink)
         if found:
             judge_fit(found, compiled.applied[1], sink)
+            advise(found, sink)
     elif compiled.lowered:
         sink.error(
             "PL705", "a lowered plan does not say how its modules are split", help="name the plan"

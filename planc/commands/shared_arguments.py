@@ -66,8 +66,11 @@ def target(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     common(parser)
 
 
-def common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world-size", metavar="N", type=size, help="the number of ranks")
+def common(parser: argparse.ArgumentParser, *, sized: bool = False) -> None:
+    """`sized` makes the number of ranks a must."""
+    parser.add_argument(
+        "--world-size", metavar="N", type=size, required=sized, help="the number of ranks"
+    )
     parser.add_argument(
         "--set",
         metavar="NAME=VALUE",
@@ -118,7 +121,9 @@ def request(options: argparse.Namespace, device_memory: float | None = None) -> 
     batch = None
     if options.batch and options.seq:
         batch = Batch(
-            global_batch=options.batch, sequence=options.seq, micro_batches=options.micro_batches
+            global_batch=options.batch,
+            sequence=options.seq,
+            micro_batches=options.micro_batches or 1,
         )
     return Request(
         batch=batch,

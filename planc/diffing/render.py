@@ -1,5 +1,6 @@
 """A delta as text and as JSON."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planc.diffing.compare import Change, Delta
@@ -8,6 +9,7 @@ from planc.ops.entry import Value
 from planc.source import Span
 
 FORMAT_VERSION = 1
+_UNITS = {"memory": (2**30, "GiB"), "time": (1e-3, "ms"), "sent": (2**30, "GiB")}
 _WIDEST = (58, 64)  # widths of the first two columns
 
 
@@ -54,6 +56,22 @@ def _place(sign: str, change: Change) -> str:
     if line and Span.parse_place(change.old)[0] == file:
         return f"{change.old} -> :{line}"
     return " -> ".join(filter(None, (change.old, change.new)))
+
+
+def estimates(sides: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """The lines of estimates of both sides: memory, time, and bytes sent in a step.
+
+    Args:
+        sides: for each quantity its values before and after, `old` and `new`.
+    """
+    for name, values in sides.items():
+        old, new = values["old"], values["new"]
+        scale, unit = _UNITS[name]
+        change = f"  {new / old - 1:+.1%}" if old else ""
+        if old == new:
+            yield f"{name}: {old / scale:,.2f} {unit}, unchanged"
+        else:
+            yield f"{name}: {old / scale:,.2f} -> {new / scale:,.2f} {unit}{change}"
 
 
 # JSON --------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     work = stack and PlanWork(
         plan, facts, request.batch or Batch(global_batch=1, sequence=1), stack, request.optimizer
     )
+    _modelled(plan, sink)
     if work and request.batch:
         _divisible(work, sink)
     if not (hardware and stack and work) or sink.errors > before:
@@ -103,6 +104,18 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         estimate=estimate(step, hardware, stack),
         counted=counted is not None,
     )
+
+
+def _modelled(plan: Plan, sink: Sink) -> None:
+    stages = [a for a in plan.mesh.of_role(AxisRole.STAGE) if a.size > 1]
+    experts = plan.mesh.experts.ranks if plan.mesh.experts else None
+    for axis in (*stages, *([experts] if experts and experts.size > 1 else [])):
+        sink.error(
+            "PL713",
+            f"the estimate does not model `{axis.name}` = {axis.size} yet",
+            axis.origin,
+            help=f"estimate the plan with {axis.name} = 1",
+        )
 
 
 def _divisible(work: PlanWork, sink: Sink) -> None:

@@ -6,7 +6,9 @@ what the plan's tensor-parallel rules split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +80,21 @@ class Counted:
 
     parts: tuple[Part, ...]
     logits: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, for the cache."""
+        return asdict(self)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Counted:
+        """The reverse of `document`."""
+        kinds = {"saved": Saved, "products": Product, "moved": Moved}
+
+        def part(fields: Mapping[str, Any]) -> Part:
+            lists = {n: tuple(k(**x) for x in fields[n]) for n, k in kinds.items()}
+            seen = [(a["module"], tuple(a["shape"])) for a in fields["attended"]]
+            own: dict[str, Any] = {"like": tuple(fields["like"])}
+            own["attended"] = tuple(Attended(module=m, shape=s) for m, s in seen)
+            return Part(**{**fields, **lists, **own})
+
+        return Counted(parts=tuple(part(p) for p in data["parts"]), logits=data["logits"])

@@ -7,17 +7,23 @@ without data. It is the only module of the estimate that imports torch.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from planc.diagnostic import Sink
 from planc.estimate.counted import Attended, Counted, Moved, Part, Product, Saved
+from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
 
+_FORMAT = "counted 1"
+"""Raised when what is counted changes."""
+_KNOWN: dict[str, Counted] = {}
+"""What this process has counted or read: a search asks for few shapes many times."""
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 """The matrices among the arguments of each operator."""
 
@@ -40,6 +46,30 @@ def count(
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
         return None
+    asked = f"{_FORMAT} {batch} x {sequence} {dtype} {attention}"
+    key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str))
+    known = _KNOWN.get(key) or _read(key)
+    found = known or _count(
+        facts, sink, batch=batch, sequence=sequence, dtype=dtype, attention=attention
+    )
+    if found and not known:
+        keep(key, found.document())
+    if found:
+        _KNOWN[key] = found
+    return found
+
+
+def _read(key: str) -> Counted | None:
+    """What an earlier run counted."""
+    try:
+        return Counted.of(recall(key))
+    except (KeyError, TypeError):  # missing or malformed
+        return None
+
+
+def _count(
+    facts: Facts, sink: Sink, *, batch: int, sequence: int, dtype: str, attention: str
+) -> Counted | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     values = copy.deepcopy(dict(facts.config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, sqrt
 
 from planc.estimate.profiles import Hardware, Stack
@@ -22,20 +23,24 @@ def matmul(product: Matmul, hardware: Hardware) -> float:
     waves, and products of few tiles are split along k. The library takes the best tile. Each kernel
     adds a constant for filling and draining its pipeline.
     """
-    compute = min(_waves(product, tile, hardware.processors) for tile in TILES)
+    compute = _quantized(product.m, product.n, product.k, hardware.processors)
     compute /= hardware.matmul_tflops * 1e12
     bytes_moved = 2.0 * (product.m * product.k + product.k * product.n + product.m * product.n)
     memory = bytes_moved / (hardware.memory_gb_s * 1e9)
     return product.count * (max(compute, memory) + hardware.kernel_us * 1e-6)
 
 
-def _waves(product: Matmul, tile: tuple[int, int, float], processors: int) -> float:
-    """FLOPs that all multiprocessors could do in the time that the product takes them."""
-    rows, columns, rate = tile
-    tiles = ceil(product.m / rows) * ceil(product.n / columns)
-    pieces = max(1, min(product.k // SPLIT, processors // tiles))
-    waves = ceil(tiles * pieces / processors)
-    return 2.0 * product.k / pieces * rows * columns * waves * processors / rate
+@lru_cache(maxsize=65536)  # a search asks for the same products many times
+def _quantized(m: int, n: int, k: int, processors: int) -> float:
+    """FLOPs that all multiprocessors could do in the time that a product takes them."""
+
+    def waves(rows: int, columns: int, rate: float) -> float:
+        tiles = ceil(m / rows) * ceil(n / columns)
+        pieces = max(1, min(k // SPLIT, processors // tiles))
+        count = ceil(tiles * pieces / processors)
+        return 2.0 * k / pieces * rows * columns * count * processors / rate
+
+    return min(waves(*tile) for tile in TILES)
 
 
 def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:

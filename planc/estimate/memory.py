@@ -165,7 +165,7 @@ class _Rank:
     def kept(self, layer: Layer) -> float:
         """Bytes of one layer's activations for one micro-batch."""
         recompute = layer.recompute or self.work.recompute
-        if recompute is Recompute.FULL and not layer.lookup and not layer.resident:
+        if recompute is Recompute.FULL and not layer.lookup and not layer.loss:
             return layer.boundary
         return layer.kept_selective if recompute is Recompute.SELECTIVE else layer.kept
 
@@ -253,6 +253,8 @@ class _Rank:
         precision = self.work.precision
         units = [(x.parameters, n) for x, n in self.layers if not x.resident and not x.lookup]
         most, count = max(units, default=(0, 0))
+        outside = [(x, n) for x, n in self.layers if x.loss or not x.matmuls]
+        held = sum(x.parameters * n for x, n in outside if x.resident)
         yield Item(
             name="gathered units",
             size=most * precision.compute * min(2, count),
@@ -260,9 +262,8 @@ class _Rank:
         )
         yield Item(
             name="gradients before reduction",
-            size=most * (precision.compute + precision.reduce)
-            + sum(x.parameters * n for x, n in self.layers if x.resident) * precision.compute,
-            how="of one unit in two dtypes, and of units that stay gathered",
+            size=most * (precision.compute + precision.reduce) + held * precision.compute,
+            how="of one unit in two dtypes, and of units outside the layers that stay gathered",
         )
 
     def reduced(self) -> Iterable[Item]:

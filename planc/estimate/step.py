@@ -32,6 +32,13 @@ class Estimate:
         return self.fullest.peak <= self.usable
 
 
+def fits(work: Workload, hardware: Hardware, stack: Stack) -> bool:
+    """Whether each rank has the memory; cheaper than an estimate where time has no part in it."""
+    if stack.stall_us:
+        return estimate(work, hardware, stack).fits
+    return max(rank.peak for rank in memory(work, stack, 0)) <= usable(hardware, stack)
+
+
 def estimate(work: Workload, hardware: Hardware, stack: Stack) -> Estimate:
     """The estimate of a step's memory and time."""
     time = step_time(work, hardware, stack)

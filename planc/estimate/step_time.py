@@ -109,25 +109,41 @@ class Passes:
         work, stack = self.work, self.stack
         matmul, attention, memory = kernels.backward(layer, self.hardware, self.stack)
         sent, passes = layer.backward, 2
-        recompute = layer.recompute or work.recompute
-        again = kernels.forward(layer, self.hardware, self.stack)
-        if recompute is Recompute.FULL and not layer.lookup and not layer.resident:
+        if repeated := self.repeated(layer):
+            again = kernels.forward(repeated, self.hardware, self.stack)
             matmul, attention, memory = matmul + again[0], attention + again[1], memory + again[2]
             sent, passes = (*sent, *layer.forward), 3
-        elif recompute is Recompute.SELECTIVE:
-            share = 1 - layer.kept_selective / layer.kept if layer.kept else 0.0
-            memory += share * again[2]
+        elif (layer.recompute or work.recompute) is Recompute.SELECTIVE and layer.kept:
+            share = 1 - layer.kept_selective / layer.kept
+            memory += share * kernels.forward(layer, self.hardware, self.stack)[2]
         full = work.sharding is Sharding.FULL
         size = stack.parameter_passes + (stack.unit_passes if full else 0)
         memory += kernels.moved(size * layer.parameters, 0, self.hardware)
-        data = self.gather(layer) + self.reduce(layer)
+        data = (0.0 if layer.resident else self.gather(layer)) + self.reduce(layer)
         launch = self.launch(layer, sent, passes)
         return self._passed(layer, (matmul, attention, memory), sent, data, launch)
+
+    def repeated(self, layer: Layer) -> Layer | None:
+        """What backward runs again of a checkpointed layer, None where it repeats no product."""
+        recompute = layer.recompute or self.work.recompute
+        if recompute is Recompute.FULL and not layer.lookup and not layer.loss:
+            return layer
+        if recompute is Recompute.SELECTIVE and layer.replayed is not None:
+            return replace(layer, matmuls=layer.replayed[0], attention=layer.replayed[1])
+        return None
+
+    def sent(self, layer: Layer) -> float:
+        """Seconds of all collectives of a layer in a step, nothing overlapped."""
+        again = layer.forward if self.repeated(layer) else ()
+        own = (*layer.forward, *layer.backward, *again)
+        each = sum(collectives.seconds(c, self.hardware) for c in own) + self.reduce(layer)
+        gathers = (1 if layer.resident else 2) * self.gather(layer)
+        return (each + gathers) * self.work.micro_batches + self.after(layer)
 
     def gather(self, layer: Layer) -> float:
         """Of FSDP's all-gather before each pass of a micro-batch."""
         work = self.work
-        if work.sharding is not Sharding.FULL or layer.resident:
+        if work.sharding is not Sharding.FULL:
             return 0.0
         size = layer.parameters * work.precision.compute
         return self._collective(Kind.ALL_GATHER, size, work.data)
@@ -169,6 +185,24 @@ class Passes:
         width = work.precision.master or work.precision.rest
         size = self.stack.optimizer_passes * width * parameters / share + 8 * whole
         return kernels.moved(size, 0, self.hardware)
+
+
+def bytes_sent(work: Workload, hardware: Hardware, stack: Stack) -> float:
+    """What a rank sends in a step in collectives, by the ring's count; the most of all stages."""
+    bytewise = replace(  # a byte takes a second wherever it goes
+        hardware,
+        node_gb_s=1e-9,
+        node_reduce_gb_s=1e-9,
+        network_gb_s=1e9,
+        network_reduce_gb_s=1e9,
+        node_latency_us=0.0,
+        network_latency_us=0.0,
+    )
+    passes, ranks = Passes(work, bytewise, stack), work.pipeline.size
+    return max(
+        sum(passes.sent(x) * n for stage in work.stages[rank::ranks] for x, n in stage)
+        for rank in range(ranks)
+    )
 
 
 def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:

@@ -129,6 +129,8 @@ class Layer:
         loss: whether it computes the loss, so that backward frees first what it keeps.
         resident: whether its gathered parameters stay through the step (`reshard = never`).
         recompute: of this layer, None for the workload's.
+        replayed: the matmuls and the attention that selective recomputing computes again, None for
+            none: kernels that are bound by memory in proportion to what is dropped.
         origin: the plan's line that made it a unit, if any.
     """
 
@@ -150,6 +152,7 @@ class Layer:
     loss: bool = False
     resident: bool = False
     recompute: Recompute | None = None
+    replayed: tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None = None
     origin: Span | None = None
 
     @property

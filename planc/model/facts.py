@@ -176,7 +176,7 @@ class Modules:
                 yield prefix
                 return
             head, *tail = rest
-            options = [head] if isinstance(head, str) else [str(i) for i in head]
+            options = [head] if isinstance(head, str) else map(str, head)
             for option in options:
                 yield from expand(f"{prefix}.{option}" if prefix else option, tuple(tail))
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from measured_tables import accelerator, hardware, stack
+from measured_tables import DATA, accelerator, hardware, stack
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
 from planc.estimate.kernels import matmul
@@ -129,6 +130,45 @@ def estimated(row, machine, software, world_size=1):
 LAUNCH_US = 50
 """Of the virtual machines that h100.json and h200.json were measured on: llama-1b without FSDP, 16
 layers of 38 operators, takes 91 ms forward and backward, whatever the tokens."""
+
+
+def choices():
+    """Steps of one model on one H100 that differ by what a plan can choose."""
+    return json.loads((DATA / "h100_choices.json").read_text())
+
+
+CHOICE = """plan choice for llama
+
+mesh {{
+    dp = auto
+}}
+
+checkpoint {{
+    model.layers.* : {checkpoint}
+}}
+
+fsdp on dp {{
+    precision(param = bf16, reduce = fp32)
+    model.layers.* : unit(reshard = {reshard})
+    root           : unit(reshard = never)
+}}
+"""
+CHUNKED = "\nloss {{\n    lm_head : cross_entropy(chunks = {chunks})\n}}\n"
+
+
+def chosen(row, folder):
+    """The estimate of a row of `choices`: four layers of llama 8B, 8,192 tokens a micro-batch."""
+    config = MODELS["llama-8b"] | {"dtype": "float32", "num_hidden_layers": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    row = {"reshard": "always", "micro": 1} | row
+    text = (CHOICE + CHUNKED * ("chunks" in row)).format(**row)
+    (folder / "choice.plan").write_text(text)
+    sink = Sink()
+    compiled = compile_plan(str(folder), str(folder / "choice.plan"), sink, world_size=1)
+    batch = Batch(global_batch=row["micro"], sequence=8192, micro_batches=row["micro"])
+    found = answer(*compiled.applied, Request(batch=batch), sink)
+    profile = replace(hardware("h100-8x"), launch_us=25)
+    return estimate(found.work, profile, stack("torch"))
 
 
 def machine(name):

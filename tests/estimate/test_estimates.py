@@ -24,6 +24,7 @@ from planc.estimate.step_time import step_time
 from planc.estimate.workload import Collective, Group, Kind, Recompute, Sharding
 from planc.model.load import load
 
+CHOICES = measured_steps.choices()
 SMALL = Decoder(layers=8, hidden=1024, heads=8, ffn=4096, vocabulary=32000)
 
 
@@ -269,11 +270,11 @@ def test_a_file_that_is_no_profile(tmp_path):
         assert [d.code for d in sink.diagnostics] == ["PL700"]
 
 
-def layers(*settings, world_size=8):
+def layers(*settings, world_size=8, rows=8, tokens=4096):
     sink = Sink()
     compiled = compile_plan("llama-3.1-8b", "llama", sink, world_size=world_size, settings=settings)
-    work = PlanWork(*compiled.applied, Batch(global_batch=8, sequence=4096), stack("torch"))
-    counted = count(work.facts, sink, batch=8, sequence=4096, dtype=work.compute_dtype)
+    work = PlanWork(*compiled.applied, Batch(global_batch=rows, sequence=tokens), stack("torch"))
+    counted = count(work.facts, sink, batch=rows, sequence=tokens, dtype=work.compute_dtype)
     return work.workload(counted).stages[0]
 
 
@@ -282,8 +283,40 @@ def test_a_loss_in_chunks_has_no_whole_logits():
     logits = 8 * 4096 * 128256
     assert whole.transient == 8 * logits
     assert whole.kept - chunked.kept == pytest.approx(4 * logits, rel=0.001)
-    assert chunked.transient == pytest.approx(10 * logits / 4 / 8)
+    gradients = 128256 / 8 * 4096 + 8 * 4096 * 4096  # of the weight and of the input, in float32
+    assert chunked.transient == pytest.approx(12 * logits / 4 / 8 + 4 * gradients)
     assert len(whole.forward) == len(chunked.forward) + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks", "measured"),
+    [
+        (8192, 1, 9.910),
+        (8192, 2, 7.953),
+        (8192, 4, 5.019),
+        (8192, 8, 3.857),
+        (8192, 16, 3.491),
+        (8192, 64, 3.215),
+        (32768, 16, 5.394),
+        (32768, 64, 4.052),
+    ],
+)
+def test_what_a_loss_in_chunks_holds_on_an_h100(tokens, chunks, measured):
+    """GiB of `chunked_loss` in bf16, 4,096 features and 128,256 entries, besides its arguments."""
+    settings = ("dp_shard=1", f"loss_chunks={chunks}")
+    head = layers(*settings, world_size=1, rows=1, tokens=tokens)[-1][0]
+    assert head.transient / GIB == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("row", CHOICES, ids=str)
+def test_measured_choices(row, tmp_path):
+    """Checkpointing, chunks of the loss, resharding: what each changes of memory and time."""
+    plain, found = (measured_steps.chosen(r, tmp_path) for r in (CHOICES[0], row))
+    assert found.fullest.peak / GIB == pytest.approx(row["gib"], rel=0.005)
+    assert found.time.seconds * 1e3 == pytest.approx(row["ms"], rel=0.12)
+    if "micro" not in row:
+        more = (found.time.seconds - plain.time.seconds) * 1e3
+        assert more == pytest.approx(row["ms"] - CHOICES[0]["ms"], abs=10)
 
 
 def test_what_a_plans_tensor_parallelism_splits():

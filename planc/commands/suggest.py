@@ -1,0 +1,94 @@
+"""`planc suggest`: the fastest plan that fits."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from planc.commands import output, shared_arguments
+from planc.diagnostic import Sink
+from planc.estimate.suggest import Asked, suggest
+from planc.estimate.suggestion_text import document, text
+from planc.model.load import load
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    shared_arguments.model(parser)
+    shared_arguments.plan(parser)
+    shared_arguments.common(parser, sized=True)
+    shared_arguments.training_step(parser, required=True)
+    parser.set_defaults(micro_batches=None)  # searched
+    parser.add_argument(
+        "--require",
+        metavar="CONDITION",
+        action="append",
+        default=[],
+        help="what must hold of axes and options, such as 'tp <= 8'; can be repeated",
+    )
+    parser.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        type=shared_arguments.memory_size,
+        help="in place of the hardware's",
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the plan to FILE instead of standard output"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    sink = Sink()
+    facts = load(options.model, sink, allow_code=options.allow_code)
+    asked = Asked(
+        plan=options.plan,
+        world_size=options.world_size,
+        request=shared_arguments.request(options, options.device_memory),
+        folder=str(Path(options.output or "-").parent),
+        micro_batches=options.micro_batches,
+        settings=options.set,
+        requires=options.require,
+    )
+    with _progress() as progress:
+        made = suggest(facts, asked, sink, progress) if facts else None
+    output.show(sink, "full", sys.stderr, quiet=True)
+    if made is None:
+        return output.exit_code(sink)
+    plan = made.found.best[0].text
+    if options.format == "json":
+        print(json.dumps(document(made), indent=2))
+        return output.write(plan, options.output) if options.output else output.CLEAN
+    # a plan on standard output is not mixed with the table
+    stream = sys.stderr if options.output in (None, "-") else sys.stdout
+    micro_batches = made.found.best[0].micro_batches
+    print("\n".join(text(made, command=_command(options, micro_batches))), file=stream)
+    return output.write(plan, options.output)
+
+
+def _command(options: argparse.Namespace, micro_batches: int) -> str:
+    """What estimates the suggested plan."""
+    model, plan = shlex.quote(options.model), shlex.quote(options.output or "-")
+    return (
+        f"planc estimate {model} {plan} --world-size {options.world_size} --batch {options.batch} "
+        f"--seq {options.seq} --micro-batches {micro_batches} "
+        f"--hardware {shlex.quote(options.hardware)}"
+    )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("plans", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,85 @@
+"""What an estimate shows that another line of the plan would do better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planc.diagnostic import Sink
+from planc.estimate.answer import Answer
+from planc.estimate.memory import GIB
+from planc.estimate.step import estimate
+from planc.estimate.workload import Recompute
+from planc.ops.base import AxisRole
+
+MATTERS = 0.1
+"""The share of a step's time that is worth a finding."""
+
+LARGE = 0.25
+"""The share of the usable memory that one unit may take while it is gathered and reduced."""
+
+
+def advise(found: Answer, sink: Sink) -> None:
+    """Reports PL714 to PL716, each with the estimate that it follows from."""
+    if not found.counted:
+        return
+    _tensor_across_nodes(found, sink)
+    if found.estimate.fits:
+        _needless_checkpoints(found, sink)
+    _large_unit(found, sink)
+
+
+def _tensor_across_nodes(found: Answer, sink: Sink) -> None:
+    group, time = found.work.tensor, found.estimate.time
+    inside = group.in_node(found.hardware.ranks_per_node)
+    share = time.spent.tensor_collectives / time.seconds
+    if inside == group.size or share < MATTERS:
+        return
+    axes = found.plan.mesh.of_role(AxisRole.TENSOR)
+    sink.warning(
+        "PL714",
+        f"{group.name} = {group.size} leaves the node: its collectives take "
+        f"{time.spent.tensor_collectives:.2f} of {time.seconds:.2f} s",
+        *(a.origin for a in axes[:1]),
+        facts=(f"{inside} ranks of the group are in a node of {found.hardware.name}",),
+        help=f"make it {inside} or less; `planc suggest` compares the meshes",
+    )
+
+
+def _needless_checkpoints(found: Answer, sink: Sink) -> None:
+    """Where the step fits without recomputing and is faster."""
+    if not found.plan.checkpoint:
+        return
+    stages = tuple(
+        tuple((replace(layer, recompute=Recompute.NONE), n) for layer, n in stage)
+        for stage in found.work.stages
+    )
+    other = estimate(replace(found.work, stages=stages), found.hardware, found.stack)
+    less = 1 - other.time.seconds / found.estimate.time.seconds
+    if other.fits and less >= MATTERS / 2:
+        sink.warning(
+            "PL715",
+            f"checkpointing costs {less:.0%} of the time, and the memory for what it drops is free",
+            found.plan.checkpoint[0].origin,
+            facts=(
+                f"without it {other.fullest.peak / GIB:.1f} of the usable "
+                f"{other.usable / GIB:.1f} GiB, {other.time.seconds:.3f} s a step",
+            ),
+            help="remove it, or keep what is expensive: `ops(save = [attention, matmul])`",
+        )
+
+
+def _large_unit(found: Answer, sink: Sink) -> None:
+    fullest, room = found.estimate.fullest, found.estimate.usable
+    names = ("gathered units", "gradients before reduction", "gradients being reduced")
+    items = [item for item in fullest.largest.items if item.name in names]
+    size = sum(item.size for item in items)
+    layers = [layer for stage in found.work.stages for layer, _ in stage]
+    largest = max(layers, key=lambda layer: layer.parameters)
+    if size > LARGE * room:
+        sink.warning(
+            "PL716",
+            f"units take {size / GIB:.1f} of {room / GIB:.1f} GiB while gathered and reduced",
+            *([largest.origin] if largest.origin else []),
+            facts=tuple(f"{i.name}: {i.size / GIB:.1f} GiB = {i.how}" for i in items),
+            help="make smaller modules units, such as the MLP or the experts of each block",
+        )

@@ -1,0 +1,232 @@
+"""What a search can choose of a plan, and the text of the plan that chooses it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.base import AxisRole
+from planc.ops.lowered import MeshAxis
+from planc.plan.ir import Plan, Unit
+
+LARGEST = {
+    AxisRole.TENSOR: 64,
+    AxisRole.SEQUENCE: 64,
+    AxisRole.EXPERT: 512,
+    AxisRole.STAGE: 64,
+}
+"""The largest size of an axis that is tried; data axes have no limit. An axis is searched if the
+plan's mesh has it, so a plan with another kind of axis needs nothing else here."""
+
+LOSS_CHUNKS = "loss_chunks", (0, 2, 8)
+SEQUENCE_PARALLEL = "sequence_parallel"
+"""The options that are searched, where the plan has them, with checkpointing. Precision is not: it
+changes what the model learns, and a profile knows the rates of 16 bits only."""
+
+CHECKPOINTING = "checkpointing"
+SAVES = ("attention", "attention, matmul(every = 2)", "attention, matmul")
+"""What selective checkpointing saves, from the least memory to the least time."""
+
+LEANEST = {CHECKPOINTING: True, SEQUENCE_PARALLEL: True, LOSS_CHUNKS[0]: LOSS_CHUNKS[1][-1]}
+FASTEST = {CHECKPOINTING: False, SEQUENCE_PARALLEL: True, LOSS_CHUNKS[0]: 0}
+
+
+Sizes = tuple[tuple[str, int], ...]
+"""Mesh axes by name, outermost first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """
+    Args:
+        sizes: of the mesh axes that are not `auto`, by name.
+        options: of the searched options, by name.
+        save: what a checkpointed layer saves, as in `ops(save = [...])`; empty for the plan's way.
+        resident: whether the units of blocks stay gathered until their backward pass.
+    """
+
+    sizes: Sizes
+    options: tuple[tuple[str, object], ...]
+    save: str = ""
+    resident: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """All choices that extend one plan.
+
+    Args:
+        plan: the base without settings, with checkpointing where it has an option for it.
+        defaults: the values of the plan's options without settings.
+        name: of the plan in `extend`.
+        family: of the model.
+        fixed: axes and options that the user sets.
+        requires: conditions that the user asks for, as in `require`.
+    """
+
+    plan: Plan
+    defaults: Mapping[str, object]
+    name: str
+    family: str
+    world_size: int
+    fixed: Mapping[str, object]
+    requires: tuple[str, ...] = ()
+
+    @property
+    def rest(self) -> MeshAxis:
+        """The axis that takes the ranks that the others leave."""
+        axes = self.plan.mesh.axes
+        data = [a for a in axes if a.role is AxisRole.DATA]
+        return next((a for a in axes if a.inferred), (data or list(axes))[-1])
+
+    def meshes(self) -> Iterator[Sizes]:
+        """The sizes of all axes but `auto`, of every mesh whose product is the world size."""
+        rest = self.rest
+        others = [a for a in self.plan.mesh.axes if a.name != rest.name]
+        for sizes in product(*(self._sizes(a) for a in others)):
+            left, over = divmod(self.world_size, prod(sizes))
+            if over or self.fixed.get(rest.name, left) != left:
+                continue
+            own = () if rest.inferred and rest.name not in self.fixed else ((rest.name, left),)
+            yield (*((a.name, s) for a, s in zip(others, sizes, strict=True)), *own)
+
+    def _sizes(self, axis: MeshAxis) -> tuple[int, ...]:
+        given = self.fixed.get(axis.name)
+        if isinstance(given, int):
+            return (given,)
+        return divisors(self.world_size, LARGEST.get(axis.role, self.world_size))
+
+    def alike(self, choice: Choice) -> Choice:
+        """The choice without replicas: what one rank computes and keeps is the same."""
+        if not self.rest.inferred or self.rest.name in self.fixed:
+            return choice
+        data = {a.name for a in self.plan.mesh.of_role(AxisRole.DATA)} - set(self.fixed)
+        sizes = tuple((n, 1 if n in data else size) for n, size in choice.sizes)
+        return replace(choice, sizes=sizes)
+
+    def mesh(self, sizes: Sizes) -> tuple[MeshAxis, ...]:
+        """The plan's axes with other sizes."""
+        given, rest = dict(sizes), self.rest
+        left = self.world_size // prod(n for name, n in sizes if name != rest.name)
+        return tuple(
+            replace(a, size=left if a.name == rest.name else given[a.name])
+            for a in self.plan.mesh.axes
+        )
+
+    def choices(self, sizes: Sizes) -> Iterator[Choice]:
+        """The ways to checkpoint and to compute the loss on one mesh."""
+        name, values = LOSS_CHUNKS
+        for chunks in values if self._open(name) else (None,):
+            loss = {} if chunks is None else {name: chunks}
+            for way, save in self._ways():
+                probe = self.probe(sizes, FASTEST | loss | way)
+                yield replace(probe, save=save)
+
+    def variations(self, choice: Choice) -> Iterator[Choice]:
+        """A choice with another rule for resharding, and with sequence parallelism or without."""
+        if any(self._lists()):
+            yield replace(choice, resident=not choice.resident)
+        split = any(a.size > 1 for a in self.mesh(choice.sizes) if a.role is AxisRole.TENSOR)
+        if split and self._open(SEQUENCE_PARALLEL):
+            options = dict(choice.options)
+            options[SEQUENCE_PARALLEL] = not options[SEQUENCE_PARALLEL]
+            yield replace(choice, options=tuple(options.items()))
+
+    def probe(self, sizes: Sizes, wanted: Mapping[str, object]) -> Choice:
+        """The choice with some options, where the plan has them; the others stay."""
+        options = {name: value for name, value in wanted.items() if self._open(name)}
+        return Choice(sizes=sizes, options=tuple(options.items()))
+
+    def _open(self, name: str) -> bool:
+        return name in self.plan.options and name not in self.fixed
+
+    def _ways(self) -> Iterator[tuple[dict[str, object], str]]:
+        """Options and saved operators of each way to checkpoint."""
+        on: dict[str, object] = {}
+        if self._open(CHECKPOINTING):
+            yield {CHECKPOINTING: False}, ""
+            on = {CHECKPOINTING: True}
+        yield on, ""
+        if self.fixed.get(CHECKPOINTING, True) and self._rules():
+            yield from ((on, save) for save in SAVES)
+
+    def _rules(self) -> tuple[Checkpoint, ...]:
+        return tuple(rule for rule in self.plan.checkpoint if not rule.save)
+
+    def _lists(self) -> Iterator[Unit]:
+        """Units of the entries of a list that are resharded after forward."""
+        for unit in self.plan.fsdp.units if self.plan.fsdp else ():
+            if unit.reshard is True and not unit.group and len(unit.members[0]) > 1:
+                yield unit
+
+    def words(self, choice: Choice) -> str:
+        """What a choice does besides the mesh; options at their defaults are left out."""
+        options = dict(choice.options)
+        way = f"save {choice.save}" if choice.save else "full"
+        known = CHECKPOINTING in self.plan.options or self.plan.checkpoint
+        on = options.pop(CHECKPOINTING, self.fixed.get(CHECKPOINTING, True))
+        words = [f"checkpoint {way if on else 'none'}"] if known else []
+        changed = {n: v for n, v in options.items() if v != self.defaults[n]}
+        words += [f"{name} = {_literal(value)}" for name, value in changed.items()]
+        return "; ".join([*words, *(["reshard = never"] if choice.resident else [])])
+
+    # The text -----------------------------------------------------------------------------------
+
+    def text(self, choice: Choice) -> str:
+        """The plan that extends the base by a choice, before it is laid out."""
+        given = {n: v for n, v in self.fixed.items() if n in self.defaults}
+        options = {**dict(choice.options), **given}
+        parts = [f"plan suggested for {self.family}", f'extend "{self.name}"']
+        changed = [(n, v) for n, v in options.items() if v != self.defaults[n]]
+        parts.append("\n".join(f"override option {n} = {_literal(v)}" for n, v in changed))
+        sizes = {a.name: a.size for a in self.plan.mesh.axes}
+        axes = [(f"override {n}", str(s)) for n, s in choice.sizes if s != sizes[n]]
+        parts.append(_block("mesh", axes, " = "))
+        if choice.save:
+            action = f"ops(save = [{choice.save}])"
+            rules = [(f"override {rule.modules}", action) for rule in self._rules()]
+            parts.append(_block("checkpoint", rules))
+        if choice.resident and self.plan.fsdp:
+            where = self.plan.fsdp.origin
+            header = where.source.line(where.line).partition("{")[0].strip()
+            units = [(f"override {u.members[0]}", _resident(u)) for u in self._lists()]
+            parts.append(_block(header, units))
+        parts.append("\n".join(f'require {r} "asked for: {_quoted(r)}"' for r in self.requires))
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _resident(unit: Unit) -> str:
+    """The action of a unit's line, with `reshard = never`."""
+    action = unit.origin.text.rpartition(" : ")[2]
+    action = re.sub(r"reshard = \w+", "reshard = never", action)
+    if "reshard" in action:
+        return action
+    if "(" in action:
+        return action.replace("(", "(reshard = never, ", 1)
+    return f"{action}(reshard = never)"
+
+
+def _quoted(text: str) -> str:
+    return text.replace('"', "'")
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _block(header: str, lines: list[tuple[str, str]], between: str = " : ") -> str:
+    """`header { ... }`; empty without lines."""
+    inside = "".join(f"    {left}{between}{right}\n" for left, right in lines)
+    return f"{header} {{\n{inside}}}" if lines else ""
+
+
+def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
+    """The divisors of a number that are not above a limit, in order."""
+    found = {d for n in range(1, int(number**0.5) + 1) if number % n == 0 for d in (n, number // n)}
+    return tuple(sorted(d for d in found if d <= (largest or number)))

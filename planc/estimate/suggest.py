@@ -1,0 +1,255 @@
+"""`planc suggest`: the fastest plans that fit, found by trying what a family's plan can choose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from planc import compiler
+from planc.diagnostic import Sink
+from planc.estimate import profiles
+from planc.estimate.answer import Request
+from planc.estimate.candidates import Candidate, Candidates
+from planc.estimate.choice import CHECKPOINTING, Choice, Space
+from planc.estimate.counted import Counted
+from planc.estimate.memory import GIB
+from planc.estimate.search import Found, search
+from planc.model.facts import Facts
+from planc.plan import elaborate
+from planc.plan.evaluate import evaluate, truth
+from planc.plan.ir import Plan
+from planc.plan.scope import Definition, Scope
+from planc.resources import PLANS
+from planc.source import Source
+from planc.syntax import ast
+from planc.syntax.parse import parse
+from planc.syntax.plan_files import locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of a search.
+
+    Args:
+        plan: the plan to extend, None for the one that ships for the family.
+        request: the batch and the profiles; its micro-batches are those of `micro_batches`.
+        folder: where the plan will be, which `extend` is relative to.
+        micro_batches: of a step, None to search them.
+        settings: `name=value` for axes and options that stay as they are.
+        requires: conditions over axes, options and `config.*`.
+    """
+
+    plan: str | None
+    world_size: int
+    request: Request
+    folder: str = "."
+    micro_batches: int | None = None
+    settings: Sequence[str] = ()
+    requires: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """
+    Args:
+        coarser: the best plan with gradients reduced in 16 bits, if its own are reduced in 32.
+    """
+
+    asked: Asked
+    base: str
+    hardware: profiles.Hardware
+    stack: profiles.Stack
+    found: Found
+    coarser: Candidate | None = None
+
+
+def suggest(
+    facts: Facts,
+    asked: Asked,
+    sink: Sink,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Suggestion | None:
+    """The fastest plans for a model; None after an error.
+
+    Args:
+        sink: receives PL710 (no plan to extend), PL711 (a requirement), PL712 (nothing fits), and
+            what is wrong with the plan that is extended.
+        progress: is told how many of how many parts are done.
+    """
+    request, batch = asked.request, asked.request.batch
+    hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
+    files = _files(facts, asked, sink)
+    space = _space(facts, asked, files, sink) if files else None
+    if not (hardware and stack and files and space and batch):
+        return None
+    if request.device_memory:
+        hardware = replace(hardware, memory_gib=request.device_memory / GIB)
+    conditions = _conditions(space, facts, sink)
+    if conditions is None:
+        return None
+    candidates = Candidates(
+        space=space,
+        files=files,
+        facts=facts,
+        batch=batch,
+        hardware=hardware,
+        stack=stack,
+        optimizer=request.optimizer,
+        count=_counter(facts, request, sink),
+        violated=lambda choice: _violated(choice, space, facts, conditions),
+        micro_batches=asked.micro_batches,
+    )
+    found = search(candidates, progress)
+    if not found.best:
+        _nothing(found, sink)
+        return None
+    return Suggestion(
+        asked=asked,
+        base=space.name,
+        hardware=hardware,
+        stack=stack,
+        found=found,
+        coarser=_coarser(candidates, found.best[0]),
+    )
+
+
+def _files(facts: Facts, asked: Asked, sink: Sink) -> tuple[ast.File, ...]:
+    name = asked.plan or facts.family
+    if asked.plan is None and not compiler.read(name, Sink()):
+        sink.error(
+            "PL710",
+            f"no plan ships for {facts.family}",
+            help="name one to extend; `planc init` drafts one",
+        )
+        return ()
+    read = compiler.read(name, sink)
+    if read is None or isinstance(read, tuple):
+        return read or ()
+    sink.error("PL710", f"{name} is lowered already", help="name the plan it was lowered from")
+    return ()
+
+
+def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) -> Space | None:
+    def plan(settings: Sequence[str], into: Sink) -> Plan | None:
+        return elaborate(files, facts, into, world_size=asked.world_size, settings=settings)
+
+    before = sink.errors
+    default, given = plan((), sink), plan(asked.settings, sink)
+    if default is None or given is None or sink.errors > before:
+        return None
+    names = [setting.partition("=")[0].strip() for setting in asked.settings]
+    fixed = {n: given.options.get(n, given.mesh.size(n)) for n in names}
+    with_all = plan([f"{CHECKPOINTING}=true"], Sink()) if CHECKPOINTING in default.options else None
+    name = _extended(asked.plan or facts.family, asked.folder)
+    if name is None:
+        sink.error("PL710", f"{asked.plan} is no file", help="a plan extends a file by its path")
+        return None
+    return Space(
+        plan=with_all or default,
+        defaults=default.options,
+        name=name,
+        family=facts.family,
+        world_size=asked.world_size,
+        fixed=fixed,
+        requires=tuple(asked.requires),
+    )
+
+
+def _extended(plan: str, folder: str) -> str | None:
+    """What `extend` calls a plan from a folder; None for standard input and revisions."""
+    place = locate(plan)
+    if place is None or place.path is None or place.revision:
+        return None
+    ships = place.path.parent == PLANS
+    return place.path.name if ships else os.path.relpath(place.path, folder)
+
+
+# Requirements ------------------------------------------------------------------------------------
+
+
+def _conditions(space: Space, facts: Facts, sink: Sink) -> dict[str, ast.Expr] | None:
+    """Each requirement as an expression that has a value on a first mesh; None after PL711."""
+    found: dict[str, ast.Expr] = {}
+    for text in space.requires:
+        inner = Sink()
+        file = parse(Source(f"--require {text}", f'require {text} "asked for"\n'), Sink())
+        required = [s for s in file.statements if isinstance(s, ast.Require)]
+        value, why = None, "it is no expression"
+        if len(required) == 1 and required[0].message == "asked for":
+            found[text] = required[0].condition
+            choice = space.probe(next(space.meshes(), ()), {})
+            value = truth(found[text], _scope(choice, space, facts, inner))
+        error = next(iter(inner), None)
+        if value is None:
+            sink.error(
+                "PL711",
+                f"`{text}` is not a condition: {error.message if error else why}",
+                help=(error and error.help) or "write one over axes and options: `tp <= 8`",
+            )
+            return None
+    return found
+
+
+def _violated(
+    choice: Choice, space: Space, facts: Facts, conditions: dict[str, ast.Expr]
+) -> frozenset[str]:
+    scope = _scope(choice, space, facts, Sink()) if conditions else None
+    return frozenset(t for t, c in conditions.items() if scope and truth(c, scope) is not True)
+
+
+def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
+    """The names that a plan's `require` can use, with the values of a choice."""
+    mesh = replace(space.plan.mesh, axes=space.mesh(choice.sizes))
+    scope = Scope(facts=facts, sink=sink, evaluate=evaluate, solve=lambda: mesh)
+    scope.axis_names = mesh.names
+    origin = space.plan.origin
+    fixed = {n: v for n, v in space.fixed.items() if n in space.defaults}
+    for name, value in {**space.defaults, **dict(choice.options), **fixed}.items():
+        literal = ast.Literal(origin=origin, value=value)  # type: ignore[arg-type]
+        scope.define(Definition(name=name, kind="option", value=literal, origin=origin))
+    return scope
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def _counter(
+    facts: Facts, request: Request, sink: Sink
+) -> Callable[[int, int, str], Counted | None]:
+    from planc.estimate.kept_tensors import count
+
+    @cache
+    def counted(rows: int, tokens: int, dtype: str) -> Counted | None:
+        shape = {"batch": rows, "sequence": tokens}
+        return count(facts, sink, **shape, dtype=dtype, attention=request.attention)
+
+    return counted
+
+
+def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:
+    """The best plan with gradients reduced in bf16."""
+    space, name = candidates.space, "reduce_dtype"
+    if space.defaults.get(name) != "fp32" or name in space.fixed:
+        return None
+    choice = replace(best.choice, options=(*best.choice.options, (name, "bf16")))
+    found = candidates.verified(replace(best, choice=choice))
+    return found if found and found.seconds < best.seconds else None
+
+
+def _nothing(found: Found, sink: Sink) -> None:
+    near = found.nearest
+    needs = "no mesh is legal"
+    if near:
+        room = near.estimate.usable / GIB
+        needs = f"the leanest needs {near.peak:.1f} GiB of the usable {room:.1f}"
+    sink.error(
+        "PL712",
+        f"none of {found.tried:,} plans can be used: {needs}",
+        facts=(
+            *((f"the leanest: {near.named}",) if near else ()),
+            *(f"{n.count:,} x {reason}: {n.example}" for reason, n in found.excluded.items()),
+        ),
+        help="use more ranks, a smaller batch or sequence, or fewer requirements",
+    )

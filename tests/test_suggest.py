@@ -1,0 +1,210 @@
+"""What `planc suggest` names is what the compiler and the estimate say of its plan."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from planc import compiler
+from planc.diagnostic import Sink
+from planc.estimate.answer import Request, answer
+from planc.estimate.candidates import Candidates
+from planc.estimate.choice import divisors
+from planc.estimate.from_plan import Batch
+from planc.estimate.suggest import Asked, suggest
+from planc.model.load import load
+from planc.source import Source
+from planc.syntax.formatter.files import formatted_files
+from planc.syntax.parse import parse
+
+GIB = 2**30
+
+
+@cache
+def suggested(model, world_size, rows, tokens, **more):
+    sink = Sink()
+    facts = load(model, sink)
+    batch = Batch(global_batch=rows, sequence=tokens)
+    memory = more.pop("memory", None)
+    asked = Asked(
+        plan=None,
+        world_size=world_size,
+        request=Request(batch=batch, device_memory=memory),
+        **more,
+    )
+    steps = []
+    made = suggest(facts, asked, sink, lambda done, total: steps.append((done, total)))
+    assert made, sink.diagnostics
+    return facts, made, steps
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "rows", "tokens"),
+    [
+        ("llama-3.1-8b", 16, 32, 8192),
+        ("deepseek-v3", 512, 512, 4096),
+        ("gpt2", 4, 32, 1024),
+        ("qwen3-30b-a3b", 24, 48, 4096),
+    ],
+)
+def test_each_plan_compiles_and_is_what_the_table_says(model, world_size, rows, tokens, tmp_path):
+    facts, made, _ = suggested(model, world_size, rows, tokens)
+    assert len(made.found.best) == 10
+    seconds = [c.seconds for c in made.found.best]
+    assert seconds == sorted(seconds)
+    for candidate in made.found.best[:4]:
+        path = tmp_path / "suggested.plan"
+        path.write_text(candidate.text)
+        sink = Sink()
+        compiled = compiler.compile_plan(facts, str(path), sink, world_size=world_size)
+        assert compiled.lowered, sink.diagnostics
+        assert {a.name: a.size for a in compiled.plan.mesh.axes} == dict(candidate.mesh)
+        batch = replace(made.asked.request.batch, micro_batches=candidate.micro_batches)
+        found = answer(*compiled.applied, Request(batch=batch), sink)
+        assert found.estimate.fits
+        assert found.estimate.time.seconds == candidate.seconds
+        assert found.estimate.fullest.peak / GIB == candidate.peak
+        [layout] = formatted_files([str(path)], sink)
+        assert not layout.changes
+
+
+def test_the_best_of_every_choice_is_found():
+    """Beside a search of all meshes, all ways and all variations, without a shortcut."""
+    _, made, _ = suggested("llama-3.1-8b", 8, 16, 8192)
+    space, candidates = everything("llama-3.1-8b", 8, 16, 8192)
+    found = []
+    for sizes in space.meshes():
+        for choice in space.choices(sizes):
+            for other in (choice, *space.variations(choice)):
+                compiled = candidates.compiled(candidates.text(other), Sink())
+                if compiled.lowered and (one := candidates.candidate(other)):
+                    found.append(one)
+    best = min(found, key=lambda c: c.seconds)
+    assert made.found.best[0].seconds == pytest.approx(best.seconds, rel=1e-12)
+
+
+def everything(model, world_size, rows, tokens):
+    """The space and the candidates of a search that was stopped before it began."""
+    kept = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(candidates, _progress):
+        kept.append(candidates)
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planc.estimate.suggest.search", stop)
+        with pytest.raises(Stop):
+            batch = Batch(global_batch=rows, sequence=tokens)
+            asked = Asked(plan=None, world_size=world_size, request=Request(batch=batch))
+            suggest(load(model, Sink()), asked, Sink())
+    [candidates] = kept
+    assert isinstance(candidates, Candidates)
+    return candidates.space, candidates
+
+
+def test_what_is_computed_without_replicas_is_what_the_plan_says():
+    """A search reuses one structure for all numbers of replicas; the end result is compiled."""
+    space, candidates = everything("llama-3.1-8b", 16, 32, 8192)
+    checked = 0
+    for sizes in space.meshes():
+        if dict(sizes)["tp"] > 8:
+            continue
+        for choice in space.choices(sizes):
+            quick = candidates.candidate(choice)
+            exact = quick and candidates.verified(quick)
+            if exact:
+                assert (exact.seconds, exact.peak) == (quick.seconds, quick.peak), quick.named
+                checked += 1
+    assert checked > 40
+
+
+def test_more_micro_batches_only_where_fewer_do_not_fit():
+    _, candidates = everything("llama-3.1-8b", 8, 64, 8192)
+    space = candidates.space
+    choice = space.probe((("dp_replicate", 1), ("tp", 1)), {"checkpointing": False})
+    found = candidates.candidate(choice)
+    assert found.micro_batches > 1
+    candidates.micro_batches = found.micro_batches // 2
+    assert candidates.candidate(choice) is None
+    assert "needs more than" in next(iter(candidates.excluded))
+
+
+def test_requirements_and_settings():
+    _, free, _ = suggested("llama-3.1-8b", 16, 32, 8192)
+    _, made, _ = suggested(
+        "llama-3.1-8b", 16, 32, 8192, requires=("tp == 2",), settings=("loss_chunks=8",)
+    )
+    assert {dict(c.mesh)["tp"] for c in made.found.best} == {2}
+    texts = [" ".join(c.text.split()) for c in made.found.best]
+    assert all("override option loss_chunks = 8" in t for t in texts)
+    assert all('require tp == 2 "asked for: tp == 2"' in t for t in texts)
+    cost = made.found.costs["tp == 2"]
+    assert free.found.best[0].seconds <= cost.seconds < made.found.best[0].seconds
+
+
+def test_less_memory_never_makes_it_faster():
+    times = [
+        suggested("llama-3.1-8b", 8, 16, 8192, memory=gib * GIB)[1].found.best[0].seconds
+        for gib in (24, 40, 80)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[2]
+
+
+def test_progress_grows_to_the_end():
+    _, _, steps = suggested("llama-3.1-8b", 16, 32, 8192)
+    assert steps == sorted(steps)
+    assert steps[-1][0] == steps[-1][1]
+    assert {total for _, total in steps} == {steps[-1][1]}
+
+
+def test_divisors():
+    assert divisors(12) == (1, 2, 3, 4, 6, 12)
+    assert divisors(1024, 8) == (1, 2, 4, 8)
+    assert divisors(7) == (1, 7)
+
+
+def test_a_plan_with_fixed_sizes_and_its_own_units(tmp_path):
+    """No axis is `auto`, checkpointing has no option, and a unit has a precision of its own."""
+    (tmp_path / "own.plan").write_text(OWN)
+    sink, batch = Sink(), Batch(global_batch=16, sequence=4096)
+    asked = Asked(
+        plan=str(tmp_path / "own.plan"),
+        world_size=16,
+        request=Request(batch=batch),
+        folder=str(tmp_path),
+    )
+    made = suggest(load("llama-3.1-8b", sink), asked, sink)
+    assert made, sink.diagnostics
+    texts = [c.text for c in made.found.best]
+    assert all(parse(Source("x", t), sink).statements for t in texts)
+    assert any("override dp = 8" in t or "override dp         = 8" in t for t in texts)
+    resident = [c for c in made.found.best if c.choice.resident]
+    for candidate in resident:
+        assert "unit(reshard = never, precision(param = bf16))" in candidate.text
+
+
+OWN = """plan own for llama
+
+mesh {
+    dp = 16
+    tp = 1
+}
+
+tensor on tp {
+    lm_head : colwise(-> replicate)
+}
+
+checkpoint {
+    model.layers.* : full
+}
+
+fsdp on dp {
+    precision(param = bf16, reduce = fp32)
+    model.layers.* : unit(precision(param = bf16))
+    root           : unit
+}
+"""
