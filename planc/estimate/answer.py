@@ -52,6 +52,17 @@ class Answer:
     counted: bool
 
 
+def _staged(plan: Plan, sink: Sink) -> None:
+    """Refuses a plan with a pipeline."""
+    if plan.pipeline is not None:
+        sink.error(
+            "PL567",
+            "an estimate of a plan with a pipeline is not supported yet",
+            plan.pipeline.origin,
+            help=f"estimate it with `{plan.pipeline.op.axis} = 1`",
+        )
+
+
 def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | None:
     """The estimate of a plan.
 
@@ -64,13 +75,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         None after an error.
     """
     before = sink.errors
-    if plan.pipeline is not None:
-        sink.error(
-            "PL567",
-            "an estimate of a plan with a pipeline is not supported yet",
-            plan.pipeline.origin,
-            help=f"estimate it with `{plan.pipeline.op.axis} = 1`",
-        )
+    _staged(plan, sink)
     hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
     if hardware and request.device_memory:
         hardware = replace(hardware, memory_gib=request.device_memory / GIB)

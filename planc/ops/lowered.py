@@ -155,7 +155,17 @@ class Lowered:
         """Bytes of the largest unit of any stage while it is all-gathered."""
         return max(stage.gathered for stage in self.stages)
 
-    def with_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
+    @property
+    def stage(self) -> Stage:
+        """The only stage of a plan without a pipeline."""
+        (only,) = self.stages
+        return only
+
+    def with_ops(self, ops: Iterable[AnyOp]) -> Lowered:
+        """The same plan with other operations in its only stage."""
+        return replace(self, stages=(replace(self.stage, ops=tuple(ops)),))
+
+    def map_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
         """The same plan with other operations: `change` maps those of each stage."""
         stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)
         return replace(self, stages=tuple(stages))

@@ -265,4 +265,4 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
 
 def adapted(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model with a plan's adapters, and nothing else of the plan."""
-    return alone(model, lowered.with_ops(lambda ops: (op for op in ops if isinstance(op, Adapt))))
+    return alone(model, lowered.map_ops(lambda ops: (op for op in ops if isinstance(op, Adapt))))

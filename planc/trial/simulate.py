@@ -68,7 +68,7 @@ def simulate(
         # adapters too are drawn here, one model after the other, from the same seed
         models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
         trained = lowered
-        lowered = lowered.with_ops(lambda ops: (op for op in ops if not isinstance(op, Adapt)))
+        lowered = lowered.map_ops(lambda ops: (op for op in ops if not isinstance(op, Adapt)))
     except SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:

@@ -44,7 +44,7 @@ def trial_part(
         return _small_unit(op, lowered, precision=precision) if isinstance(op, FullyShard) else op
 
     random = with_random_adapters(lowered, draws=draws)
-    made = random.with_ops(lambda ops: (small(op) for op in ops if not isinstance(op, left_out)))
+    made = random.map_ops(lambda ops: (small(op) for op in ops if not isinstance(op, left_out)))
     return replace(made, stages=tuple(replace(stage, gathered=0) for stage in made.stages))
 
 
@@ -69,7 +69,7 @@ def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
             return op
         return replace(op, dropout=op.dropout if draws else 0.0, dtype=None, init="random")
 
-    return lowered.with_ops(lambda ops: map(random, ops))
+    return lowered.map_ops(lambda ops: map(random, ops))
 
 
 def rounds(lowered: Lowered) -> bool:

@@ -55,7 +55,7 @@ def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
 def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
     """Proofs run in float32, so bytes, which depend on the dtype of the weights, are left out."""
     stages = (replace(stage, parameters=0, gathered=0) for stage in lowered.stages)
-    plain = replace(lowered, stages=tuple(stages)).with_ops(lambda ops: map(_without_bytes, ops))
+    plain = replace(lowered, stages=tuple(stages)).map_ops(lambda ops: map(_without_bytes, ops))
     key = certificate.key_of(digest(plain), certificate.identity(facts))
     return cache.entry_name(f"verdict {_FORMAT} by {by}", key, _all_sources())
 
