@@ -57,8 +57,8 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
 
     Args:
         plan, facts: as checked and lowered, with adapters applied.
-        sink: receives PL567 (a pipeline), PL713 (divided experts), PL700 and PL701 (profiles), PL702 (the
-            batch), PL703 (layers that cannot be counted).
+        sink: receives PL567 (a pipeline), PL700 and PL701 (profiles), PL702 (the batch), PL703
+            (layers that cannot be counted), PL713 (divided experts).
 
     Returns:
         None after an error.
