@@ -52,37 +52,25 @@ class Answer:
     counted: bool
 
 
-def _staged(plan: Plan, sink: Sink) -> None:
-    """Refuses a plan with a pipeline."""
-    if plan.pipeline is not None:
-        sink.error(
-            "PL567",
-            "an estimate of a plan with a pipeline is not supported yet",
-            plan.pipeline.origin,
-            help=f"estimate it with `{plan.pipeline.op.axis} = 1`",
-        )
-
-
 def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | None:
     """The estimate of a plan.
 
     Args:
         plan, facts: as checked and lowered, with adapters applied.
         sink: receives PL567 (a pipeline), PL700 and PL701 (profiles), PL702 (the batch), PL703
-            (layers that cannot be counted).
+            (layers that cannot be counted), PL713 (divided experts).
 
     Returns:
         None after an error.
     """
     before = sink.errors
-    _staged(plan, sink)
+    _unmodelled(plan, sink)
     hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
     if hardware and request.device_memory:
         hardware = replace(hardware, memory_gib=request.device_memory / GIB)
     work = stack and PlanWork(
         plan, facts, request.batch or Batch(global_batch=1, sequence=1), stack, request.optimizer
     )
-    _modelled(plan, sink)
     if work and request.batch:
         _divisible(work, sink)
     if not (hardware and stack and work) or sink.errors > before:
@@ -111,16 +99,18 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     )
 
 
-def _modelled(plan: Plan, sink: Sink) -> None:
-    stages = [a for a in plan.mesh.of_role(AxisRole.STAGE) if a.size > 1]
-    experts = plan.mesh.experts.ranks if plan.mesh.experts else None
-    for axis in (*stages, *([experts] if experts and experts.size > 1 else [])):
+def _unmodelled(plan: Plan, sink: Sink) -> None:
+    """Refuses what an estimate would silently leave out."""
+    if plan.pipeline is not None:
         sink.error(
-            "PL713",
-            f"the estimate does not model `{axis.name}` = {axis.size} yet",
-            axis.origin,
-            help=f"estimate the plan with {axis.name} = 1",
+            "PL567",
+            "an estimate of a plan with a pipeline is not supported yet",
+            plan.pipeline.origin,
+            help=f"estimate it with `{plan.pipeline.op.axis} = 1`",
         )
+    if plan.mesh.experts and (axis := plan.mesh.experts.ranks).size > 1:
+        message = f"the estimate does not model `{axis.name}` = {axis.size} yet"
+        sink.error("PL713", message, axis.origin, help=f"estimate it with {axis.name} = 1")
 
 
 def _divisible(work: PlanWork, sink: Sink) -> None:

@@ -23,14 +23,13 @@ from torch import Tensor, distributed, nn
 
 import planc
 from planc.ops.lowered import Lowered
+from planc.plan.mesh_axes import LOADED
 from planc.runtime.context import sequence_parts
 from planc.runtime.run import Run
 
 _Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
 _STATE = "planc"
 """The folder of a checkpoint for what every plan can resume from."""
-_AXES = ("dp_replicate", "dp_shard", "tp")
-"""What accelerate's loaders know: ranks along `tp` read the same rows, and they are innermost."""
 
 
 class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -144,10 +143,10 @@ class PlancTrainer(PlancTrainerMixin, transformers.Trainer):  # type: ignore[mis
 def _require_served(lowered: Lowered) -> None:
     """Raises ValueError for what the loop of `Trainer` cannot run."""
     names = [axis.name for axis in lowered.axes if axis.size > 1]
-    other = [name for name in names if name not in _AXES]
+    other = [name for name in names if name not in LOADED]
     if lowered.pipeline is not None or sequence_parts(lowered) > 1 or other:
         raise ValueError(
-            f"Trainer's loop serves plans with the axes {', '.join(_AXES)}; this one has "
+            f"Trainer's loop serves plans with the axes {', '.join(LOADED)}; this one has "
             f"{', '.join(names)}: use run.forward_backward, as docs/training.md shows"
         )
 

@@ -25,6 +25,8 @@ EXPERTS = "ep"
 EXPERT_REST = "ep_shard"
 EXPERT_AXES = DERIVED[EXPERT_REST]
 
+LOADED = ("dp_replicate", "dp_shard", "tp")
+"""The axes that accelerate's data loaders know: ranks along `tp` read the same rows."""
 
 _ROLES = {
     "pp": AxisRole.STAGE,
