@@ -13,6 +13,7 @@ CLOSERS = {"{": "}", "(": ")", "[": "]"}
 _DIGITS = re.compile(r"[\d.]+")
 _WORDS = {
     "NAME": "a name",
+    "F1B": "a name",
     "SELECTOR": "a selector",
     "CLASS": "a class",
     "NUMBER": "a number",
