@@ -2,8 +2,6 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +20,7 @@ from planc.runtime import training_step
 from planc.runtime.standalone.pipeline import Stages
 from planc.runtime.training_step import microbatches
 from planc.trial import simulate
-from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import run_ranks
-
-ROOT = Path(__file__).parent.parent
-SCRIPT = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.S)[1]
 
 
 def verdict(model="llama-3.1-8b", plan="llama", world_size=8, **settings):
@@ -208,72 +202,6 @@ def test_what_runs_around_the_blocks(model, blocks, before, after):
     order = block_order(load(model, Sink()), blocks)
     assert not order.problem and not order.crossing
     assert before <= {*order.before} and after <= {*order.after}
-
-
-# One loop ----------------------------------------------------------------------------------------
-
-PLANS = {
-    "one rank": (1, []),
-    "fsdp": (2, []),
-    "hsdp": (4, ["dp_replicate=2"]),
-    "tp": (4, ["tp=2"]),
-    "pp": (2, ["pipeline_stages=2", "microbatches=4"]),
-    "pp and fsdp": (4, ["pipeline_stages=2", "microbatches=2"]),
-    "pp and tp": (4, ["pipeline_stages=2", "tp=2", "microbatches=8"]),
-    "zero bubble": (2, ["pipeline_stages=2", "microbatches=4", "pipeline_schedule=zbv"]),
-    "loss on tp": (4, ["pipeline_stages=2", "tp=2", "microbatches=2", "loss_chunks=2"]),
-    "pp, tp and fsdp": (8, ["pipeline_stages=2", "tp=2", "microbatches=2"]),
-}
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    fields = dict(vocab_size=96, hidden_size=64, intermediate_size=96, max_position_embeddings=64)
-    heads = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    folder = tmp_path_factory.mktemp("weights")
-    LlamaForCausalLM(LlamaConfig(**fields, **heads)).save_pretrained(folder)
-    return folder
-
-
-def trained(ranks, settings, weights, folder, monkeypatch, capsys):
-    """(loss, norm) of three steps of the script of the page, and the weights that it exports."""
-    from safetensors.torch import load_file
-
-    given = [part for text in ["param_dtype=fp32", *settings] for part in ("--set", text)]
-    where = ["--save", str(folder / "last"), "--steps", "3"]
-    monkeypatch.setattr(sys, "argv", ["train.py", str(weights), "llama", *where, *given])
-    code = compile(SCRIPT, "train.py", "exec")
-
-    def rank(_):
-        with RankRandom():
-            exec(code, {"__name__": "__main__"})
-
-    failure = run_ranks(ranks, rank, seconds=300)
-    assert failure is None, failure and (failure.message, failure.error)
-    lines = re.findall(r"^step \d, loss ([\d.]+), norm ([\d.]+)$", capsys.readouterr().out, re.M)
-    return [[*map(float, line)] for line in lines], load_file(
-        folder / "export" / "model.safetensors"
-    )
-
-
-def test_the_script_of_the_page_trains_the_same_under_every_plan(
-    weights, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    results = {
-        name: trained(ranks, settings, weights, tmp_path / name, monkeypatch, capsys)
-        for name, (ranks, settings) in PLANS.items()
-    }
-    steps, right = results.pop("one rank")
-    assert len(steps) == 3
-    for name, (found, tensors) in results.items():
-        assert found == [pytest.approx(line, rel=1e-4) for line in steps], name
-        assert tensors.keys() == right.keys(), name
-        for key, value in right.items():
-            torch.testing.assert_close(tensors[key], value, rtol=1e-3, atol=2e-5)
 
 
 def test_a_pipeline_is_a_lowered_plan(tmp_path):
