@@ -88,6 +88,7 @@ def _plan_without(plan: Plan, gone: tuple[Modules, ...], rule: PipelineRule) -> 
         compile=left(plan.compile),
         train=left(plan.train),
         loss=left(plan.loss),
+        experts=left(plan.experts),
         adapters=adapters,
         fsdp=fsdp,
     )
