@@ -14,6 +14,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.plan.ir import (
     AdapterRule,
+    ExpertRule,
     Fsdp,
     Ignored,
     LossRule,
@@ -31,6 +32,7 @@ Ruled = TypeVar(
     Compile,
     Freeze,
     LossRule,
+    ExpertRule,
     AdapterRule,
     Ignored,
     SpreadRule,
