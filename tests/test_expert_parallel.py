@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import planc
 from planc.plan.expert_mesh import legal_sizes
 from planc.proof.small_mesh import with_experts
+from planc.resources import PLANS
 from planc.runtime.meshes import Meshes
 from planc.runtime.standalone import expert_parallel, fsdp
 from planc.runtime.standalone.expert_parallel import dispatch_experts, mesh_of_experts
@@ -252,3 +253,30 @@ def test_small_meshes(settings, sizes, wanted):
     compiled = compile_plan("mixtral-8x7b", "mixtral", Sink(), world_size=64, settings=settings)
     found = with_experts({"dp_replicate": 1, **sizes}, compiled.plan.mesh)
     assert found == {"dp_replicate": 1, **wanted}
+
+
+def test_stages_have_experts_of_their_own(tmp_path):
+    """Each stage of a pipeline divides those of its blocks."""
+    text = f"""plan t for mixtral
+extend "{PLANS}/mixtral.plan"
+override mesh {{
+    pp           = 2
+    dp_replicate = 1
+    dp_shard     = auto
+    tp           = 1
+    ep           = 2
+}}
+pipeline on pp {{
+    schedule     = gpipe
+    microbatches = 2
+    stages       = even(model.layers.*)
+}}
+"""
+    path = tmp_path / "t.plan"
+    path.write_text(text)
+    plan = planc.lower("mixtral-8x7b", str(path), world_size=8)
+    found = [[str(o.modules) for o in s.ops if o.KIND == "dispatch_experts"] for s in plan.stages]
+    halves = "model.layers[0:16].mlp.experts", "model.layers[16:32].mlp.experts"
+    assert found == [[half] for half in halves]
+    verdict, errors = simulated("mixtral-8x7b", path, (), world=8)
+    assert (verdict.verdict, errors) == ("proved", [])

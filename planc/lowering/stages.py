@@ -14,6 +14,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.plan.ir import (
     AdapterRule,
+    ExpertRule,
     Fsdp,
     Ignored,
     LossRule,
@@ -31,6 +32,7 @@ Ruled = TypeVar(
     Compile,
     Freeze,
     LossRule,
+    ExpertRule,
     AdapterRule,
     Ignored,
     SpreadRule,
@@ -88,6 +90,7 @@ def _plan_without(plan: Plan, gone: tuple[Modules, ...], rule: PipelineRule) -> 
         compile=left(plan.compile),
         train=left(plan.train),
         loss=left(plan.loss),
+        experts=left(plan.experts),
         adapters=adapters,
         fsdp=fsdp,
     )
