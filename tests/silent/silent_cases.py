@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A silent error of a kind of parallelism that planc does not have yet."""
+    """A silent error of a kind of parallelism that is not replayed yet."""
 
     kind: str
     public: tuple[str, ...]
