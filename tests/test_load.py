@@ -317,7 +317,8 @@ def test_the_configuration_of_an_export_is_read_back(home, name):
     cls, part = huggingface.prepare(config, Sink())
     model = huggingface._on_meta(lambda: cls._from_config(part))
     (home / "export").mkdir()
-    saving._describe(model, SimpleNamespace(ops=(), model=first.name), home / "export", [[]])
+    lowered = SimpleNamespace(ops=(), model=first.name)
+    saving._describe({}, model, lowered, home / "export", [[]])
     written = (home / "export" / "config.json").read_text()
     assert '"__float__": "Infinity"' in written
     again, said = found(home / "export")

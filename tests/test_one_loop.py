@@ -123,3 +123,28 @@ def test_the_script_trains_the_same_under_every_plan(trained, tmp_path):
 def test_the_script_trains_mixtures_the_same(trained, tmp_path):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     same(trained, MIXTURES, saved(tmp_path / "weights", "Mixtral", **experts), "mixtral")
+
+
+def test_ranks_of_a_context_axis_that_read_different_rows_stop(tmp_path, monkeypatch):
+    """On every rank, before the model runs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import planc
+
+    (tmp_path / "long.plan").write_text(LONG)
+    monkeypatch.chdir(tmp_path)
+    models = [LlamaForCausalLM(LlamaConfig(**SIZES)) for _ in range(2)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    raised = {}
+
+    def rank(number):
+        run = planc.apply(models[number], "long.plan", device_type="cpu")
+        tokens = torch.full((2, 16), number)
+        try:
+            run.forward_backward([{"input_ids": tokens, "labels": tokens}])
+        except planc.PlanError as error:
+            raised[number] = [d.code for d in error.diagnostics]
+
+    assert run_ranks(2, rank, seconds=60) is None
+    assert raised == {0: ["PL545"], 1: ["PL545"]}

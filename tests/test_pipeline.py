@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,3 +217,45 @@ def test_a_pipeline_is_a_lowered_plan(tmp_path):
     assert again is not None, list(sink)
     assert digest(again) == digest(done.lowered)
     assert len(json.loads(text)["stages"]) == 4
+
+
+STAGES = """plan own for llama
+
+mesh {
+    pp       = 2
+    dp_shard = auto
+}
+
+pipeline on pp {
+    microbatches = 4
+    stages       = even(model.layers.*)
+}
+
+fsdp on dp_shard {
+    root : unit
+}
+"""
+
+
+def codes_of(facts, folder):
+    sink = Sink()
+    (folder / "own.plan").write_text(STAGES)
+    compile_plan(facts, str(folder / "own.plan"), sink, world_size=4)
+    return [d.code for d in sink if d.severity == "error"]
+
+
+def test_a_parameter_that_blocks_of_two_stages_share(tmp_path):
+    facts = load("llama-3.1-8b", Sink())
+    shared = [f"model.layers.{at}.mlp.up_proj.weight" for at in (3, 20)]
+    assert codes_of(replace(facts, ties=(tuple(shared),)), tmp_path) == ["PL564"]
+    near = [f"model.layers.{at}.mlp.up_proj.weight" for at in (3, 4)]
+    assert codes_of(replace(facts, ties=(tuple(near),)), tmp_path) == []
+
+
+def test_a_model_whose_order_nothing_shows_is_not_cut(tmp_path, monkeypatch):
+    from planc.model.small.block_order import BlockOrder
+    from planc.plan.sections import pipeline as section
+
+    unknown = BlockOrder(problem="the small model does not run")
+    monkeypatch.setattr(section, "block_order", lambda *_: unknown)
+    assert codes_of(load("llama-3.1-8b", Sink()), tmp_path) == ["PL566"]

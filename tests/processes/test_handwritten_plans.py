@@ -17,7 +17,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.fsdp import FullyShard
 from planc.ops.styles import Colwise, Replicate
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.runtime import apply_lowered
+from planc.runtime.executor import apply_lowered
 from planc.source import Span
 
 AXES = {"dp_shard": 2, "tp": 2}
@@ -281,7 +281,8 @@ def test_one_rank_outside_a_process_group(alone, caplog):
         run = planc.apply(parallel, "llama", overrides=["param_dtype=fp32"])
     assert distributed.get_world_size() == 1 and distributed.get_backend() == "gloo"
     assert (run.data_rank, run.data_size, run.mesh.device_type) == (0, 1, "cpu")
-    assert len(caplog.records) == 1 and "applied to LlamaForCausalLM" in caplog.text
+    applied, verdict = (record.getMessage() for record in caplog.records)
+    assert "applied to LlamaForCausalLM" in applied and "never proved" in verdict
     assert "llama" in run.describe()
     losses = []
     for model in (single, parallel):
@@ -317,7 +318,8 @@ def test_a_model_on_meta_under_a_fake_group(fake, caplog):
     lowered = planc.lower(model, "llama", world_size=16, overrides=["tp=2", "dp_replicate=2"])
     with caplog.at_level(logging.INFO, logger="planc"):
         run = planc.apply(model, lowered, device_type="cpu")
-    assert len(caplog.records) == 1
+    applied, verdict = (record.getMessage() for record in caplog.records)
+    assert "applied to" in applied and "never proved" in verdict
     assert run.data_size == 8 and run.meshes["dp"].size() == 8
     assert all(p.is_meta for p in model.parameters())
     query = model.model.layers[0].self_attn.q_proj.weight

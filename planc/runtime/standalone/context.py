@@ -186,10 +186,8 @@ class ContextParallel:
         if not self.exchanges:
             both = GatherSequence.apply(torch.cat([key, value], -1), self.group)
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-            found: tuple[Tensor, Tensor | None] = attention(
-                module, query, key, value, mask, **kwargs
-            )
-            return found
+            output, seen = attention(module, query, key, value, mask, **kwargs)
+            return output, seen
         for heads in (query.shape[1], key.shape[1]):
             if heads % self.size:
                 text = f"{heads} heads of {name} are not divisible by {self.size} ranks"
