@@ -1,6 +1,8 @@
 """Divided experts, all ranks as threads: whatever the router decides, and what mistakes do."""
 
+import contextlib
 import copy
+import threading
 from unittest import mock
 
 import pytest
@@ -149,13 +151,31 @@ def twice(ctx, gradient):
     return 2 * expert_parallel.exchanged(gradient, *ctx.back), None, None, None
 
 
+by_all_to_all, exchanged = expert_parallel.by_all_to_all, expert_parallel.exchanged
+STAYING = threading.local()  # of a rank, whose thread patches nothing: others run beside it
+
+
 def kept(own, hidden, index, weights):
     """Tokens are sent to their experts, and what these compute is not sent back."""
-    with mock.patch.object(expert_parallel, "exchanged", lambda rows, *_: rows):
+    STAYING.now = True
+    try:
         return by_all_to_all(own, hidden, index % own.count + own.count * own.group.rank(), weights)
+    finally:
+        STAYING.now = False
 
 
-by_all_to_all = expert_parallel.by_all_to_all
+def unless_staying(rows, *others):
+    return rows if getattr(STAYING, "now", False) else exchanged(rows, *others)
+
+
+@contextlib.contextmanager
+def staying():
+    kinds = {("all_to_all", False): kept}
+    with (
+        mock.patch.object(expert_parallel, "exchanged", unless_staying),
+        mock.patch.dict(expert_parallel.KINDS, kinds),
+    ):
+        yield
 
 
 def unweighted(own, hidden, index, weights):
@@ -170,9 +190,7 @@ FAULTS = {
     "no gradient of the router": lambda: mock.patch.dict(
         expert_parallel.KINDS, {("all_to_all", False): unweighted}
     ),
-    "tokens that stay": lambda: mock.patch.dict(
-        expert_parallel.KINDS, {("all_to_all", False): kept}
-    ),
+    "tokens that stay": staying,
     "a part of the tokens alone": lambda: mock.patch.object(
         expert_parallel.JoinParts,
         "backward",
