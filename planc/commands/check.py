@@ -12,7 +12,7 @@ from typing import Any
 from planc.commands import edits, output, shared_arguments, watch
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.project import ProjectError, Target, project
+from planc.project import Project, ProjectError, Target, project
 from planc.report import FORMATS
 from planc.report.json_document import document, findings
 from planc.trial import certificate
@@ -71,11 +71,11 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     """The exit code, and what was compiled."""
     sink = Sink()
     try:
-        severity = project().severity
-        targets = list(_targets(options))
+        found = project()
     except ProjectError as error:
         sink.error("PL021", str(error))
-        severity, targets = {}, []
+        found = Project()
+    targets = list(_targets(options, found)) if not sink.failed else []
     if not targets and not sink.failed:
         sink.error(
             "PL023",
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     for number, target in enumerate(targets, 1):
         of = f"{number}/{len(targets)} " if len(targets) > 1 else ""
         with output.waiting(f"checking {of}{target.text}"):
-            every.append(_checked(target, options, severity))
+            every.append(_checked(target, options, found.severity))
         if options.format in ("full", "concise"):
             _print(every[-1], options.format, alone=len(targets) == 1)
     if options.format not in ("full", "concise"):
@@ -103,10 +103,10 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     return max(codes), [one.compiled for one in every]
 
 
-def _targets(options: argparse.Namespace) -> Iterator[Target]:
+def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
     """The models and plans of the command line, else the project's targets."""
     if options.model is None:
-        yield from project().targets
+        yield from found.targets
         return
     for plan in options.plan or (None,):
         yield Target(

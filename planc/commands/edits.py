@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from planc.source import Source, Span
 
 
 def correct(found: Iterable[Diagnostic]) -> None:
-    """Makes each edit of the findings in its file, and says so.
+    """Makes each edit of the findings in its file, and says so on standard error, because a report
+    for programs is on standard output.
 
     Only a file that holds what was judged is changed: not standard input, a revision of git, or a
     plan that ships with planc.
@@ -24,17 +26,18 @@ def correct(found: Iterable[Diagnostic]) -> None:
     for source, edits in by_source.items():
         path = Path(source.name)
         if source.argument or not _holds(path, source.text):
-            print(f"not corrected: {source.name} is not a file of yours")
+            print(f"not corrected: {source.name} is not a file of yours", file=sys.stderr)
             continue
         text, last = source.text, len(source.text) + 1
         for span, meant in sorted(edits.items(), key=lambda e: -e[0].start):
             if span.end <= last:  # two findings may correct one place
                 text, last = text[: span.start] + meant + text[span.end :], span.start
-                print(f"corrected {span.place}: {span.text} -> {meant}")
+                print(f"corrected {span.place}: {span.text} -> {meant}", file=sys.stderr)
         try:
             atomic_write.write(path, text)
         except OSError as error:
-            print(f"not corrected: cannot write {path}: {(error.strerror or str(error)).lower()}")
+            reason = (error.strerror or str(error)).lower()
+            print(f"not corrected: cannot write {path}: {reason}", file=sys.stderr)
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -255,9 +255,6 @@ def _unused(files: Sequence[ast.File], program: Program) -> None:
             program.sink.warning("PL104", message, definition.origin, help="use it or remove it")
 
 
-_LATER = {
-    "expert": "expert parallelism",
-}
 _ITEMS = {
     "prefetch": "write `prefetch(forward = 2)` in the fsdp section",
     "ignore": "write `ignore model.norm` in the fsdp section",
@@ -268,14 +265,6 @@ _ITEMS = {
 def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
     for section in program.sections:
         if section.name in known:
-            continue
-        if section.name in _LATER:
-            program.sink.error(
-                "PL010",
-                f"`{section.name}` sections ({_LATER[section.name]}) are not supported yet",
-                section.name_origin,
-                help=f"planc has {one_of(known, last='and')} sections today",
-            )
             continue
         hint = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
         hint = _ITEMS.get(section.name, hint)

@@ -1,7 +1,7 @@
 """The styles of transformers' tensor parallel plans, in the language of planc."""
 
 _EXPERTS = "experts(gate_up_proj = shard(1, parts = 2), down_proj = shard(2))"
-_EXPERT_PARALLEL = "expert parallelism is not supported yet; over a tensor axis it is"
+_EXPERT_PARALLEL = "`dispatch(all_to_all)` in a section `expert on ep`; over a tensor axis it is"
 
 _STYLES = {
     "colwise_rep": "`colwise(-> replicate)`",
