@@ -142,6 +142,7 @@ def apply(
     from planc.runtime.executor import apply_lowered
     from planc.runtime.known_verdict import known_requirement
     from planc.runtime.meshes import device_of
+    from planc.runtime.other_libraries import require_unwrapped
     from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
@@ -151,6 +152,7 @@ def apply(
         raise ValueError("prove takes the plan by its path or name, not a lowered one")
     try:
         require_not_parallel(model)
+        require_unwrapped(model)
         facts = _facts_of(model)
         if not isinstance(plan, Lowered):
             size = world_size or _of_the_run("WORLD_SIZE", 1)

@@ -49,3 +49,42 @@ def test_alone_without_a_process_group():
         distributed.destroy_process_group()
     """)
     assert out.split() == ["0", "1", "1", "True"]
+
+
+def test_save_pretrained_of_shards_is_answered_with_export(tmp_path):
+    out = python(f"""
+        model = transformers.LlamaForCausalLM(config)
+        run = planc.apply(model, "llama", device_type="cpu")
+        try:
+            model.save_pretrained({str(tmp_path)!r})
+        except planc.PlanError as error:
+            print([d.code for d in error.diagnostics], "run.export" in error.diagnostics[0].help)
+        model.save_pretrained({str(tmp_path)!r}, state_dict=run.full_state_dict())
+        read = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path)!r})
+        print(sorted(read.state_dict()) == sorted(run.full_state_dict()))
+        distributed.destroy_process_group()
+    """)
+    assert out.splitlines()[-2:] == ["['PL477'] True", "True"]
+
+
+def test_a_model_of_peft_or_torch_compile_is_refused_by_name():
+    out = python("""
+        import peft
+        def refused(model):
+            try:
+                planc.apply(model, "llama", device_type="cpu")
+            except planc.PlanError as error:
+                [finding] = error.diagnostics
+                return finding.code, finding.help
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        made = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+        print(*refused(made), *refused(made.base_model.model))
+        model = transformers.LlamaForCausalLM(config)
+        print(*refused(torch.compile(model)))
+        model.compile()
+        print(*refused(model))
+    """)
+    first, *compiled = out.splitlines()
+    assert first.count("PL489") == first.count("`adapters` section") == 2
+    assert all("PL489" in line and "`compile` section" in line for line in compiled)
+    assert len(compiled) == 2

@@ -112,10 +112,9 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
             self.push_to_hub(commit_message="Model save")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.planc_run.save(Path(output_dir) / _STATE, optimizer=self._plain_optimizer())
-        if self.args.should_save:
-            state = self.lr_scheduler.state_dict()
-            torch.save(state, Path(output_dir) / "scheduler.pt")
+        schedule = {"scheduler": self.lr_scheduler}
+        folder = Path(output_dir) / _STATE
+        self.planc_run.save(folder, optimizer=self._plain_optimizer(), extra=schedule)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.planc_run.load(resume_from_checkpoint)
@@ -123,9 +122,9 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / _STATE).is_dir():
             return
-        self.planc_run.load(Path(checkpoint) / _STATE, optimizer=self._plain_optimizer())
-        state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        schedule = {"scheduler": self.lr_scheduler}
+        folder = Path(checkpoint) / _STATE
+        self.planc_run.load(folder, optimizer=self._plain_optimizer(), extra=schedule)
 
     def _load_best_model(self) -> None:
         self.planc_run.load(self.state.best_model_checkpoint)

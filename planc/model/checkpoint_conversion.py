@@ -2,14 +2,14 @@
 
 Modeling code changes over time, checkpoints do not. transformers keeps a list of renamings and
 conversions (such as experts that are one tensor in the model and many in the files). This module
-evaluates the list: which checkpoint tensors each tensor of the model is made of. It reads and
-converts no data.
+evaluates the list: which checkpoint tensors each tensor of the model is made of, which is read
+without transformers, and the way back, for files as `save_pretrained` writes them.
 
 Source: `transformers.conversion_mapping` and `transformers.core_model_loading`, version 5.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,44 @@ def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str,
             target, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
         made.setdefault(target, {}).setdefault(pattern or "", []).append(name)
     return {target: _recipe(parts, converters) for target, parts in made.items()}
+
+
+class HubNames:
+    """The tensors of a model as the files of its checkpoint have them: `save_pretrained`'s way.
+
+    Args:
+        model: a transformers model, wrapped or not; of other models names and tensors stay.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._plain = _unwrapped(model)
+        loaded = getattr(model, "_weight_conversions", None)  # by `from_pretrained`
+        if self._plain is not None and loaded is not None:
+            self._plain._weight_conversions = loaded
+
+    def converted_together(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """The names of the model in groups, each of which `stored` takes whole."""
+        if self._plain is None:
+            return [(name,) for name in names]
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, apply_converters
+
+        every = getattr(self._plain, "_weight_conversions", None)
+        if every is None:
+            every = get_model_conversion_mapping(self._plain, add_legacy=False)
+        back = [c.reverse_transform() for c in every[::-1] if isinstance(c, WeightConverter)]
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(apply_converters(name, back)[0], []).append(name)
+        return [tuple(group) for group in groups.values()]
+
+    def stored(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a checkpoint that are made of some of the model's, by their names."""
+        if self._plain is None:
+            return dict(tensors)
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._plain, dict(tensors)))
 
 
 def _recipe(parts: dict[str, list[str]], converters: list[Any]) -> Recipe:

@@ -27,6 +27,7 @@ from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
+from planc.runtime.other_libraries import guard_saving
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
@@ -83,6 +84,7 @@ def apply_lowered(
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
+        guard_saving(model)
     if distributed.get_rank() == 0:
         taken = time.perf_counter() - began
         shape = " | ".join(f"{a.name} {a.size}" for a in lowered.axes)

@@ -23,7 +23,8 @@ from planc.runtime.meshes import Meshes
 from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.training_step import Batch, TrainingStep
-from planc.runtime.weights import peft_files, resuming, saving
+from planc.runtime.weights import extras, peft_files, resuming, saving
+from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.loading import Weights
 
 
@@ -237,6 +238,7 @@ class Run:
         *,
         weights: Weights | None = None,
         optimizer: Optimizer | None = None,
+        extra: Extra | None = None,
     ) -> int | None:
         """Loads the model from a folder of safetensors, or from a checkpoint with an optimizer.
 
@@ -248,6 +250,7 @@ class Run:
                 0 reads all and sends them. By default the setting of the plan's load section, else
                 `slices`.
             optimizer: an optimizer of the model's parameters, to load the checkpoint's state into.
+            extra: the objects that `save` was given, by name, to load their states into.
 
         Returns:
             The step that was passed to `save`, None without one.
@@ -263,6 +266,8 @@ class Run:
             weights=weights,
             planned=next((o.weights for o in self.lowered.ops if isinstance(o, Load)), None),
             optimizer=optimizer,
+            extra=extra or {},
+            data=(self.data_size, self.data_rank),
             device=self.mesh.device_type,
         )
         self.first.weights_loaded()
@@ -276,13 +281,23 @@ class Run:
         *,
         optimizer: Optimizer | None = None,
         step: int | None = None,
+        extra: Extra | None = None,
     ) -> None:
         """Writes a checkpoint that any plan can resume from; the previous one is replaced last.
 
+        Args:
+            path: a folder.
+            optimizer: an optimizer of the model's parameters, whose state is saved too.
+            step: a number that `load` returns.
+            extra: other objects with `state_dict` and `load_state_dict`, by name, such as a
+                learning rate scheduler and a stateful data loader. Each data rank's is saved.
+
         Raises:
             PlanError: PL497, the folder holds something else, or it could not be written.
+            TypeError: one of the other objects has no state.
         """
-        saving.save(self.model, Path(path), optimizer=optimizer, step=step)
+        more = extras.states(extra or {}, self.data_rank)
+        saving.save(self.model, Path(path), optimizer=optimizer, step=step, extra=more)
 
     def export(
         self,

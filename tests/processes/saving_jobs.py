@@ -12,6 +12,7 @@ from torch import distributed
 from training_jobs import applied
 
 import planc
+from planc.runtime.standalone.safetensors_files import tensors_in_folder
 
 FP32 = ["param_dtype=fp32", "checkpointing=false"]
 
@@ -72,6 +73,53 @@ def resume(model, old, new, folder, *, changes=None, kind="adamw", meta=True):
         group["lr"] *= 2
     losses += steps(run, optimizer, step, 6)
     return {"losses": losses, "right": right, "equal": equal, "step": step, "rates": rates}
+
+
+class Loader:
+    """Has a place in its data, as a stateful data loader does."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def more(folder):
+    """What comes back of a schedule and of loaders, under this mesh and another one; and the codes
+    of what cannot.
+    """
+
+    def others(run, place):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return schedule, Loader(place)
+
+    def loaded(settings, *names):
+        again = fresh("llama", "llama", [*FP32, *settings])
+        schedule, loader = others(again, None)
+        extra = {"schedule": schedule, "loader": loader, "unknown": Loader(None)}
+        try:
+            again.load(folder, extra={name: extra[name] for name in names})
+        except planc.PlanError as error:
+            return [(d.code, d.message) for d in error.diagnostics]
+        return schedule.last_epoch, loader.place
+
+    run = applied("llama", "llama", [*FP32, "tp=2"])
+    schedule, loader = others(run, 100 + run.data_rank)
+    for _ in range(3):
+        schedule.step()
+    run.save(folder, extra={"schedule": schedule, "loader": loader})
+    return {
+        "same": loaded(["tp=2"], "schedule", "loader"),
+        "right": (3, 100 + run.data_rank),
+        "schedule": loaded(["tp=1"], "schedule"),
+        "loader": loaded(["tp=1"], "schedule", "loader"),
+        "unknown": loaded(["tp=2"], "unknown"),
+    }
 
 
 def names(folder):
@@ -166,6 +214,10 @@ def export(model, overrides, folder, *, changes=None, shard_size=100_000):
     got = read.state_dict()
     assert got.keys() == right.keys()
     different = [n for n in right if not torch.equal(got[n], right[n])]
+    theirs = f"{folder}-of-transformers"
+    build(model, **(changes or {})).save_pretrained(theirs)  # it writes on rank 0
+    distributed.barrier()
+    stored, hub = ({*tensors_in_folder(Path(f), [])} for f in (folder, theirs))
     tokens, _ = data(run.model.config.vocab_size)
     rows = batch(run, 3)[0]
     with torch.no_grad():
@@ -179,6 +231,7 @@ def export(model, overrides, folder, *, changes=None, shard_size=100_000):
     return {
         "different": different,
         "problems": problems,
+        "names": sorted(stored ^ hub),
         "error": error(mine, theirs),
         "files": sorted(p.name for p in Path(folder).iterdir()),
         "twice": twice,

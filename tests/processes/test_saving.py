@@ -45,6 +45,16 @@ def test_another_plan_goes_on_with_the_same_losses(four, tmp_path, case):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+def test_schedules_and_loaders_are_saved_beside_the_model(four, tmp_path):
+    for result in four.run("saving_jobs.more", folder=str(tmp_path / "run")):
+        assert result["same"] == result["right"]
+        assert result["schedule"] == (3, None), "it is the same for any number of data ranks"
+        [(code, message)] = result["loader"]
+        assert code == "PL496" and "extra['loader'] has another state on each of the 2" in message
+        unknown = "the checkpoint holds no state of extra['unknown']"
+        assert result["unknown"] == [("PL496", unknown)]
+
+
 def test_names_are_those_of_the_plain_model(four, tmp_path):
     from numerics import build
 
@@ -108,6 +118,8 @@ def test_transformers_reads_an_export_bit_for_bit(four, tmp_path, model, mesh, m
     for result in results:
         assert result["different"] == []
         assert result["problems"] == []
+        assert result["names"] == [], "save_pretrained of the plain model writes others"
+        assert "generation_config.json" in result["files"]
         assert result["error"] < LIMIT
         assert result["twice"] == ["PL497"]
         assert result["cache"] is True  # what the plan turned off for training is on again

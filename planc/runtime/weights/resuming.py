@@ -16,6 +16,7 @@ from planc.runtime.standalone.load_weights import checkpoint_targets, tensors_in
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import optimizers
+from planc.runtime.weights.extras import Extra, load_states, stored_keys
 from planc.runtime.weights.loading import (
     Weights,
     allocate,
@@ -36,6 +37,8 @@ def load(
     weights: Weights | None,
     planned: str | None,
     optimizer: Optimizer | None,
+    extra: Extra,
+    data: tuple[int, int],
     device: str,
 ) -> int | None:
     """Loads a model from a folder of safetensors or a checkpoint, as `Run.load` describes.
@@ -43,6 +46,7 @@ def load(
     Args:
         weights: the argument of `Run.load`, None for the plan's setting.
         planned: the setting in the plan's load section, None without one.
+        data: the number of ranks that read different data, and the index of this one.
     """
     if weights not in (None, *get_args(Weights)):
         known = one_of(map(repr, get_args(Weights)))
@@ -61,9 +65,11 @@ def load(
         if weights == "rank0":
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
         raise_on_all_ranks(problems)
-        return load_checkpoint(model, folder, optimizer=optimizer, device=device)
-    if optimizer is not None:
-        problems.append(problem("PL497", f"{folder} is not a checkpoint with an optimizer's state"))
+        return load_checkpoint(
+            model, folder, optimizer=optimizer, extra=extra, data=data, device=device
+        )
+    if optimizer is not None or extra:
+        problems.append(problem("PL497", f"{folder} is not a checkpoint with the state of a run"))
     elif planned == "checkpoint":
         text = f"the plan has weights = checkpoint, and {folder} is not a checkpoint"
         problems.append(problem("PL497", text))
@@ -74,7 +80,13 @@ def load(
 
 
 def load_checkpoint(
-    model: nn.Module, folder: Path, *, optimizer: Optimizer | None, device: str
+    model: nn.Module,
+    folder: Path,
+    *,
+    optimizer: Optimizer | None,
+    extra: Extra,
+    data: tuple[int, int],
+    device: str,
 ) -> int | None:
     """Loads a model and an optimizer from a checkpoint of `save` or torch. Every rank calls it.
 
@@ -82,6 +94,8 @@ def load_checkpoint(
         model: a model with a plan applied, not necessarily the plan that it was saved under.
         folder: the checkpoint; its keys are the model's tensor names, or `model.` before them.
         optimizer: an optimizer of the model's parameters.
+        extra: the script's own objects, which get the states that they had.
+        data: as of `load`.
         device: the type of device that a model on meta goes to.
 
     Returns:
@@ -108,14 +122,17 @@ def load_checkpoint(
     if optimizer is not None and not findings:
         # its state is as large as the model: nothing is allocated before every check has passed
         optimizers.check_state(model, optimizer, flat, findings)
-    allocate(model, findings, device)
+    keys, missing = stored_keys(extra, metadata.keys(), *data)
+    allocate(model, [*findings, *missing], device)
     target: dict[str, Any] = dict(checkpoint_targets(model, found))
     if optimizer is not None:
         own_state = optimizers.empty_flat_state(model, optimizer, flat)
         target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
     if _STEP in metadata:
         target[_STEP] = None
+    target |= dict.fromkeys(key for some in keys.values() for key in some)
     _read(target, folder)
+    raise_on_all_ranks(list(load_states(extra, keys, target)))
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
         optimizers.load_flat_state(model, optimizer, loaded)

@@ -12,6 +12,7 @@ from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
+from planc.model.checkpoint_conversion import HubNames
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
 from planc.runtime.gradients import full_state_dict
@@ -37,7 +38,12 @@ METADATA = ".metadata"  # torch.distributed.checkpoint writes this file last
 
 
 def save(
-    model: nn.Module, folder: Path, *, optimizer: Optimizer | None = None, step: int | None = None
+    model: nn.Module,
+    folder: Path,
+    *,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
+    extra: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
 
@@ -50,6 +56,7 @@ def save(
         folder: created, or replaced if it holds a checkpoint.
         optimizer: an optimizer of the model's parameters, whose state is saved too.
         step: a number that `load` returns.
+        extra: what `extras.states` made of the script's own objects.
 
     Raises:
         PlanError: PL497, the folder holds something else, or writing failed. On every rank.
@@ -71,6 +78,7 @@ def save(
         }
     if step is not None:
         state["step"] = step
+    state |= extra or {}
     failed: list[Diagnostic] = []
     try:
         checkpoint.save(state, checkpoint_id=new)
@@ -159,7 +167,8 @@ def export(
     """Writes safetensors, their index and `config.json` for transformers' `from_pretrained`.
 
     Tensors are all-gathered one at a time; rank 0 holds those of one file. Tied tensors are
-    written once. Every rank calls it.
+    written once, and names and tensors are those of the model's checkpoints on the hub, such as one
+    tensor for each expert. Every rank calls it.
 
     Args:
         model: a model with a plan applied; its dtypes are kept.
@@ -189,36 +198,66 @@ def export(
     names = [_kept(model, group) for group in tied_names(model) if not is_adapter(group[0])]
     changes = adapter_layers(model) if adapters == "merged" else {}
     tensors, own = dict(named_tensors(model)), rank_orders(model)
-    parts = list(_parts([(n, tensors[n]) for n in names], shard_size))
-    first = distributed.get_rank() == 0
-    failed: list[Diagnostic] = []
-    for number, part in enumerate(parts, 1):
+    hub = HubNames(model)
+    groups = [(group, [tensors[n] for n in group]) for group in hub.converted_together(names)]
+    files = _Files(folder, list(_parts(groups, shard_size)), hub)
+    for part in files.parts:
         full: dict[str, Tensor] = {}
         for name in part:
             value = whole_of(tensors[name], own.get(name))
             if name.removesuffix(".weight") in changes:
                 value = value + change(changes[name.removesuffix(".weight")])
-            if first:
+            if distributed.get_rank() == 0:
                 full[name] = value.to("cpu").contiguous()
             del value
-        if first and not failed:
-            file = folder / _named(number, len(parts))
-            failed = _on_rank0(lambda file=file, full=full: write_tensors(file, full))  # type: ignore[misc]
-    raise_on_all_ranks(failed)
-    raise_on_all_ranks(_on_rank0(lambda: _describe(tensors, model, lowered, folder, parts)))
+        files.write(full)
+    raise_on_all_ranks(files.failed)
+    raise_on_all_ranks(_on_rank0(lambda: _describe(files, model, lowered)))
 
 
 def _export_stages(model: nn.Module, lowered: Lowered, folder: Path, shard_size: int) -> None:
     """Rank 0 gathers the weights of all stages on the CPU, and writes them."""
     full = full_state_dict(model)
     first = {tensor.data_ptr(): name for name, tensor in reversed(full.items())}
-    parts = list(_parts([(name, full[name]) for name in reversed(first.values())], shard_size))
-    failed: list[Diagnostic] = []
-    for number, part in enumerate(parts, 1):
-        file, some = folder / _named(number, len(parts)), {n: full[n].contiguous() for n in part}
-        failed = failed or _on_rank0(lambda file=file, some=some: write_tensors(file, some))  # type: ignore[misc]
-    raise_on_all_ranks(failed)
-    raise_on_all_ranks(_on_rank0(lambda: _describe(full, model, lowered, folder, parts)))
+    hub = HubNames(model)
+    groups = hub.converted_together([*reversed(first.values())])
+    sized = [(group, [full[name] for name in group]) for group in groups]
+    files = _Files(folder, list(_parts(sized, shard_size)), hub)
+    for part in files.parts:
+        files.write({name: full[name].contiguous() for name in part})
+    raise_on_all_ranks(files.failed)
+    raise_on_all_ranks(_on_rank0(lambda: _describe(files, model, lowered)))
+
+
+class _Files:
+    """The files of an export, which rank 0 writes one by one.
+
+    Args:
+        folder: where they go.
+        parts: the names of the model's tensors that go into each file.
+        hub: how files name and cut them.
+    """
+
+    def __init__(self, folder: Path, parts: list[list[str]], hub: HubNames) -> None:
+        self.folder, self.parts, self._hub = folder, parts, hub
+        self.failed: list[Diagnostic] = []
+        self.sizes: dict[str, int] = {}  # in bytes, by the name in a file
+        self.places: dict[str, str] = {}  # the file of each name
+        self._written = 0
+
+    def write(self, full: dict[str, Tensor]) -> None:
+        """Writes the next file on rank 0; after a failure nothing."""
+        self._written += 1
+        if distributed.get_rank() == 0 and not self.failed:
+            self.failed = _on_rank0(lambda: self._write(full))
+
+    def _write(self, full: dict[str, Tensor]) -> None:
+        number, count = self._written, len(self.parts)
+        name = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        stored = {n: t.contiguous() for n, t in self._hub.stored(full).items()}
+        write_tensors(self.folder / name, stored)
+        self.sizes |= {n: t.numel() * t.element_size() for n, t in stored.items()}
+        self.places |= dict.fromkeys(stored, name)
 
 
 def _empty(folder: Path) -> None:
@@ -245,36 +284,30 @@ def _kept(model: nn.Module, names: tuple[str, ...]) -> str:
     return next((n for n in names if n not in tied), names[0])
 
 
-def _parts(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[str]]:
+def _parts(
+    groups: Iterable[tuple[tuple[str, ...], list[Tensor]]], size: int
+) -> Iterator[list[str]]:
     part: list[str] = []
     filled = 0
-    for name, tensor in tensors:
-        own = tensor.numel() * tensor.element_size()
+    for names, tensors in groups:
+        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if part and filled + own > size:
             yield part
             part, filled = [], 0
-        part.append(name)
+        part += names
         filled += own
     yield part
 
 
-def _named(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-
-
-def _describe(
-    tensors: Mapping[str, Tensor],
-    model: nn.Module,
-    lowered: Lowered,
-    folder: Path,
-    parts: list[list[str]],
-) -> None:
-    """Writes the index if there are several files, and the configuration if the model has one."""
-    if len(parts) > 1:
-        sizes = (tensors[n].numel() * tensors[n].element_size() for part in parts for n in part)
-        files = [(n, _named(i, len(parts))) for i, part in enumerate(parts, 1) for n in part]
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(files)}
-        _text(folder / INDEX, index)
+def _describe(files: _Files, model: nn.Module, lowered: Lowered) -> None:
+    """Writes the index if there are several files, and the configurations that the model has."""
+    folder = files.folder
+    if len(files.parts) > 1:
+        total = {"total_size": sum(files.sizes.values())}
+        _text(folder / INDEX, {"metadata": total, "weight_map": files.places})
+    generation: Any = getattr(model, "generation_config", None)
+    if callable(getattr(generation, "to_json_string", None)):
+        _text(folder / "generation_config.json", json.loads(generation.to_json_string()))
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
         return
