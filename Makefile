@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test processes lint bench estimate mutants silent fuzz coverage pages clean
+.PHONY: help demo test processes lint bench estimate mutants silent fuzz coverage docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -52,6 +52,10 @@ coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real proc
 	$(BIN)/python -W ignore tests/coverage/run.py
 	$(BIN)/python -W ignore tests/coverage/theirs.py
 	$(BIN)/python -W ignore tests/coverage/page.py > docs/coverage.md
+
+docs: $(VENV)/.ready  ## the docs as a site, in build/docs
+	$(BIN)/pip install --quiet --constraint constraints.txt '.[docs]'
+	$(BIN)/sphinx-build --quiet -b html docs build/docs
 
 pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the schema of lowered plans, indexes, outputs in docs
 	PYTHONHASHSEED=0 $(BIN)/python -W ignore -m planc.syntax.grammar > grammars/plan.table.new

@@ -141,6 +141,19 @@ def test_stages_and_inlined_definitions_have_names_of_their_own():
     assert not {stage.name for stage in stages} & definitions().keys()
 
 
+def test_what_scripts_inline_has_one_name_each():
+    """A script has the definitions of all files in one: the last of two of a name would count."""
+    found = {}
+    for path in sorted((PACKAGE / "runtime" / "standalone").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            targets = getattr(node, "targets", [getattr(node, "target", node)])
+            for name in (getattr(t, "name", getattr(t, "id", None)) for t in targets):
+                if name is not None:
+                    found.setdefault(name, set()).add(path.name)
+    assert len(found) > 100
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
 def test_one_module_knows_axes_by_their_names():
     """What an axis is for is its role: a plan may call its axes as it likes."""
     names = {"dp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", "dp_cp", "ep_shard"}

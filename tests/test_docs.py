@@ -32,6 +32,13 @@ def test_page(page, tmp_path, monkeypatch, request):
     assert new == text, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
 
 
+def test_the_site_has_every_page():
+    listed = re.findall(r"^[\w/*-]+$", (ROOT / "docs" / "index.md").read_text(), re.M)
+    pages = {p.relative_to(ROOT / "docs").with_suffix("") for p in (ROOT / "docs").rglob("*.md")}
+    left = {str(page) for page in pages if not any(page.match(name) for name in listed)}
+    assert left == {"index"}
+
+
 def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
     """What docs/demo/transcript.md shows of `make demo`: planc's commands, not the training."""
     monkeypatch.chdir(ROOT)

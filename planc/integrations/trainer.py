@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 import planc
-from planc.ops.lowered import Lowered
-from planc.plan.mesh_axes import LOADED
-from planc.runtime.context import sequence_parts
+from planc.integrations.loops import of_data_ranks, require_served
 from planc.runtime.run import Run
 
 _Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
@@ -64,7 +62,7 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         if model is None or args is None:
             raise ValueError("PlancTrainer takes a model and its TrainingArguments")
         run = planc.apply(model, plan, overrides=overrides, device_type=args.device.type)
-        _require_served(run.lowered)
+        require_served(run.lowered, "Trainer's loop")
         self.planc_run = run
         model._is_distributed_loading_by_transformers = True
         model._is_fsdp_managed_module = True
@@ -80,7 +78,7 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         self.accelerator: Any
         self.accelerator.state.device_mesh = run.mesh
         run.model._tp_size = run.lowered.world_size // run.data_size
-        self.accelerator.gather_for_metrics = _of_data_ranks(
+        self.accelerator.gather_for_metrics = _gather_each_row_once(
             self.accelerator, self.accelerator.gather_for_metrics, run
         )
         self.gather_function = self.accelerator.gather_for_metrics
@@ -139,37 +137,13 @@ class PlancTrainer(PlancTrainerMixin, transformers.Trainer):  # type: ignore[mis
     """transformers' `Trainer` for a model under a plan."""
 
 
-def _require_served(lowered: Lowered) -> None:
-    """Raises ValueError for what the loop of `Trainer` cannot run."""
-    names = [axis.name for axis in lowered.axes if axis.size > 1]
-    other = [name for name in names if name not in LOADED]
-    if lowered.pipeline is not None or sequence_parts(lowered) > 1 or other:
-        raise ValueError(
-            f"Trainer's loop serves plans with the axes {', '.join(LOADED)}; this one has "
-            f"{', '.join(names)}: use run.forward_backward, as docs/training.md shows"
-        )
-
-
-def _of_data_ranks(accelerator: Any, gather_for_metrics: Any, run: Run) -> Any:
+def _gather_each_row_once(accelerator: Any, gather_for_metrics: Any, run: Run) -> Any:
     """`gather_for_metrics` that takes the rows of one rank of those that read the same ones."""
-    ranks = run.mesh.mesh
-    for dim in reversed(range(ranks.dim())):
-        if run.lowered.axes[dim].name not in run.lowered.data:
-            ranks = ranks.select(dim, 0)
-    picked = sorted(ranks.flatten().tolist())
     gather_all = accelerator.gather
-
-    def gather(data: Any) -> Any:
-        from accelerate.utils import recursively_apply
-
-        world = distributed.get_world_size()
-        return recursively_apply(
-            lambda tensor: tensor.unflatten(0, (world, -1))[picked].flatten(0, 1), gather_all(data)
-        )
 
     @contextmanager
     def picking() -> Iterator[None]:
-        accelerator.gather = gather
+        accelerator.gather = lambda data: of_data_ranks(run, gather_all(data))
         try:
             yield
         finally:

@@ -126,7 +126,7 @@ def test_compiled_blocks_behind_an_embedding_split_by_features(four):
 
 @pytest.mark.xfail(
     torch.__version__.startswith("2.13."),
-    strict=True,
+    strict=False,  # on a busy machine the all-reduce has ended by then
     reason="torch 2.13 loses the gradient of what enters a compiled module before its all-reduce "
     "has ended; 2.11 keeps it",
 )

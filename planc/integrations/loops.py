@@ -1,0 +1,43 @@
+"""What the loops of other libraries have in common."""
+
+from typing import Any
+
+from torch import distributed
+
+from planc.ops.lowered import Lowered
+from planc.plan.mesh_axes import LOADED
+from planc.runtime.context import sequence_parts
+from planc.runtime.run import Run
+
+
+def require_served(lowered: Lowered, loop: str) -> None:
+    """Raises ValueError for a plan that a loop cannot run which calls the model with whole rows.
+
+    Args:
+        lowered: the plan.
+        loop: the name of the loop, in the possessive form where it has one.
+    """
+    names = [axis.name for axis in lowered.axes if axis.size > 1]
+    other = [name for name in names if name not in LOADED]
+    if lowered.pipeline is not None or sequence_parts(lowered) > 1 or other:
+        raise ValueError(
+            f"{loop} serves plans with the axes {', '.join(LOADED)}; this one has "
+            f"{', '.join(names)}: use run.forward_backward, as docs/training.md shows"
+        )
+
+
+def of_data_ranks(run: Run, gathered: Any) -> Any:
+    """The rows of one rank of those that read the same ones, of what accelerate has gathered from
+    all ranks, in nested tensors [rows of all ranks, ...].
+    """
+    from accelerate.utils import recursively_apply
+
+    ranks = run.mesh.mesh
+    for dim in reversed(range(ranks.dim())):
+        if run.lowered.axes[dim].name not in run.lowered.data:
+            ranks = ranks.select(dim, 0)
+    picked = sorted(ranks.flatten().tolist())
+    world = distributed.get_world_size()
+    return recursively_apply(
+        lambda tensor: tensor.unflatten(0, (world, -1))[picked].flatten(0, 1), gathered
+    )
