@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_one_loop import SIZES
 from torch import distributed
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
 from planc.model.load import load
@@ -16,10 +19,11 @@ from planc.ops.pipeline import SCHEDULES
 from planc.proof import layout_flow
 from planc.proof.layout_flow import flow
 from planc.proof.stand_in import Unrepresented
-from planc.runtime import pipeline as schedule
 from planc.runtime import training_step
+from planc.runtime.standalone import pipeline_schedule as schedule
+from planc.runtime.standalone import pipeline_step
 from planc.runtime.standalone.pipeline import Stages
-from planc.runtime.training_step import microbatches
+from planc.runtime.standalone.pipeline_step import MicrobatchError, microbatches
 from planc.trial import simulate
 from planc.trial.thread_ranks import run_ranks
 
@@ -103,7 +107,7 @@ def test_a_mean_of_means(unkept, monkeypatch):
 
 
 def test_an_untied_pair(unkept, monkeypatch):
-    monkeypatch.setattr(training_step, "_sum_ties", lambda stages, model: None)
+    monkeypatch.setattr(pipeline_step, "sum_ties", lambda stages, model: None)
     found, errors = verdict("llama-3.2-1b", pipeline_stages=2, world_size=2)
     assert (found.verdict, errors[0]) == ("refuted", "PL502")
 
@@ -184,9 +188,29 @@ def test_microbatches():
     ],
 )
 def test_batches_that_cannot_be_cut(batch, told):
-    with pytest.raises(PlanError, match=re.escape(told)) as raised:
+    with pytest.raises(MicrobatchError, match=re.escape(told)):
         microbatches(batch, 2)
-    assert [d.code for d in raised.value.diagnostics] == ["PL488"]
+
+
+def test_a_step_whose_batch_cannot_be_cut():
+    """It stops on every rank, with the code."""
+    raised = {}
+
+    def rank(number):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("llama", **SIZES)
+        model = AutoModelForCausalLM.from_config(config)
+        run = planc.apply(
+            model, "llama", overrides=["pipeline_stages=2"], device_type="cpu", compare=0
+        )
+        ids = torch.ones(5, 8).long()
+        try:
+            run.forward_backward([{"input_ids": ids, "labels": ids}])
+        except PlanError as error:
+            raised[number] = [d.code for d in error.diagnostics]
+
+    assert run_ranks(2, rank, seconds=60) is None
+    assert raised == {0: ["PL488"], 1: ["PL488"]}
 
 
 # Models ------------------------------------------------------------------------------------------

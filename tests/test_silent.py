@@ -56,7 +56,7 @@ def test_every_case_names_a_report_and_breaks_something():
         assert not case.how.endswith(".")
         assert (case.right != case.wrong) + bool(case.fault) + bool(case.script) <= 1
         assert case.where != "options" or case.right_changes is not None
-        assert not case.fault or callable(getattr(silent_faults, case.fault))
+        assert not case.fault or callable(silent_faults.fault(case.fault))
         assert not case.script or issubclass(
             getattr(silent_scripts, case.script), silent_scripts.Script
         )

@@ -42,15 +42,6 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
         return output.exit_code(sink)
-    if options.format == "python" and compiled.lowered.pipeline is not None:
-        sink.error(
-            "PL568",
-            "a pipeline cannot be written as Python yet: its schedule is run by planc",
-            compiled.lowered.pipeline.origin,
-            help="`planc.apply` runs it; or set the axis of its stages to 1",
-        )
-        output.show(sink, "full", sys.stderr, quiet=True)
-        return output.exit_code(sink)
     if options.format == "json":
         from planc.ops.document import dumps
 

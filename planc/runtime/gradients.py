@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
-from planc.runtime.sharded_tensors import fsdp_units, reshard
+from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.pipeline import Stages, stages_of
-from planc.runtime.standalone.shards import groups_of, part_of, splits, whole_of
+from planc.runtime.standalone.shards import fsdp_units, groups_of, part_of, splits, whole_of
 
 
 def require_current(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from planc.diagnostic import one_of
 from planc.ops.call import Context, MeshOf, Shared, mesh_source
 from planc.ops.lowered import Lowered, Stage
+from planc.ops.uneven_groups import uneven_groups
 from planc.plan.mesh_axes import DATA, axes_of
 from planc.runtime.calls import Values
 
@@ -106,6 +107,8 @@ class Meshes:
         self._context = Context.of(lowered)
         if lowered.data:
             self.part(*lowered.data)
+        for value in uneven_groups(lowered, self._context):
+            self._values.of(value)
         pipeline = lowered.pipeline
         place = self.root.get_local_rank(pipeline.axis) if pipeline else 0
         self.stage: Stage = lowered.stages[place]

@@ -3,15 +3,9 @@
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.standalone.shards import CHUNK_LIST, splits
-
-
-def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Every FSDP unit, outer before inner."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+from planc.runtime.standalone.shards import CHUNK_LIST, fsdp_units, splits
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.ops.quantization import Quantize
-from planc.runtime.sharded_tensors import fsdp_units
-from planc.runtime.standalone.shards import four_bit_layers
+from planc.runtime.standalone.shards import four_bit_layers, fsdp_units
 
 BODY = """
     $block.self_attn.{q,k,v,o}_proj : qlora(rank = 4, alpha = 8, block = 32, init = random)

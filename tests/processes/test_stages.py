@@ -45,3 +45,19 @@ def test_verify(model, settings, capsys):
     given = [part for text in settings for part in ("--set", text)]
     assert main(["verify", model, "llama", "--world-size", "4", *given]) == 0
     assert "Verified on 4 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["pipeline_stages=2", "microbatches=2"],
+        ["pipeline_stages=2", "microbatches=2", "tp=2", "pipeline_schedule=zbv"],
+    ],
+    ids=str,
+)
+def test_the_script_computes_the_same_bits(four, settings):
+    results = four.run("stage_jobs.scripted", settings=[*settings, "param_dtype=fp32"])
+    for gradients, _, unlike in results:
+        assert gradients > 10
+        assert unlike == []
+    assert sum(losses for _, losses, _ in results) == 4

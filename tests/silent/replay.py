@@ -26,6 +26,7 @@ import numerics
 import silent_faults
 import silent_page
 from pool import Pool, RankError
+from silent_axis_cases import AXIS_CASES
 from silent_cases import IGNORED, Case
 from silent_fault_cases import FAULT_CASES, WAITING
 from silent_plan_cases import PLAN_CASES
@@ -43,7 +44,7 @@ from planc.proof.verify_findings import report_difference
 from planc.trial.launcher import LIMITS, _comparison
 from planc.trial.trial_part import trial_part
 
-CASES = (*PLAN_CASES, *FAULT_CASES)
+CASES = (*PLAN_CASES, *FAULT_CASES, *AXIS_CASES)
 WORLD = 4
 
 

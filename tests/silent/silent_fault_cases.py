@@ -335,46 +335,9 @@ FAULT_CASES = (
 
 WAITING = (
     Waiting(
-        kind="layers are dropped at a split",
-        public=("pytorch/torchtitan#963", "NVIDIA/Megatron-LM#1304", "NVIDIA/Megatron-LM#844"),
-        how="a pipeline stage owns fewer layers than it should, or none owns a layer",
-        needs="pipeline",
-    ),
-    Waiting(
-        kind=LOST,
-        public=("pytorch/torchtitan#1723", "NVIDIA-NeMo/Automodel#3208"),
-        how="masks and `cu_seqlens` are cut into microbatches on dim 0",
-        needs="pipeline",
-    ),
-    Waiting(
-        kind=NORMALIZER,
-        public=("pytorch/torchtitan#2972",),
-        how="gradients of pipeline stages are multiplied by the global number of tokens",
-        needs="pipeline",
-    ),
-    Waiting(
-        kind=NORMALIZER,
-        public=(),
-        how="two context ranks halve a gradient if one of them has the only valid label",
-        needs="context",
-    ),
-    Waiting(
-        kind=LOST,
-        public=("huggingface/trl#6843", "PrimeIntellect-ai/prime-rl#2392"),
-        how="packed documents see each other, or `cu_seqlens` are those of another shard",
-        needs="context",
-    ),
-    Waiting(
         kind=GROUP,
-        public=(),
-        how="evaluation runs in the global group where training runs in an explicit one",
-        needs="context",
-    ),
-    Waiting(
-        kind=TOO_OFTEN,
-        public=("pytorch/pytorch#160285", "deepspeedai/DeepSpeed#5618"),
-        how="gradients of dispatched experts are multiplied by the number of their ranks (their "
-        "kind is replayed above, with experts that are split inside)",
-        needs="expert",
+        public=("huggingface/transformers#48167",),
+        how="evaluation under a context axis reports the loss times the number of its ranks",
+        needs="evaluation",
     ),
 )

@@ -8,6 +8,7 @@ import threading
 from functools import partial
 from unittest import mock
 
+import silent_axis_faults
 import torch
 from torch import distributed
 from torch.distributed import _functional_collectives
@@ -26,7 +27,12 @@ from planc.runtime.standalone.fsdp import divide_gradients
 
 def installed(name):
     """The context of a fault; of none for an empty name."""
-    return globals()[name]() if name else contextlib.nullcontext()
+    return fault(name)() if name else contextlib.nullcontext()
+
+
+def fault(name):
+    """The function of a fault, of this file or of those of axes."""
+    return globals().get(name) or getattr(silent_axis_faults, name)
 
 
 PLACES = ("planc.trial.simulate", "planc.trial.prove", "planc.trial.worker", "silent_jobs")

@@ -15,6 +15,7 @@ from planc.diagnostic import Sink
 from planc.model.small.user_model import builder_of
 from planc.ops.document import digest, loads
 from planc.ops.loss import ChunkLoss
+from planc.runtime.context import sequence_parts
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 from planc.trial import worker
@@ -87,12 +88,19 @@ def reference(model, right, changes):
 
 
 def trained(run, script, optimizer):
-    """The same of a parallel model, on this rank; logits of its own rows."""
+    """The same of a parallel model, on this rank; logits of its own rows, where it computes these
+    whole, and gradients of its own stage.
+    """
     found = {"logits": [], "loss": torch.zeros(()), "gradients": {}, "norms": []}
     model = run.model
+    one_loop = run.lowered.pipeline is not None or sequence_parts(run.lowered) > 1
     for step, passes in enumerate(batches(model.config.get_text_config().vocab_size)):
         mine = [script.rows(run, batch) for batch in passes]
-        count = script.count(run, mine)
+        if one_loop:
+            loss = run.forward_backward(mine)
+            found["loss"] += loss if step == 0 else 0
+            mine = []
+        count = script.count(run, mine) if mine else None
         extra = {} if count is None else {"num_items_in_batch": count}
         for at, batch in enumerate(mine):
             torch.manual_seed(10 * step + at)  # what a pass before drew changes nothing
@@ -127,14 +135,15 @@ def full_gradients(model):
     return found
 
 
-def differences(mine, right, rows):
+def differences(mine, right, rows, stage=False):
     """Relative errors of this rank."""
-    logits = zip(mine["logits"], right["logits"], strict=True)
+    logits = zip(mine["logits"], right["logits"], strict=bool(mine["logits"]))
+    wanted = {n: t for n, t in right["gradients"].items() if not stage or n in mine["gradients"]}
     saved = {n: t for n, t in mine["parameters"].items() if n in right["parameters"]}
     return {
         "logits": max((off(m, r[rows]) for m, r in logits), default=0.0),
         "loss": off(mean(mine["loss"]), right["loss"]),
-        "gradients": worst(mine["gradients"], right["gradients"]),
+        "gradients": worst(mine["gradients"], wanted),
         "norm": max(map(off, mine["norms"], right["norms"])),
         "parameters": worst(saved, right["parameters"]),
     }
@@ -182,7 +191,8 @@ def truth(model, document, right, fault="", script="Script", changes=None):
     size = len(mine["logits"][0]) if mine["logits"] else 0
     if size and size != len(wanted["logits"][0]) // count:  # a sampler of its own: rows by process
         rank = distributed.get_rank()
-    return differences(mine, wanted, slice(rank * size, (rank + 1) * size))
+    stage = run.lowered.pipeline is not None
+    return differences(mine, wanted, slice(rank * size, (rank + 1) * size), stage)
 
 
 def truth_beside(model, document, right, changes=None):

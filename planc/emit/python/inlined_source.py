@@ -34,6 +34,9 @@ _FILES = (
     "context_tokens.py",
     "context.py",
     "configuration.py",
+    "pipeline.py",
+    "pipeline_schedule.py",
+    "pipeline_step.py",
 )
 
 

@@ -4,10 +4,11 @@ The file imports torch alone. It has one function per kind of operation, in orde
 lines of the `.plan` file.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from textwrap import dedent, fill
+from typing import NamedTuple
 
 from planc.emit.python.imports import imports
 from planc.emit.python.inlined_source import global_names, imported, inlined
@@ -21,12 +22,19 @@ from planc.ops.call import PARALLELIZE, Context, Each, FunctionCall, Step, Value
 from planc.ops.context import ContextParallel
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
-from planc.ops.lowered import Lowered
+from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
+from planc.ops.uneven_groups import uneven_groups
 
 _FRAME = {"init_device_mesh": "torch.distributed.device_mesh"}
 _WHOLE = "full_state_dict"
+_STEP = "forward_backward"
+_PLAIN = '    model = parallelize(model, build_mesh("cuda"))\n'
+_PIPELINED = """    mesh = build_mesh("cuda")
+    model = parallelize(model, mesh)
+    losses = forward_backward(model, mesh, batches)  # of the last stage's microbatches
+"""
 _PACKED = """
 Packed weights of several projections are stored in the order of ranks:
 `full_state_dict(model)` returns them in the model's order.
@@ -38,31 +46,55 @@ def render(lowered: Lowered, *, digest: str) -> str:
 
     It is laid out as `ruff format` would.
     """
-    known: list[str] = []
-    functions: list[str] = []
-    calls: list[str] = []
     fills = any(isinstance(op, Load) and op.weights for op in lowered.ops)
     context = Context.of(lowered, fills=fills)
     printer = Printer(context, lowered.layers, {**_FRAME, **imported()})
-    for function, group in groupby(lowered.ops, key=lambda op: op.script):
-        steps = [step for op in group for step in op.calls(context)]
-        if not steps:
-            continue
-        known.append(function.name)
-        again = known.count(function.name)
-        name = function.name if again == 1 else f"{function.name}_{again}"
-        body = "\n".join(_body(steps, printer))
-        arguments = "(model, mesh)" if "mesh" in global_names(dedent(body)) else "(model)"
-        functions.append(f'def {name}{arguments}:\n    """{function.about}"""\n{body}\n')
-        calls.append(f"    {name}{arguments}\n")
+    places = [tuple(_written(stage, context, printer)) for stage in lowered.stages]
+    functions, calls = [*_groups(lowered, context, printer)], dict[int, list[str]]()
+    early = bool(functions)
+    for place, written in enumerate(places):
+        for part in written:
+            shared = all(part in other for other in places)
+            name = part.name if shared else f"{part.name}_at_{place}"
+            if not (shared and place):
+                functions.append(part.source(name))
+            calls.setdefault(place, []).append(f"{name}{part.arguments}")
     functions += load_function(lowered)
-    definitions = inlined("\n\n".join(functions))
+    steps = _STEP if lowered.pipeline else ""
+    definitions = inlined("\n\n".join([*functions, steps]))
     packed = any(source.startswith("def repack(") for source in definitions)
     if packed:  # its state dict must be reordered
-        definitions = inlined("\n\n".join([*functions, _WHOLE]))
-    body = "\n\n".join([_mesh(lowered), *definitions, *functions, _main("".join(calls))])
+        definitions = inlined("\n\n".join([*functions, steps, _WHOLE]))
+    body = "\n\n".join([_mesh(lowered), *definitions, *functions, _main(lowered, calls, early)])
     needed = imports(body, printer.modules, printer.names)
     return f"{_docstring(lowered, digest, packed)}\n{needed}\n{body}"
+
+
+class _Function(NamedTuple):
+    """A function of the script that makes the calls of some operations."""
+
+    name: str
+    about: str
+    body: str
+
+    @property
+    def arguments(self) -> str:
+        return "(model, mesh)" if "mesh" in global_names(dedent(self.body)) else "(model)"
+
+    def source(self, name: str) -> str:
+        return f'def {name}{self.arguments}:\n    """{self.about}"""\n{self.body}\n'
+
+
+def _written(stage: Stage, context: Context, printer: Printer) -> Iterator[_Function]:
+    """The functions for the ranks at one place of a pipeline, in order."""
+    known: list[str] = []
+    for function, group in groupby(stage.ops, key=lambda op: op.script):
+        steps = [step for op in group for step in op.calls(context)]
+        if steps:
+            known.append(function.name)
+            again = known.count(function.name)
+            name = function.name if again == 1 else f"{function.name}_{again}"
+            yield _Function(name, function.about, "\n".join(_body(steps, printer)))
 
 
 def _body(steps: Sequence[Step], printer: Printer) -> Lines:
@@ -97,8 +129,7 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
         f"{fill(note, WIDTH)}\n\n"
-        '    model = parallelize(model, build_mesh("cuda"))\n'
-        f'{_PACKED if packed else ""}"""\n'
+        f'{_PIPELINED if lowered.pipeline else _PLAIN}{_PACKED if packed else ""}"""\n'
     )
 
 
@@ -116,12 +147,26 @@ def _mesh(lowered: Lowered) -> str:
         ''')
 
 
-def _main(calls: str) -> str:
+def _groups(lowered: Lowered, context: Context, printer: Printer) -> Iterator[str]:
+    if made := uneven_groups(lowered, context):
+        lines = (line for v in made for line in looped((), [printer.source(v.value)], ""))
+        body = "\n".join(lines)
+        about = "Creates the process groups that some stages use: every rank takes part."
+        yield f'def make_groups(mesh):\n    """{about}"""\n{body}\n'
+
+
+def _main(lowered: Lowered, calls: Mapping[int, Sequence[str]], early: bool) -> str:
+    lines = [*calls.get(0, ())]
+    if op := lowered.pipeline:
+        lines = ["make_groups(mesh)"] * early
+        lines += [f"place = mesh.get_local_rank({quoted(op.axis)})"]
+        for place, some in calls.items():
+            lines += [f"{'el' if place else ''}if place == {place}:", *(f"    {c}" for c in some)]
     return (
         "def parallelize(model, mesh=None):\n"
         '    """Parallelizes the model over the mesh, in place, and returns it."""\n'
         "    mesh = build_mesh() if mesh is None else mesh\n"
-        f"{calls}    return model\n"
+        + "".join(f"    {line}\n" for line in (*lines, "return model"))
     )
 
 

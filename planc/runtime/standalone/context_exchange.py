@@ -41,15 +41,15 @@ class HeadsForTokens(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, value: Tensor, group: Any, source: int, target: int
     ) -> Tensor:
         ctx.group, ctx.dims = group, (source, target)
-        return exchanged_dims(value, group, source, target)
+        return swapped(value, group, source, target)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         source, target = ctx.dims
-        return exchanged_dims(grad, ctx.group, target, source), None, None, None
+        return swapped(grad, ctx.group, target, source), None, None, None
 
 
-def exchanged_dims(value: Tensor, group: Any, source: int, target: int) -> Tensor:
+def swapped(value: Tensor, group: Any, source: int, target: int) -> Tensor:
     """Splits dim `source` over the ranks; concatenates their parts along `target`."""
     parts = value.unflatten(source, (group.size(), -1)).movedim(source, 0).contiguous()
     received = torch.empty_like(parts)

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from planc.runtime.standalone.buffers import computed_buffers
 from planc.runtime.standalone.dcp_chunks import storable
+from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import (
     Order,
@@ -92,9 +93,9 @@ def matched(
         without: names that may be missing.
     """
     tensors, four = dict(named_tensors(model)), four_bit_layers(model)
-    inside = {
-        name: stored[key] for key, name in renamed(model, stored, tensors).items()
-    }
+    others = on_other_stages(model)
+    known = renamed(model, stored, {*tensors, *others})
+    inside = {name: stored[key] for key, name in known.items() if name not in others}
     adapters = any(map(is_adapter, inside))
     found: dict[str, StoredTensor] = {}
     missing: list[str] = []
@@ -118,6 +119,12 @@ def matched(
     problems += [f"{text} {listed_names(extra)}"] if extra else []
     problems += [f"{folder} has other shapes: {'; '.join(wrong)}"] if wrong else []
     return found
+
+
+def on_other_stages(model: nn.Module) -> set[str]:
+    """The names of the tensors that other stages of a pipeline hold."""
+    stages = stages_of(model)
+    return stages.names - dict(named_tensors(model)).keys() if stages else set()
 
 
 def renamed(

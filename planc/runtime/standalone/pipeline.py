@@ -69,6 +69,7 @@ class Stages:
         self.running: int | None = None
         self.received: Tensor | None = None
         self.kept: Tensor | None = None
+        self.runner: Any = None  # of the schedule, made by its first step
         self._places = self._found(model, blocks, inputs, outputs)
         self._inactive: dict[tuple[nn.Module, str], Inactive] = {}
         for place, (module, stage, make) in self._places.items():
@@ -78,10 +79,12 @@ class Stages:
                 module.forward = make(module)
                 empty(module, mesh.device_type)
         self.plain = model.forward
-        model.forward = functools.wraps(self.plain)(
-            # wraps takes a function, which a method is not
-            lambda *args, **kwargs: self.forward(*args, **kwargs)  # noqa: PLW0108
-        )
+
+        @functools.wraps(self.plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+        model.forward = forward
 
     @property
     def last(self) -> bool:

@@ -74,6 +74,11 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
 # FSDP ---------------------------------------------------------------------------------
 
 
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit, outer before inner."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def groups_of(unit: Any) -> list[Any]:
     """The parameter groups of an FSDP unit, which torch has no public name for."""
     state = unit._get_fsdp_state()
@@ -84,8 +89,8 @@ def groups_of(unit: Any) -> list[Any]:
 
 def on_host(model: nn.Module) -> set[int]:
     """The ids of the parameters whose shards are offloaded to the CPU."""
-    fsdp = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    every = [p for unit in fsdp for g in groups_of(unit) for p in g.fsdp_params]
+    units = fsdp_units(model)
+    every = [p for unit in units for g in groups_of(unit) for p in g.fsdp_params]
     return {id(p.sharded_param) for p in every if p.offload_to_cpu}
 
 

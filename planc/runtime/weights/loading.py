@@ -19,11 +19,11 @@ from planc.runtime.standalone.load_weights import (
     listed_names,
     matched,
     materialize,
+    on_other_stages,
     read_rank0,
     read_slices,
 )
 from planc.runtime.standalone.lora_init import adapters_on_meta
-from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import is_adapter, named_tensors, plain_name
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
@@ -101,12 +101,6 @@ def _converted(
         else:
             findings.append(problem("PL496", f"{name} cannot be assembled: {whole}"))
     return out
-
-
-def on_other_stages(model: nn.Module) -> frozenset[str]:
-    """The names of the tensors that other stages of a pipeline hold."""
-    stages = stages_of(model)
-    return frozenset(stages.names) - dict(named_tensors(model)).keys() if stages else frozenset()
 
 
 def checked(

@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic, one_of
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
-from planc.runtime.standalone.load_weights import checkpoint_targets, tensors_in_checkpoint
+from planc.runtime.standalone.load_weights import (
+    checkpoint_targets,
+    on_other_stages,
+    tensors_in_checkpoint,
+)
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import optimizers
@@ -22,7 +26,6 @@ from planc.runtime.weights.loading import (
     allocate,
     checked,
     load_files,
-    on_other_stages,
     raise_on_all_ranks,
 )
 from planc.runtime.weights.saving import METADATA, reason, saved

@@ -1,7 +1,8 @@
-"""Runs the schedule of a pipeline: `torch.distributed.pipelining` with stages of planc's own.
+"""Runs the schedule of a pipeline by `torch.distributed.pipelining`.
 
-A stage tells the next one the shape of what it sends, once for each shape of a batch, so nothing
-is inferred in a pass of its own, and batches may have other lengths than the one before.
+A stage tells the next one the shape of what it sends, once for each shape of a batch:
+nothing is inferred in a pass of its own, and batches may have other lengths than the
+one before. Emitted scripts inline these definitions without their types.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import P2POp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from planc.runtime.meshes import Meshes
 from planc.runtime.standalone.pipeline import Stages, local_of
 
-_HEADER = 256
+HEADER = 256
 """Bytes of the message that describes a tensor."""
-_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
-_CLASSES: dict[str, Any] = {
+OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+SCHEDULES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
     "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
@@ -33,7 +34,7 @@ _CLASSES: dict[str, Any] = {
     "dualpipe_v": schedules.ScheduleDualPipeV,
 }
 Form = dict[str, Any]
-"""What a stage sends: its local shape and dtype and, of a DTensor, the axis and the layout."""
+"""What a stage sends: local shape and dtype; of a DTensor, its axis and layout too."""
 
 
 def form_of(tensor: Tensor) -> Form:
@@ -58,10 +59,12 @@ def form_of(tensor: Tensor) -> Form:
 class Section(nn.Module):  # type: ignore[misc]
     """One stage of this rank as `torch.distributed.pipelining` calls it."""
 
-    def __init__(self, model: nn.Module, stages: Stages, number: int, meshes: Meshes) -> None:
+    def __init__(
+        self, model: nn.Module, stages: Stages, number: int, mesh: DeviceMesh
+    ) -> None:
         super().__init__()
         self.__dict__["model"] = model  # not a child: parameters keep their names
-        self.stages, self.number, self.meshes = stages, number, meshes
+        self.stages, self.number, self.mesh = stages, number, mesh
         self.taken: Form = {}
         self.sent: Form = {}
         self.telling = True
@@ -71,12 +74,14 @@ class Section(nn.Module):  # type: ignore[misc]
 
     def forward(self, received: Tensor | None = None, **kwargs: Any) -> Tensor:
         if received is not None and "mesh" in self.taken:
-            mesh, dim = self.meshes.root[self.taken["mesh"]], self.taken["dim"]
+            mesh, dim = self.mesh[self.taken["mesh"]], self.taken["dim"]
             placement = Replicate() if dim is None else Shard(dim)
             received = DTensor.from_local(received, mesh, [placement], run_check=False)
         step = kwargs.pop("step")
         if self.number < self.stages.count - 1:  # the loss is the last stage's
-            kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOSS}
+            kwargs = {
+                name: value for name, value in kwargs.items() if name not in OF_THE_LOSS
+            }
         output = self.stages.run(self.__dict__["model"], self.number, received, kwargs)
         if self.number == self.stages.count - 1:
             loss: Tensor = step(output)
@@ -103,14 +108,16 @@ class Stage(_PipelineStageBase):  # type: ignore[misc]
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         return []
 
-    def _prepare_forward_infra(self, num_microbatches: int, *_args: Any, **_kwargs: Any) -> None:
+    def _prepare_forward_infra(
+        self, num_microbatches: int, *_args: Any, **_kwargs: Any
+    ) -> None:
         self.chunks = num_microbatches
         self.args_recv_info = {0: ()}
 
     def _prepare_backward_infra(self, num_microbatches: int, **_kwargs: Any) -> None:
         self.chunks = num_microbatches
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+    def _create_grad_recv_info(self, *_args: Any, **_kwargs: Any) -> tuple[Any, ...]:
         return ()
 
     def clear_runtime_states(self) -> None:
@@ -134,7 +141,7 @@ class Stage(_PipelineStageBase):  # type: ignore[misc]
             return []
         peer = self._resolve_peer_global_rank(self.stage_index - 1)
         if self.first_chunk:
-            header = torch.zeros(_HEADER, dtype=torch.uint8, device=self.device)
+            header = torch.zeros(HEADER, dtype=torch.uint8, device=self.device)
             distributed.recv(header, peer, group=self.group)
             self.section.taken = json.loads(bytes(header.tolist()).rstrip(b"\0"))
             self.first_chunk = False
@@ -142,7 +149,9 @@ class Stage(_PipelineStageBase):  # type: ignore[misc]
         return [P2POp(distributed.irecv, self.inbox[fwd_chunk_id], peer, self.group)]
 
     def _empty(self, form: Form) -> Tensor:
-        return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=self.device)
+        return torch.empty(
+            form["shape"], dtype=getattr(torch, form["dtype"]), device=self.device
+        )
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         trains = self.has_backward and torch.is_grad_enabled()
@@ -155,11 +164,14 @@ class Stage(_PipelineStageBase):  # type: ignore[misc]
         peer = self._resolve_peer_global_rank(self.stage_index + 1)
         ops = []
         if self.section.telling:
-            text = json.dumps(self.section.sent).encode().ljust(_HEADER, b"\0")
+            text = json.dumps(self.section.sent).encode().ljust(HEADER, b"\0")
             header = torch.tensor([*text], dtype=torch.uint8, device=self.device)
             ops.append(P2POp(distributed.isend, header, peer, self.group))
             self.section.telling = False
-        return [*ops, P2POp(distributed.isend, sent.detach().contiguous(), peer, self.group)]
+        return [
+            *ops,
+            P2POp(distributed.isend, sent.detach().contiguous(), peer, self.group),
+        ]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self.inbox[mb_index] = prev_stage_outputs.detach()
@@ -172,7 +184,9 @@ class Stage(_PipelineStageBase):  # type: ignore[misc]
             return []
         self.gradients[bwd_chunk_id] = self._empty(self.section.sent)
         peer = self._resolve_peer_global_rank(self.stage_index + 1)
-        return [P2POp(distributed.irecv, self.gradients[bwd_chunk_id], peer, self.group)]
+        return [
+            P2POp(distributed.irecv, self.gradients[bwd_chunk_id], peer, self.group)
+        ]
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
         return (self.gradients.pop(bwd_chunk_id),)
@@ -194,29 +208,29 @@ class Stage(_PipelineStageBase):  # type: ignore[misc]
             self.gradients[mb_index] = gradient
 
 
-class Pipeline:
+class Schedule:
     """The schedule of one rank.
 
     Args:
         model: with the `Stages` of this rank.
         stages: these.
-        meshes: of the run.
+        mesh: of all ranks.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages, meshes: Meshes) -> None:
+    def __init__(self, model: nn.Module, stages: Stages, mesh: DeviceMesh) -> None:
         self.stages = stages
-        device = torch.device(meshes.root.device_type)
+        device = torch.device(mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         group = stages.mesh.get_group()
-        sections = [Section(model, stages, n, meshes) for n in stages.own]
+        sections = [Section(model, stages, n, mesh) for n in stages.own]
         self.parts = [Stage(section, device, group) for section in sections]
         for part in self.parts:
             part.beside = {other.stage_index: other for other in self.parts}
         if isinstance(model, FSDPModule):
             model._get_fsdp_state()._lazy_init()  # while every unit is in its place
         self.known: Any = None
-        cls = _CLASSES[stages.schedule]
+        cls = SCHEDULES[stages.schedule]
         single = issubclass(cls, schedules.PipelineScheduleSingle)
         self.schedule = cls(
             self.parts[0] if single else self.parts,
@@ -225,19 +239,22 @@ class Pipeline:
             scale_grads=False,  # the loss is divided by all tokens of the step already
         )
 
-    def step(self, inputs: Sequence[dict[str, Any]], loss: Any, *, trains: bool) -> list[Tensor]:
+    def step(
+        self, inputs: Sequence[dict[str, Any]], loss: Any, *, trains: bool
+    ) -> list[Tensor]:
         """Runs the microbatches of one batch.
 
         Args:
             inputs: the arguments of the model's forward, of each microbatch.
-            loss: maps the output of the last stage and the number of a microbatch to its loss.
+            loss: maps the output of the last stage and the number of a microbatch to
+                its loss.
             trains: whether to run the backward passes.
 
         Returns:
             The loss of each microbatch on the ranks of the last stage, else nothing.
         """
-        # equal on all stages: only the last one knows whether the loss takes a number of tokens
-        given = {n: v for n, v in inputs[0].items() if n not in _OF_THE_LOSS}
+        # equal on all stages: the last alone knows if its loss takes a number of tokens
+        given = {n: v for n, v in inputs[0].items() if n not in OF_THE_LOSS}
         signature = (trains, [(n, getattr(v, "shape", None)) for n, v in given.items()])
         for part in self.parts:
             part.has_backward = trains
@@ -246,9 +263,12 @@ class Pipeline:
         self.known = signature
         self.schedule._has_backward = trains
         steps = [
-            {**some, "step": lambda output, i=i: loss(output, i)} for i, some in enumerate(inputs)
+            {**some, "step": lambda output, i=i: loss(output, i)}
+            for i, some in enumerate(inputs)
         ]
         losses: list[Tensor] = []
         nothing = [None] * len(steps)
-        self.schedule._step_microbatches([()] * len(steps), steps, nothing, losses, False)
+        self.schedule._step_microbatches(
+            [()] * len(steps), steps, nothing, losses, False
+        )
         return losses

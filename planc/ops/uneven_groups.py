@@ -1,0 +1,49 @@
+"""The process groups that only some places of a pipeline use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planc.ops.call import (
+    Context,
+    FunctionCall,
+    MeshOf,
+    Shared,
+    Value,
+    inside,
+    mesh_source,
+    values_of,
+)
+from planc.ops.lowered import Lowered, Stage
+
+_CREATE = ("._flatten", "standalone.expert_parallel:mesh_of_experts")
+
+
+def uneven_groups(lowered: Lowered, context: Context) -> tuple[Shared, ...]:
+    """The calls that create process groups, where they differ between the places of a pipeline.
+
+    Every rank takes part in each creation, in one order, so all of them then come before the
+    operations. Nothing where each place makes the same calls in the same order.
+    """
+    places = [tuple(dict.fromkeys(_created(stage, context))) for stage in lowered.stages]
+    if len(set(places)) == 1:
+        return ()
+    return tuple(dict.fromkeys(value for place in places for value in place))
+
+
+def _created(stage: Stage, context: Context) -> Iterator[Shared]:
+    for op in stage.ops:
+        for step in op.calls(context):
+            for value in values_of(step):
+                yield from _inside(value, context)
+
+
+def _inside(value: Value, context: Context) -> Iterator[Shared]:
+    if isinstance(value, MeshOf):
+        yield from _inside(mesh_source(value, context), context)
+        return
+    for part in inside(value):
+        yield from _inside(part, context)
+    match value:
+        case Shared(value=FunctionCall(function=function)) if function in _CREATE:
+            yield value

@@ -1,0 +1,168 @@
+"""A step through a pipeline: microbatches, reductions once, tied parameters summed.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from planc.runtime.standalone.pipeline import Stages, stages_of
+from planc.runtime.standalone.pipeline_schedule import Schedule
+from planc.runtime.standalone.shards import fsdp_units, groups_of, part_of
+
+
+class MicrobatchError(ValueError):
+    """A batch cannot be cut into microbatches."""
+
+
+def forward_backward(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    batches: Sequence[Mapping[str, Any]],
+    loss: Callable[[Tensor, Mapping[str, Any]], Tensor] | None = None,
+    *,
+    trains: bool = True,
+) -> list[Tensor]:
+    """The passes of a step through a pipeline; gradients accumulate.
+
+    Every rank calls it.
+
+    Args:
+        model: with the `Stages` of this rank.
+        mesh: of all ranks.
+        batches: that the step accumulates, each a dictionary of the arguments of the
+            model's forward, rows on dim 0; equal on all stages.
+        loss: maps the loss that the model returns and its microbatch to the part that
+            it has in the loss of the step. By default it is the part, as where a batch
+            says the number of tokens of the whole step, `num_items_in_batch`.
+        trains: whether to run the backward passes.
+
+    Returns:
+        The loss of each microbatch on the ranks of the last stage, else nothing.
+
+    Raises:
+        MicrobatchError: a batch cannot be cut into microbatches.
+    """
+    stages = stages_of(model)
+    assert stages is not None
+    if stages.runner is None:
+        stages.runner = Schedule(model, stages, mesh)
+    losses: list[Tensor] = []
+    with reduced_once(model) if trains else nullcontext():
+        for batch in batches:
+            parts = microbatches(batch, stages.microbatches)
+
+            def own(output: Any, number: int, parts: Any = parts) -> Tensor:
+                found = loss_of(output)
+                return found if loss is None else loss(found, parts[number])
+
+            losses += stages.runner.step(parts, own, trains=trains)
+    if trains:
+        sum_ties(stages, model)
+    return losses
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss that a model returns.
+
+    Raises:
+        ValueError: it returns none.
+    """
+    loss = output[0] if isinstance(output, tuple) else output.loss
+    if loss is None:
+        raise ValueError("the model returns no loss: pass it labels")
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def microbatches(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """A batch cut into parts of equally many rows.
+
+    Args:
+        batch: tensors have rows on dim 0; three-dimensional position ids on dim 1.
+        count: the number of parts.
+
+    Raises:
+        MicrobatchError: the rows cannot be divided, or a tensor has no dim of rows.
+    """
+    tensors = {
+        name: value for name, value in batch.items() if isinstance(value, Tensor)
+    }
+    rows = len(next(iter(tensors.values())))
+    if rows % count:
+        text = f"a batch of {rows} rows cannot be cut into {count} microbatches"
+        raise MicrobatchError(text)
+    parts: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in batch.items():
+        pieces: Sequence[Any] = [value] * count
+        if isinstance(value, Tensor) and value.dim():
+            dim = int(name == "position_ids" and value.dim() == 3)
+            if value.shape[dim] != rows:
+                raise MicrobatchError(
+                    f"`{name}` of shape {list(value.shape)} has no {rows} rows, so it "
+                    "cannot be cut into microbatches"
+                )
+            pieces = value.chunk(count, dim)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts
+
+
+def sum_ties(stages: Stages, model: nn.Module) -> None:
+    """The gradients of parameters that both ends share become their sum."""
+    for parameter in stages.copies(model).values():
+        if parameter.grad is None:
+            continue
+        own = part_of(parameter.grad)
+        other = torch.empty_like(own)
+        group = stages.mesh.get_group()
+        peer = stages.mesh.size() - 1 - stages.mesh.get_local_rank()
+        works = distributed.batch_isend_irecv(
+            [
+                distributed.P2POp(distributed.isend, own, group=group, group_peer=peer),
+                distributed.P2POp(
+                    distributed.irecv, other, group=group, group_peer=peer
+                ),
+            ]
+        )
+        for work in works:
+            work.wait()
+        # in one order on both ranks, so that their sums are equal to the bit
+        first, second = (own, other) if peer else (other, own)
+        own.copy_(first + second)
+
+
+@contextmanager
+def reduced_once(model: nn.Module) -> Iterator[None]:
+    """FSDP units reduce the gradients of all microbatches once, at the end.
+
+    As `torch.distributed.pipelining` does it for a stage that is an FSDP unit
+    (`perform_reduce_grad`).
+    """
+    every = fsdp_units(model)
+    for unit in every:
+        set_reduction(unit, False)
+    yield
+    states = {id(state): state for unit in every for state in [unit._get_fsdp_state()]}
+    for unit in every:
+        set_reduction(unit, True)
+    for unit in every:
+        for group in groups_of(unit):
+            group.post_backward()
+    for state in states.values():
+        if state._is_root:
+            state._root_post_backward_final_callback()
+
+
+def set_reduction(unit: Any, now: bool) -> None:
+    """Whether a unit reduces its gradients, and reshards, after a backward pass."""
+    unit.set_requires_gradient_sync(now, recurse=False)
+    unit.set_reshard_after_backward(now, recurse=False)
+    unit.set_is_last_backward(now)

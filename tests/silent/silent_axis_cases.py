@@ -1,0 +1,184 @@
+"""Silent errors of pipelines, split sequences and divided experts."""
+
+from silent_cases import (
+    DROPPED,
+    FP32,
+    LOST,
+    NORMALIZER,
+    OUTPUTS,
+    TOO_OFTEN,
+    UNSUMMED,
+    Case,
+    own,
+    whole,
+)
+
+LAYERS = "layers are dropped at a split"
+LOST_PASSES = "gradients of a pass are lost"
+PIPELINE = {
+    **whole("llama"),
+    "settings": ("pipeline_stages=2", "microbatches=2", "dp_shard=2", *FP32),
+}
+SEQUENCE = {
+    **own(
+        """plan own for llama
+
+mesh {
+    dp_shard = auto
+    cp       = 2
+}
+
+context on cp {
+    attention = all_gather
+    balance   = head_tail
+}
+
+fsdp on dp_shard * cp {
+    model.layers.* : unit
+    root           : unit
+}
+"""
+    ),
+    "settings": (),
+}
+EXPERTS = {"model": "mixtral", **whole("mixtral", "llama"), "settings": ("ep=2", *FP32)}
+
+
+def rows(arguments, *cases):
+    """A case for each (name, fault, kind, public cases, what is wrong, more arguments)."""
+    for name, fault, kind, public, how, more in cases:
+        given = {**arguments, **more}
+        yield Case(name=name, kind=kind, public=public, how=how, fault=fault, **given)
+
+
+AXIS_CASES = (
+    *rows(
+        PIPELINE,
+        (
+            "block of no stage",
+            "stage_without_a_block",
+            LAYERS,
+            ("pytorch/torchtitan#963", "NVIDIA/Megatron-LM#1304", "NVIDIA/Megatron-LM#844"),
+            "the first of two stages leaves out the second of its blocks",
+            {"changes": {"num_hidden_layers": 4}},
+        ),
+        (
+            "masks of microbatches",
+            "microbatches_with_the_first_mask",
+            LOST,
+            ("pytorch/torchtitan#1723", "NVIDIA-NeMo/Automodel#3208"),
+            "each microbatch of a pipeline gets the mask and the positions of the first",
+            {},
+        ),
+        (
+            "microbatches average",
+            "microbatches_scale_gradients",
+            NORMALIZER,
+            ("pytorch/torchtitan#2972",),
+            "the schedule divides gradients by the number of microbatches, which the loss does too",
+            {},
+        ),
+        (
+            "tokens of all stages",
+            "gradients_times_tokens",
+            NORMALIZER,
+            ("pytorch/torchtitan#2972",),
+            "gradients of pipeline stages are multiplied by a number of data ranks too many",
+            {},
+        ),
+        (
+            "tied ends of a pipeline",
+            "ends_apart",
+            DROPPED,
+            ("uw-syfi/piper#13",),
+            "the embedding and the head that are tied get the gradients of their own stage",
+            {"model": "llama-tied"},
+        ),
+        (
+            "accumulated before the last batch",
+            "gradients_of_the_last_batch",
+            LOST_PASSES,
+            ("NVIDIA-NeMo/Automodel#3530",),
+            "a stage forgets the gradients of the batches before the last one of a step",
+            {},
+        ),
+    ),
+    *rows(
+        SEQUENCE,
+        (
+            "label of one part",
+            "halved_by_the_other_part",
+            NORMALIZER,
+            ("NVIDIA/Megatron-LM#906", "PrimeIntellect-ai/prime-rl#2562"),
+            "the loss is divided by the labels of all context ranks, and averaged over these too",
+            {},
+        ),
+        (
+            "documents of a split sequence",
+            "documents_see_each_other",
+            LOST,
+            ("huggingface/trl#6843", "PrimeIntellect-ai/prime-rl#2392"),
+            "packed documents see each other where their sequence is split",
+            {},
+        ),
+        (
+            "padding of a split sequence",
+            "padding_seen",
+            LOST,
+            ("huggingface/accelerate#3700",),
+            "queries of one rank see the padding that another rank holds",
+            {},
+        ),
+        (
+            "labels of a split sequence",
+            "labels_shifted_late",
+            LOST,
+            ("huggingface/transformers#48491", "NVIDIA-BioNeMo/bionemo-recipes#1449"),
+            "labels are shifted after the split: the last token of each part predicts nothing",
+            {},
+        ),
+        (
+            "positions of a split sequence",
+            "positions_from_zero",
+            LOST,
+            ("NVIDIA/Megatron-LM#5243",),
+            "positions begin at zero in the part of each rank",
+            {},
+        ),
+        (
+            "keys of a split sequence",
+            "keys_of_one_rank",
+            UNSUMMED,
+            ("huggingface/diffusers#14265", "NVIDIA/Megatron-LM#1464"),
+            "keys get the gradient of the queries of their own rank alone",
+            {},
+        ),
+    ),
+    *rows(
+        EXPERTS,
+        (
+            "divisor of divided experts",
+            "experts_without_a_divisor",
+            TOO_OFTEN,
+            ("pytorch/pytorch#160285", "deepspeedai/DeepSpeed#5618"),
+            "gradients of dispatched experts are multiplied by the number of their ranks",
+            {},
+        ),
+        (
+            "dispatch summed twice",
+            "dispatch_summed_twice",
+            TOO_OFTEN,
+            ("deepspeedai/DeepSpeed#5618",),
+            "the gradients of tokens that come back from experts count twice",
+            {},
+        ),
+        (
+            "router of dispatched tokens",
+            "router_without_gradient",
+            OUTPUTS,
+            ("NVIDIA-NeMo/Automodel#2995", "NVIDIA-NeMo/Automodel#2092"),
+            "tokens come back weighted, and the weights get no gradient",
+            {},
+        ),
+    ),
+)

@@ -1,0 +1,166 @@
+"""Mistakes in what runs pipelines, split sequences and divided experts: contexts as those of
+`silent_faults`. None patches anything inside a rank, whose thread others run beside.
+"""
+
+from unittest import mock
+
+import torch
+from torch.nn.functional import pad
+
+from planc.runtime import training_step
+from planc.runtime.standalone import (
+    context,
+    context_exchange,
+    context_tokens,
+    expert_parallel,
+    fsdp,
+    pipeline_schedule,
+    pipeline_step,
+)
+from planc.runtime.standalone.pipeline import Stages
+from planc.runtime.standalone.shards import fsdp_units, groups_of
+
+# Pipelines ---------------------------------------------------------------------------------------
+
+
+def stage_without_a_block():
+    found = Stages._found
+
+    def lost(self, model, blocks, inputs, outputs):
+        places = found(self, model, blocks, inputs, outputs)
+        cut = model.get_submodule(blocks)
+        module, stage, make = places[cut, "1"]
+        places[cut, "1"] = module, self.count if stage == 0 else stage, make
+        return places
+
+    return mock.patch.object(Stages, "_found", lost)
+
+
+def microbatches_with_the_first_mask():
+    """Masks and positions stay those of the first rows."""
+    cut = pipeline_step.microbatches
+
+    def first(batch, count):
+        parts = cut(batch, count)
+        kept = [n for n in ("attention_mask", "position_ids") if n in batch]
+        return [{**part, **{n: parts[0][n] for n in kept}} for part in parts]
+
+    return mock.patch.object(pipeline_step, "microbatches", first)
+
+
+def microbatches_scale_gradients():
+    kind = pipeline_schedule.schedules.Schedule1F1B
+    plain = kind.__init__
+
+    def scaled(self, *arguments, **terms):
+        plain(self, *arguments, **{**terms, "scale_grads": True})
+
+    return mock.patch.object(kind, "__init__", scaled)
+
+
+def gradients_times_tokens():
+    """Each rank divides its loss by its own number of tokens, and multiplies by those of all."""
+    real = training_step._items
+
+    def own(run, batches):
+        return real(run, batches) / run.data_size
+
+    return mock.patch.object(training_step, "_items", own)
+
+
+def gradients_of_the_last_batch():
+    real = pipeline_step.Schedule.step
+
+    def forgetful(self, *arguments, **options):
+        for unit in fsdp_units(self.parts[0].submod.__dict__["model"]):
+            for parameter in (p for group in groups_of(unit) for p in group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        return real(self, *arguments, **options)
+
+    return mock.patch.object(pipeline_step.Schedule, "step", forgetful)
+
+
+def ends_apart():
+    return mock.patch.object(pipeline_step, "sum_ties", lambda stages, model: None)
+
+
+# Split sequences ---------------------------------------------------------------------------------
+
+
+def changed_part(change):
+    real = context.part_of_batch
+
+    def part_of_batch(*arguments, **options):
+        return change(real(*arguments, **options))
+
+    return mock.patch.object(context, "part_of_batch", part_of_batch)
+
+
+def labels_shifted_late():
+    def late(part):
+        return {**part, "shift_labels": pad(part["labels"], (0, 1), value=-100)[:, 1:]}
+
+    return changed_part(late)
+
+
+def positions_from_zero():
+    def zero(part):
+        own = torch.arange(part["input_ids"].shape[1])
+        return {**part, "position_ids": own.expand_as(part["input_ids"]).contiguous()}
+
+    return changed_part(zero)
+
+
+def documents_see_each_other():
+    return tokens_without(documents=None)
+
+
+def padding_seen():
+    return tokens_without(padding=None)
+
+
+def tokens_without(**values):
+    class Lacking(context_tokens.KeyTokens):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for name, value in values.items():
+                setattr(self, name, value)
+
+    return mock.patch.object(context, "KeyTokens", Lacking)
+
+
+def halved_by_the_other_part():
+    """The loss is divided by the labels of all ranks and averaged over those of a sequence too."""
+    return mock.patch.object(training_step, "sequence_parts", lambda _: 1)
+
+
+def keys_of_one_rank():
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size(), 2)[ctx.group.rank()].contiguous(), None
+
+    return mock.patch.object(context_exchange.GatherSequence, "backward", staticmethod(backward))
+
+
+# Divided experts ---------------------------------------------------------------------------------
+
+
+def experts_without_a_divisor():
+    return mock.patch.object(fsdp, "divide_gradients", lambda *_: None)
+
+
+def dispatch_summed_twice():
+    def twice(ctx, gradient):
+        return 2 * expert_parallel.exchanged(gradient, *ctx.back), None, None, None
+
+    return mock.patch.object(expert_parallel.Exchange, "backward", staticmethod(twice))
+
+
+def router_without_gradient():
+    real = expert_parallel.by_all_to_all
+
+    def unweighted(own, hidden, index, weights):
+        return real(own, hidden, index, weights.detach())
+
+    return mock.patch.dict(expert_parallel.KINDS, {("all_to_all", False): unweighted})
