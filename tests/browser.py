@@ -50,12 +50,13 @@ class Browser:
         """What the page has written to the console since the last question: errors, mostly."""
         return [entry["message"] for entry in self.ask("/se/log", type="browser")]
 
-    def shot(self, file, width, height, *, dark=False):
+    def shot(self, file, width, height, *, dark=False, scale=1):
+        """Writes what is seen of the page, from its top, as a PNG."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale}
+        self.command("Emulation.setDeviceMetricsOverride", **metrics, mobile=width < 500)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        data = self.command("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
-        file.write_bytes(base64.b64decode(data))
+        file.write_bytes(base64.b64decode(self.command("Page.captureScreenshot")["data"]))
 
 
 def ask(address, fields=None):
@@ -91,9 +92,8 @@ def browser(folder):
         try:
             yield session
         finally:
-            urllib.request.urlopen(
-                urllib.request.Request(session.root, method="DELETE"), timeout=30
-            )
+            end = urllib.request.Request(session.root, method="DELETE")
+            urllib.request.urlopen(end, timeout=30)
     finally:
         driver.terminate()
         driver.wait()

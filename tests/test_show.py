@@ -22,7 +22,6 @@ from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
 from planc.estimate.step_time import bytes_sent
 from planc.model.facts import Child, Facts, Module, Parameter
-from planc.ops.lowered import Lowered
 from planc.runtime.run import Run
 from planc.show import changes, html, mesh
 from planc.show.page import Known, render
@@ -190,10 +189,9 @@ def test_groups_are_those_of_the_mesh(case):
         names = {group.names for group in found}
         assert {(lowered.experts.ranks.name,)} <= names
         (experts,) = (g for g in found if g.names == (lowered.experts.ranks.name,))
-        along = [
-            place for place in ranks if experts.key(place, sizes) == experts.key(ranks[0], sizes)
-        ]
-        assert [ranks.index(p) for p in along] == list(range(experts.size))  # the innermost ones
+        keys = [experts.key(place, sizes) for place in ranks]
+        same = [rank for rank, key in enumerate(keys) if key == keys[0]]
+        assert same == list(range(experts.size)), "the innermost ranks divide experts"
 
 
 def test_an_estimate_is_drawn_as_it_is():
@@ -276,7 +274,7 @@ def test_output_is_whole_or_nothing(tmp_path):
         code, out, err = call("show", *LLAMA, *words, "-o", file)
         assert code in (1, 2) and "Traceback" not in err and "error[PL" in err and out == ""
         assert file.read_text() == "before"
-    for bad in (tmp_path / "no" / "folder.html", tmp_path, "\0"):
+    for bad in (tmp_path / "no" / "folder.html", tmp_path):
         code, out, err = call("show", *LLAMA, "-o", bad)
         assert (code, out) == (2, "") and "PL020" in err and "Traceback" not in err, err
         code, out, err = call("diff", *LLAMA, "--html", bad)
@@ -326,9 +324,6 @@ def test_notebooks_show_results():
     delta = planc.diff(*plans)
     assert "tp 2 -> 4" in Page(delta._repr_html_()).texts["pre"]
     assert "color:" in delta._repr_html_()
-    assert isinstance(plans[0], Lowered) and plans[0] == planc.lower(
-        "llama-3.1-8b", "llama", world_size=8, overrides="tp=2"
-    )
 
 
 def test_large_meshes_stay_small():
@@ -345,13 +340,9 @@ def test_ranks_of_a_node_come_from_the_hardware(tmp_path):
 
     profile = tmp_path / "four.toml"
     text = (FOLDER / "h100-8x.toml").read_text()
-    profile.write_text(
-        re.sub(r"(?m)^(ranks_per_node\s*=\s*(?:\{[^}]*value\s*=\s*)?)8", r"\g<1>4", text)
-    )
-    assert profile.read_text() != text
-    assert "node 15" not in shown(*LLAMA) and "16 nodes" in shown(
-        *LLAMA, "--hardware", str(profile)
-    )
+    profile.write_text(text.replace("ranks_per_node = 8", "ranks_per_node = 4"))
+    assert "8 nodes" in shown(*LLAMA)
+    assert "16 nodes" in shown(*LLAMA, "--hardware", str(profile))
 
 
 # in a browser ------------------------------------------------------------------------------------
@@ -382,6 +373,11 @@ def test_a_click_lights_both_sides(window, page, tmp_path):
     assert "model.layers[0:31].self_attn.q_proj" in lit and "plans/llama.plan:35" in lit
     assert "plans/llama.plan:66" in lit, "the line of a block's checkpoint decides its modules too"
     told = window.run("return document.getElementById('why').innerText")
+    script = """
+        const parts = [...arguments].map((name) => document.querySelector(name));
+        const [plan, line] = parts.map((part) => part.getBoundingClientRect());
+        return plan.top < line.top && line.bottom < plan.bottom"""
+    assert window.run(script, "#plan", "[data-place$=':35']"), "the line is not in view"
     assert "colwise, on tp = 8" in told and "[4096, 4096] -> [512, 4096]" in told
     window.click('[data-place="plans/llama.plan:36"]')
     lit = on(window)

@@ -47,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
     verdict = recall(compiled.lowered, compiled.facts)
     timed = found is not None and found.counted
     known = Known(
-        numbers=(*(_numbers(found) if found else ()), ("proof", verdict.level, verdict.text)),
+        numbers=(
+            *(_numbers(found) if found else ()),
+            ("proof", verdict.level, verdict.text.removeprefix(verdict.level)),
+        ),
         findings=findings,
         memory=timeline.moments(found) if found else {},
         step=timeline.passes(found) if found and timed else {},
