@@ -30,7 +30,7 @@ def picture(lowered: Lowered, top: Row | None, per_node: int = 8) -> str:
     wide, high = mesh.WIDTH + 24, height + (len(lines) + 1) * _LINE + 24
     view = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"-12 -12 {wide} {high}"}
     style = tag("style", shipped("picture.css"))
-    return tag("svg", style, *drawn, *placed, width=wide, height=high, **view)
+    return f"{tag('svg', style, *drawn, *placed, width=wide, height=high, **view)}\n"
 
 
 def _rows(row: Row, depth: int, colors: dict[tuple[str, ...], str]) -> Iterator[list[Html]]:
