@@ -35,9 +35,8 @@ def run(options: argparse.Namespace) -> int:
     if compiled.applied and compiled.lowered:
         found = answer(*compiled.applied, shared_arguments.request(options), asked)
     elif compiled.lowered and options.batch:
-        sink.error(
-            "PL705", "a lowered plan does not say how it splits modules", help="name the plan"
-        )
+        said = "a lowered plan does not say how its modules are split"
+        sink.error("PL705", said, help="name the plan")
     output.show(sink, "full", sys.stderr, quiet=True)
     if sink.failed or not (compiled.lowered and compiled.facts and hardware):
         return output.exit_code(sink)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.model.facts import Child, Facts, Modules
+from planc.model.facts import Child, Facts, Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.base import Op
 from planc.ops.lowered import Lowered
@@ -52,8 +52,9 @@ class Row:
     @property
     def content(self) -> tuple[object, ...]:
         """What is inside; equal for layers that are equal."""
-        each = ((row, row.size // len(row.modules)) for row in self.inside)
-        return tuple((row.name, row.marks, size, row.content) for row, size in each)
+        said = (tuple((m.kind, m.text, m.place) for m in row.marks) for row in self.inside)
+        each = zip(self.inside, said, strict=True)
+        return tuple((r.name, m, r.size // len(r.modules), r.content) for r, m in each)
 
 
 def tree(compiled: Compiled) -> Row:
@@ -78,7 +79,8 @@ class _Tree:
         held = [i for i, modules in enumerate(self.held) if any(map(at.inside, modules))]
         stage = held[0] if len(held) == 1 else None
         known: dict[object, str] = {}
-        for part in (p for child in at.module.children for p in self._parts(at, child)):
+        parts = [part for child in at.module.children for part in self._parts(at, child)]
+        for part in sorted(parts, key=lambda part: _first(part.path[-1])):
             last = part.path[-1]
             row = self.row(part, str(last), stage)
             if row.inside and isinstance(last, Indices):
@@ -87,26 +89,32 @@ class _Tree:
             inside.append(row)
         answer = why(first, self.compiled, Sink())
         assert answer is not None
-        own = (p.at_rest for p in answer.parameters if f"{first}.{p.name}" not in self.tied)
+        own = (p.at_rest * self._count(at, p.name) for p in answer.parameters)
         return Row(
             modules=at,
             name=name,
             marks=tuple(self._marks(first, stage if stage != around else None)),
             why=answer,
-            size=len(at) * sum(own) + sum(row.size for row in inside),
+            size=sum(own) + sum(row.size for row in inside),
             inside=tuple(inside),
         )
 
+    def _count(self, at: Modules, parameter: str) -> int:
+        """The modules that own a parameter; the others share it by a tie."""
+        if not self.tied:
+            return len(at)
+        return sum(f"{name}.{parameter}" not in self.tied for name in at.names())
+
     def _parts(self, at: Modules, child: Child) -> Iterator[Modules]:
         """The entries of a list, parted where an operation or a stage takes only some of them."""
-        whole, depth = Modules((*at.path, child.segment), child.module), len(at.path)
+        key, depth = Modules((*at.path, child.segment), child.module).key, len(at.path)
         parts = [child.indices] if child.indices is not None else []
         for modules in self.sets:
             taken = modules.path[depth] if len(modules.path) > depth else None
-            if isinstance(taken, Indices) and modules.key[: depth + 1] == whole.key:
+            if isinstance(taken, Indices) and modules.key[: depth + 1] == key:
                 parts = [p for part in parts for p in (part & taken, part - taken) if p]
-        found = (Modules((*at.path, part), child.module) for part in parts)
-        yield from sorted(found, key=lambda m: m.entries.first) if parts else (whole,)
+        segments: tuple[Segment, ...] = tuple(parts) or (child.segment,)
+        yield from (Modules((*at.path, segment), child.module) for segment in segments)
 
     def _marks(self, name: str, stage: int | None) -> Iterator[Mark]:
         if stage is not None and (pipeline := self.lowered.pipeline):
@@ -133,3 +141,8 @@ def _modules(op: Op) -> Iterator[Modules]:
 
 def _has(sets: tuple[Modules, ...], name: str) -> bool:
     return any(modules.has(name) for modules in sets)
+
+
+def _first(segment: Segment) -> int:
+    """Where a row is in its list; what is in no list stays in order."""
+    return segment.first if isinstance(segment, Indices) else 0
