@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
+from planc.notebook import DRAW
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 
@@ -265,3 +266,12 @@ def _facts_of(module: nn.Module) -> Facts:
     facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
     known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
     return facts if buildable(facts.config) and known else replace(facts, own=module)
+
+
+def _drawn(of: Lowered | Delta | Run) -> str:
+    from planc.show.changes import notebook
+
+    return notebook(of)
+
+
+DRAW[:] = [_drawn]

@@ -20,6 +20,7 @@ COMMANDS = {
     "suggest": "search the fastest plan that fits, and write it",
     "diff": "compare two lowered plans",
     "why": "show which lines decide a module or a parameter",
+    "show": "draw a plan as a page: its mesh, modules, memory and lines",
     "verify": "prove a plan on real processes, with a small model",
     "fmt": "rewrite plans in the canonical layout, comments kept",
     "explain": "explain a diagnostic code",

@@ -268,6 +268,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL714", "warning", "plan", "tensor parallelism across nodes"),
     ("PL715", "warning", "plan", "checkpointing although memory is free"),
     ("PL716", "warning", "plan", "units that take much memory while gathered"),
+    ("PL750", "error", "input", "half of a step to estimate"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 

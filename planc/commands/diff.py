@@ -24,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
     shared_arguments.training_step(parser, required=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--html", metavar="FILE", help="write both plans side by side as a page")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,7 +50,13 @@ def run(options: argparse.Namespace) -> int:
     if old is None or new is None or merged.failed:
         return output.FAILED
     change = compare.compare(old, new)
-    if options.format == "json":
+    if options.html:
+        from planc.show import changes
+
+        page = changes.render(old, new, tuple(render.estimates(estimates)))
+        if output.write(page, options.html) == output.FAILED:
+            return output.FAILED
+    elif options.format == "json":
         also = {"estimate": estimates} if estimates else {}
         print(json.dumps(render.document(change) | also, indent=2))
     else:

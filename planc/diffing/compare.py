@@ -13,6 +13,7 @@ from planc.diffing.entries import KINDS, differences, entries, groups
 from planc.diffing.matching import Pairs, grown
 from planc.diffing.wording import Part, summary, worded
 from planc.model.facts import Modules
+from planc.notebook import InNotebooks
 from planc.ops import phrases
 from planc.ops.entry import Entry, Value, Words
 from planc.ops.expert_parallel import DispatchExperts
@@ -51,7 +52,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(InNotebooks):
     """All changes.
 
     Args:

@@ -12,6 +12,7 @@ from math import prod
 from typing import Annotated
 
 from planc.diagnostic import Diagnostic
+from planc.notebook import InNotebooks
 from planc.ops.base import (
     NOT_WRITTEN,
     OMIT,
@@ -106,7 +107,7 @@ _STAGES = Form({"minItems": 1, "maxItems": 1024})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
+class Lowered(InNotebooks):
     """A plan for one model on one mesh, ready to run.
 
     Args:

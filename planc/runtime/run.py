@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from planc.notebook import InNotebooks
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients, megatron_fsdp
@@ -29,7 +30,7 @@ from planc.runtime.weights.loading import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(InNotebooks):
     """A model that a plan was applied to.
 
     Args:

@@ -1,0 +1,68 @@
+"""`planc show`: a plan as a page or a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from planc.commands import output, shared_arguments
+from planc.compiler import Compiled
+from planc.diagnostic import Sink
+from planc.estimate import profiles, timeline
+from planc.estimate.answer import Answer, answer
+from planc.ops.phrases import size
+from planc.show.page import Known, render
+from planc.show.picture import picture
+from planc.show.tree import tree
+from planc.trial.verdict_store import recall
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    shared_arguments.target(parser)
+    shared_arguments.training_step(parser, required=False)
+    parser.add_argument("--svg", action="store_true", help="write the mesh and the modules as SVG")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="to write; or `-`")
+
+
+def run(options: argparse.Namespace) -> int:
+    sink = Sink()
+    if (options.batch is None) != (options.seq is None):
+        sink.error("PL750", "a step has a batch and a length", help="name --batch and --seq")
+    hardware = profiles.hardware(options.hardware, sink)
+    compiled = Compiled() if sink.failed else output.compiled(options, sink)
+    findings, asked = tuple(sink), sink if options.batch else Sink()
+    found = None
+    if compiled.applied and compiled.lowered:
+        found = answer(*compiled.applied, shared_arguments.request(options), asked)
+    elif compiled.lowered and options.batch:
+        said = "a lowered plan does not say how its modules are split"
+        sink.error("PL705", said, help="name the plan")
+    output.show(sink, "full", sys.stderr, quiet=True)
+    if sink.failed or not (compiled.lowered and compiled.facts and hardware):
+        return output.exit_code(sink)
+    if options.svg:
+        drawn = picture(compiled.lowered, tree(compiled), hardware.ranks_per_node)
+        return output.write(drawn, options.output)
+    verdict = recall(compiled.lowered, compiled.facts)
+    timed = found is not None and found.counted
+    known = Known(
+        numbers=(
+            *(_numbers(found) if found else ()),
+            ("proof", verdict.level, verdict.text.removeprefix(verdict.level)),
+        ),
+        findings=findings,
+        memory=timeline.moments(found) if found else {},
+        step=timeline.passes(found) if found and timed else {},
+        sent=timeline.sent_by_group(found) if found and timed else {},
+        per_node=hardware.ranks_per_node,
+    )
+    return output.write(render(compiled, known), options.output)
+
+
+def _numbers(found: Answer) -> tuple[tuple[str, str, str], ...]:
+    if not found.counted:
+        return ()
+    peak, time, fits = found.estimate.fullest.peak, found.estimate.time, found.estimate.fits
+    room = f"{'fits' if fits else 'does not fit'} in {size(int(found.estimate.usable))}"
+    pace = f"{time.tokens_per_second:,.0f} tokens/s a rank, MFU {time.mfu:.0%}"
+    return ("at most", size(int(peak)), room), ("a step", f"{time.seconds:.3g} s", pace)

@@ -1,0 +1,148 @@
+"""The modules of a plan as rows: equal layers are one, and layers that the plan parts several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from planc.compiler import Compiled
+from planc.diagnostic import Sink
+from planc.model.facts import Child, Facts, Modules, Segment
+from planc.model.indices import Indices
+from planc.ops.base import Op
+from planc.ops.lowered import Lowered
+from planc.ops.registry import units_of
+from planc.ops.styles import style_name
+from planc.ops.tensor_parallel import Parallelize
+from planc.provenance.answer import Answer
+from planc.provenance.query import why
+
+
+class Mark(NamedTuple):
+    """What an operation does to a module, in a word and as a whole, and the line that says so."""
+
+    kind: str
+    text: str
+    about: str
+    axes: tuple[str, ...]
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Modules of which the plan says the same.
+
+    Args:
+        name: inside the row around it.
+        marks: of the modules themselves.
+        why: what `planc why` says of the first of them.
+        size: bytes of parameters at rest on a rank that holds them, with those of `inside`.
+        like: the name of an earlier row with the same inside; empty for none.
+    """
+
+    modules: Modules
+    name: str
+    marks: tuple[Mark, ...]
+    why: Answer
+    size: int
+    inside: tuple[Row, ...]
+    like: str = ""
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What is inside; equal for layers that are equal."""
+        said = (tuple((m.kind, m.text, m.place) for m in row.marks) for row in self.inside)
+        each = zip(self.inside, said, strict=True)
+        return tuple((r.name, m, r.size // len(r.modules), r.content) for r, m in each)
+
+
+def tree(compiled: Compiled) -> Row:
+    """The row of the model of a plan that has been lowered."""
+    lowered, facts = compiled.lowered, compiled.facts
+    assert lowered is not None and facts is not None
+    facts = compiled.applied[1] if compiled.applied else facts
+    return _Tree(compiled, lowered, facts).row(facts.model, facts.name, None)
+
+
+class _Tree:
+    def __init__(self, compiled: Compiled, lowered: Lowered, facts: Facts) -> None:
+        self.compiled, self.lowered, pipeline = compiled, lowered, lowered.pipeline
+        self.tied = {name for group in facts.ties for name in group[1:]}
+        self.ops = [(op, tuple(_modules(op))) for op in lowered.ops]
+        self.held = [pipeline.held(i) for i in range(pipeline.stages)] if pipeline else []
+        self.sets = [m for found in (*(s for _, s in self.ops), *self.held) for m in found]
+
+    def row(self, at: Modules, name: str, around: int | None) -> Row:
+        """`around` is the pipeline's stage that holds the row around this one."""
+        first, inside = next(at.names()), []
+        held = [i for i, modules in enumerate(self.held) if any(map(at.inside, modules))]
+        stage = held[0] if len(held) == 1 else None
+        known: dict[object, str] = {}
+        parts = [part for child in at.module.children for part in self._parts(at, child)]
+        for part in sorted(parts, key=lambda part: _first(part.path[-1])):
+            last = part.path[-1]
+            row = self.row(part, str(last), stage)
+            if row.inside and isinstance(last, Indices):
+                like = known.setdefault(row.content, row.name)
+                row = row if like == row.name else replace(row, inside=(), like=like)
+            inside.append(row)
+        answer = why(first, self.compiled, Sink())
+        assert answer is not None
+        own = (p.at_rest * self._count(at, p.name) for p in answer.parameters)
+        return Row(
+            modules=at,
+            name=name,
+            marks=tuple(self._marks(first, stage if stage != around else None)),
+            why=answer,
+            size=sum(own) + sum(row.size for row in inside),
+            inside=tuple(inside),
+        )
+
+    def _count(self, at: Modules, parameter: str) -> int:
+        """The modules that own a parameter; the others share it by a tie."""
+        if not self.tied:
+            return len(at)
+        return sum(f"{name}.{parameter}" not in self.tied for name in at.names())
+
+    def _parts(self, at: Modules, child: Child) -> Iterator[Modules]:
+        """The entries of a list, parted where an operation or a stage takes only some of them."""
+        key, depth = Modules((*at.path, child.segment), child.module).key, len(at.path)
+        parts = [child.indices] if child.indices is not None else []
+        for modules in self.sets:
+            taken = modules.path[depth] if len(modules.path) > depth else None
+            if isinstance(taken, Indices) and modules.key[: depth + 1] == key:
+                parts = [p for part in parts for p in (part & taken, part - taken) if p]
+        segments: tuple[Segment, ...] = tuple(parts) or (child.segment,)
+        yield from (Modules((*at.path, segment), child.module) for segment in segments)
+
+    def _marks(self, name: str, stage: int | None) -> Iterator[Mark]:
+        if stage is not None and (pipeline := self.lowered.pipeline):
+            about = pipeline.headline(self.lowered)
+            yield Mark(f"s{stage % 8}", f"stage {stage}", about, (), pipeline.place)
+        for op in (op for op, sets in self.ops if _has(sets, name)):
+            about, units = op.headline(self.lowered), units_of(op)
+            for unit in (u for u in units if _has(u.members, name)):
+                about = f"{unit.name}: {unit.headline(self.lowered)}, {unit.resharding}"
+                axes, text = unit.shard or unit.replicate, "group" if unit.group else "unit"
+                yield Mark(unit.WORD, text, about, axes, unit.place)
+            if isinstance(op, Parallelize):
+                yield Mark(op.WORD, style_name(op.style), about, op.axes, op.place)
+            elif not units:
+                yield Mark(op.WORD, op.WORD, about, (), op.place)
+
+
+def _modules(op: Op) -> Iterator[Modules]:
+    """The modules that an operation acts on."""
+    for about in (*(unit.members for unit in units_of(op)), op.about):
+        found = about if isinstance(about, tuple) else (about,)
+        yield from (m for m in found if isinstance(m, Modules))
+
+
+def _has(sets: tuple[Modules, ...], name: str) -> bool:
+    return any(modules.has(name) for modules in sets)
+
+
+def _first(segment: Segment) -> int:
+    """Where a row is in its list; what is in no list stays in order."""
+    return segment.first if isinstance(segment, Indices) else 0
