@@ -16,6 +16,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import planc
+from planc.diagnostic import Sink
+from planc.ops.document import digest, dumps, loads
 from planc.plan.expert_mesh import legal_sizes
 from planc.proof.small_mesh import with_experts
 from planc.resources import PLANS
@@ -205,6 +207,14 @@ def test_mistakes_are_refuted(uncached, fault):
         verdict, errors = judged()
     assert verdict.verdict == "refuted"
     assert errors
+
+
+def test_a_lowered_plan_is_read_as_it_was_written():
+    lowered = planc.lower("mixtral-8x7b", "mixtral", world_size=4, overrides=["ep=2"])
+    assert lowered.experts is not None
+    read = loads(dumps(lowered), "a test", Sink())
+    assert read.experts == lowered.experts
+    assert (dumps(read), digest(read)) == (dumps(lowered), digest(lowered))
 
 
 # Meshes ------------------------------------------------------------------------------------------

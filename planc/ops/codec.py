@@ -316,7 +316,7 @@ class Reader:
             case Named():
                 return tuple((n, self.load(d, shape.item, (*at, n))) for n, d in data.items())
             case Either():
-                listed = isinstance(data, list) and shape.listed is not None
+                listed = isinstance(data, list | dict) and shape.listed is not None
                 return self.load(data, shape.listed, at) if listed else data  # type: ignore[arg-type]
             case Tagged():
                 return self._record(data, shape.kinds[data[shape.key]], at)

@@ -2,12 +2,13 @@
 `silent_faults`. None patches anything inside a rank, whose thread others run beside.
 """
 
+import contextlib
 from unittest import mock
 
 import torch
 from torch.nn.functional import pad
 
-from planc.runtime import training_step
+from planc.runtime import run, training_step
 from planc.runtime.standalone import (
     context,
     context_exchange,
@@ -62,8 +63,8 @@ def gradients_times_tokens():
     """Each rank divides its loss by its own number of tokens, and multiplies by those of all."""
     real = training_step._items
 
-    def own(run, batches):
-        return real(run, batches) / run.data_size
+    def own(handle, batches):
+        return real(handle, batches) / handle.data_size
 
     return mock.patch.object(training_step, "_items", own)
 
@@ -133,7 +134,10 @@ def tokens_without(**values):
 
 def halved_by_the_other_part():
     """The loss is divided by the labels of all ranks and averaged over those of a sequence too."""
-    return mock.patch.object(training_step, "sequence_parts", lambda _: 1)
+    stack = contextlib.ExitStack()
+    for module in (training_step, run):
+        stack.enter_context(mock.patch.object(module, "sequence_parts", lambda _: 1))
+    return stack
 
 
 def keys_of_one_rank():
