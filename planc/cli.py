@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "prove a plan on real processes, with a small model",
     "fmt": "rewrite plans in the canonical layout, comments kept",
     "explain": "explain a diagnostic code",
+    "lsp": "answer an editor, over standard input and output",
     "list": "list the plans and models that planc knows by name",
 }
 """Each is a module of `planc.commands` with `arguments(parser)` and `run(options)`."""

@@ -268,6 +268,9 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL714", "warning", "plan", "tensor parallelism across nodes"),
     ("PL715", "warning", "plan", "checkpointing although memory is free"),
     ("PL716", "warning", "plan", "units that take much memory while gathered"),
+    ("PL740", "error", "input", "a comment that names no target"),
+    ("PL741", "info", "input", "no model to judge the plan by"),
+    ("PL742", "error", "input", "an editor's server needs pygls"),
     ("PL750", "error", "input", "half of a step to estimate"),
     ("PL900", "error", "internal", "internal error in planc"),
 )

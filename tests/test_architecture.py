@@ -36,6 +36,7 @@ FLOORS = {
     "estimate": 10,
     "draft": 10,
     "show": 10,
+    "editor": 10,
     "api": 11,
     "commands": 11,
     "integrations": 13,

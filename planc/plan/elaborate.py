@@ -72,8 +72,7 @@ def elaborate(
         The plan, or None where its header or mesh is invalid. Sections with errors are named in
         `Plan.broken`.
     """
-    program = _program(facts, sink, world_size)
-    gather(files, program, settings, SECTIONS)
+    program = program_of(files, facts, sink, world_size=world_size, settings=settings)
     _family(program)
     mesh = _with_roles(solve(program), program)
     if mesh is None or program.header is None:
@@ -124,9 +123,18 @@ def _options(program: Program) -> dict[str, object]:
     return {name: value for name, value in options.items() if not isinstance(value, Failed)}
 
 
-def _program(facts: Facts, sink: Sink, world_size: int | None) -> Program:
+def program_of(
+    files: Sequence[ast.File],
+    facts: Facts,
+    sink: Sink,
+    *,
+    world_size: int | None = None,
+    settings: Iterable[str] = (),
+) -> Program:
+    """The names of a plan and their values, before a section is read; as for `elaborate`."""
     scope = Scope(facts=facts, sink=sink, evaluate=evaluate, solve=lambda: solve(program))
     program = Program(facts=facts, sink=sink, world_size=world_size, scope=scope)
+    gather(files, program, settings, SECTIONS)
     return program
 
 

@@ -15,7 +15,7 @@ GROUPS = {
     "PL4": "Composition, order and apply",
     "PL5": "Layout flow",
     "PL6": "Models and families",
-    "PL7": "Memory and time",
+    "PL7": "Memory and time, editors",
     "PL9": "planc itself",
 }
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")

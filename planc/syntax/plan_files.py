@@ -7,6 +7,7 @@ its git revision, or else from the plans that ship with planc.
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class _Chain:
     """Reads one plan and what it extends, each file once, in an order in which bases come first."""
 
     sink: Sink
+    open_texts: Mapping[str, str] = field(default_factory=dict)
     files: list[ast.File] = field(default_factory=list)
     done: set[tuple[str, str | None]] = field(default_factory=set)
     open: list[tuple[str, str | None]] = field(default_factory=list)
@@ -57,14 +59,15 @@ class _Chain:
         if len(self.done) + len(self.open) >= _MAX_FILES:
             self.sink.error("PL008", f"more than {_MAX_FILES} files extend each other")
             return
-        content = text(place, origin, self.sink)
+        content = self.open_texts.get(key[0]) if place.revision is None else None
+        content = text(place, origin, self.sink) if content is None else content
         if content is None or not quotable(place, content, origin, self.sink):
             return
         self.open.append(key)
         file = parse(Source(place.name, content), self.sink)
         for statement in file.statements:
             if isinstance(statement, ast.Extend):
-                self.add(_base(place, statement.path), statement.origin)
+                self.add(base_of(place, statement.path), statement.origin)
         self.open.pop()
         self.done.add(key)
         self.files.append(file)
@@ -92,6 +95,19 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
         sink.error("PL006", message, help=hint)
         return ()
     chain.add(place, None)
+    return tuple(chain.files)
+
+
+def read_open(path: Path, texts: Mapping[str, str], sink: Sink) -> tuple[ast.File, ...]:
+    """The files of a plan as they are in an editor, as `read` gives them.
+
+    Args:
+        path: of the plan.
+        texts: of the files that are open, saved or not, by their real paths.
+        sink: as for `read`.
+    """
+    chain = _Chain(sink, open_texts=texts)
+    chain.add(PlanFile(name=str(path), path=path), None)
     return tuple(chain.files)
 
 
@@ -181,7 +197,7 @@ def locate(plan: str) -> PlanFile | None:
     return None
 
 
-def _base(place: PlanFile, name: str) -> PlanFile:
+def base_of(place: PlanFile, name: str) -> PlanFile:
     """The file that `extend "name"` in a plan names."""
     folder = place.path.parent if place.path else Path()
     path = folder / name

@@ -1,0 +1,124 @@
+"""What can be written at a place of a plan."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from planc.editor.cursor import Cursor, cursor
+from planc.editor.hover import described, meanings
+from planc.editor.judge import Judged
+from planc.model.config import shipped_models
+from planc.model.facts import Modules
+from planc.plan.elaborate import SECTIONS
+from planc.plan.evaluate import describe, evaluate
+from planc.plan.mesh_axes import valid_axes
+from planc.plan.scope import Failed
+from planc.source import Span
+from planc.syntax import ast
+from planc.syntax.plan_files import shipped
+
+Item = tuple[str, str, str]
+"""A word, its kind (`module`, `word`, `value`, `class` or `file`), and what it is or means."""
+
+_PATHS = ("fsdp", "replicate", "pipeline")  # sections with calls that take paths
+_INSIDE = ("optional", "override", "when", "ignore")
+_TOP = ("plan", "extend", "option", "let", "require", "style", "override", "when")
+
+
+def complete(judged: Judged, text: str, offset: int) -> tuple[str, tuple[Item, ...]]:
+    """The part of a word that is typed already, and what it can become.
+
+    Args:
+        judged: the plan.
+        text: of the plan as it is.
+        offset: in the text.
+    """
+    line = text[text.rfind("\n", 0, offset) + 1 : offset]
+    if comment := re.match(r"#[ \t]*planc:[ \t]*(\S*)$", line):
+        return comment[1], tuple((model, "file", "") for model in shipped_models())
+    if extend := re.match(r'extend "([^"]*)$', line):
+        path = Path(judged.source.name)
+        beside = sorted(p.name for p in path.parent.glob("*.plan") if p.name != path.name)
+        return extend[1], tuple((name, "file", "") for name in (*beside, *shipped()))
+    if "#" in line or line.count('"') % 2:
+        return "", ()
+    at = cursor(text, offset)
+    return re.split(r"[.,{}<$]", at.typed)[-1], tuple(dict.fromkeys(_items(at, judged)))
+
+
+def _items(at: Cursor, judged: Judged) -> Iterator[Item]:
+    section = at.section
+    if path := re.search(r"(\S+)<\w*$", at.before):
+        found = judged.selected(*at.blocks, _selector(path[1]))
+        yield from ((modules.module.cls, "class", str(modules)) for modules in found)
+    elif at.typed.startswith("config."):
+        yield from _fields(at.typed, judged)
+    elif re.search(r"\bon (?:\w+\s*\*\s*)*\w*$", at.before):
+        yield from _axes(judged)
+    elif not section and re.fullmatch(r"(?:override\s+)?\w*", at.before):
+        yield from _words("keywords", "", _TOP)
+        yield from ((name, "word", meanings(name)["about"]) for name in SECTIONS)
+    elif section and re.fullmatch(r"(?:(?:override|optional|ignore)\s+)*\S*", at.before):
+        yield from _modules(at, judged)
+        if not re.search(r"[.$]", at.typed):
+            yield from _words(section, "items")
+            yield from _words("keywords", "", _INSIDE)
+    elif section and re.match(r"[^(]*:\s*\w*$", at.before):
+        yield from _words(section, "actions")
+        styles = judged.styles if section == "tensor" else {}
+        yield from ((name, "word", path) for name, path in styles.items())
+    else:
+        yield from _words(section, "values")
+        yield from _words("layouts") if section == "tensor" else ()
+        if section in _PATHS or at.before.startswith("let") or "." in at.typed:
+            yield from _modules(at, judged)
+        yield from _names(at, judged)
+
+
+def _words(section: str, kind: str = "", only: Iterable[str] = ()) -> Iterator[Item]:
+    table = meanings(section, kind)
+    return ((word, "word", table[word]) for word in only or table)
+
+
+def _selector(path: str) -> ast.Selector:
+    return ast.Selector(origin=Span.at(""), path=path)
+
+
+def _modules(at: Cursor, judged: Judged) -> Iterator[Item]:
+    """The modules one level below what is typed, inside the enclosing blocks; or lets."""
+    above, dot, _ = at.typed.rpartition(".")
+    if at.typed.startswith("$") and not dot:
+        yield from _names(at, judged)
+        return
+    for base in judged.selected(*at.blocks, *([_selector(above)] if dot else [])):
+        for child in base.module.children:
+            inner = Modules((*base.path, child.segment), child.module)
+            yield "*" if child.indices else child.name, "module", described(inner)
+
+
+def _fields(typed: str, judged: Judged) -> Iterator[Item]:
+    value: object = judged.scope.facts.config if judged.scope else {}
+    for key in typed.split(".")[1:-1]:
+        value = value.get(key) if isinstance(value, dict) else None
+    for key, held in value.items() if isinstance(value, dict) else ():
+        yield str(key), "value", "..." if isinstance(held, dict | list) else describe(held)
+
+
+def _axes(judged: Judged) -> Iterator[Item]:
+    names = judged.scope.axis_names if judged.scope else ()
+    return ((name, "value", "axis") for name in valid_axes(names))
+
+
+def _names(at: Cursor, judged: Judged) -> Iterator[Item]:
+    """Options, lets, axes and `config`; after `$` the lets alone."""
+    lets, scope = at.typed.startswith("$"), judged.scope
+    if scope is None:
+        return
+    for name, known in scope.definitions.items():
+        value = evaluate(ast.Name(origin=known.origin, path=name), scope)
+        if known.kind == "let" or not lets:
+            shown = "" if isinstance(value, Failed) else f" = {describe(value)}"
+            yield name, "value", f"{known.kind}{shown}"
+    if not lets:
+        yield from _axes(judged)
+        yield "config", "value", "the fields of config.json"

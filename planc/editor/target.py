@@ -1,0 +1,140 @@
+"""The model and the mesh that a plan in an editor is judged for."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planc.diagnostic import Sink
+from planc.model.config import locate_config
+from planc.project import ProjectError, Target, project
+from planc.resources import PLANS
+from planc.source import Source, Span
+from planc.syntax import ast
+from planc.syntax.plan_files import locate, plan_of_family, read_open
+
+_COMMENT = re.compile(r"^#[ \t]*planc:(.*)$", re.M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What a plan is judged for.
+
+    Args:
+        target: the model, the number of ranks, and settings; None where no one names a model.
+        root: the plan to judge, which is the open one or extends it.
+        reason: who chose the target, as part of a sentence.
+        origin: of the comment that chose it.
+    """
+
+    target: Target | None
+    root: Path
+    reason: str
+    origin: Span | None = None
+
+
+def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
+    """What a plan is judged for: by its comment, by a target of the project, or by its family.
+
+    Args:
+        own: the open plan; the name of its source is its path.
+        texts: the files that are open, by their real paths.
+        sink: receives PL740 (the comment), PL021 (the project's settings) and PL741 (none of the
+            three names a model).
+    """
+    source = own.origin.source
+    path = Path(source.name)
+    if comment := _COMMENT.search(source.text):
+        origin, help = (
+            source.span(*comment.span()),
+            "# planc: MODEL --world-size N --set NAME=VALUE",
+        )
+        try:
+            return Chosen(
+                target=_commented(comment[1], path.parent),
+                root=path,
+                reason="the comment in it says so",
+                origin=origin,
+            )
+        except ValueError as error:
+            sink.error("PL740", f"this comment names no target: {error}", origin, help=help)
+            return Chosen(target=None, root=path, reason="its comment cannot be read")
+    try:
+        if found := _in_project(path.resolve(), texts) or _shipped(own, path):
+            return found
+    except ProjectError as error:
+        sink.error("PL021", str(error))
+        return Chosen(target=None, root=path, reason="pyproject.toml cannot be used")
+    reason = "no model is known for its family"
+    help = "name one in a comment: `# planc: MODEL --world-size N`"
+    sink.info("PL741", f"the plan is not judged: {reason}", help=help)
+    return Chosen(target=None, root=path, reason=reason)
+
+
+def _commented(words: str, folder: Path) -> Target:
+    """The target of a comment; the path of a model is relative to the plan."""
+    name, *rest = shlex.split(words) or [""]
+    given = list(zip(rest[::2], rest[1::2], strict=False))
+    unknown = [word for word in rest[::2] if word not in ("--world-size", "--set")]
+    if not name or unknown or len(rest) % 2:
+        raise ValueError(f"`{(unknown or rest or ['MODEL'])[-1]}` is unknown, or lacks its value")
+    size = [int(value) for option, value in given if option == "--world-size"]
+    return Target(
+        model=str(folder / name) if (folder / name).exists() else name,
+        world_size=size[-1] if size else None,
+        set=tuple(value for option, value in given if option == "--set"),
+    )
+
+
+def _in_project(path: Path, texts: Mapping[str, str]) -> Chosen | None:
+    """The first target whose plan is the open one, or extends it."""
+    for target in project().targets:
+        config = locate_config(target.model)
+        family = _values(config.path).get("model_type", "") if config else ""
+        plan = locate(target.plan) if target.plan else plan_of_family(str(family))
+        root = plan.path.resolve() if plan and plan.path else None
+        if root and path in (place_of(f.origin.source) for f in read_open(root, texts, Sink())):
+            return Chosen(target=target, root=root, reason="a target in pyproject.toml names it")
+    return None
+
+
+def _shipped(own: ast.File, path: Path) -> Chosen | None:
+    """The smallest shape that ships with planc for a family of the plan."""
+    headers = (s for s in own.statements if isinstance(s, ast.Header))
+    for family in (f.path for header in headers for f in header.families):
+        shapes = [(size, name) for size, name, families in _shapes() if family in families]
+        if shapes:
+            reason = f"it is the smallest shape that ships with planc for {family}"
+            return Chosen(target=Target(model=min(shapes)[1]), root=path, reason=reason)
+    return None
+
+
+@cache
+def _shapes() -> tuple[tuple[int, str, tuple[str, ...]], ...]:
+    """(size, name, families) of the shapes that ship with planc."""
+    found = [(p.stem, _values(p)) for p in sorted((PLANS / "models").glob("*.json"))]
+    names = ("model_type", "_class_name")
+    return tuple(
+        (v.get("hidden_size") or 0, stem, (*map(v.get, names), *v.get("architectures", ())))
+        for stem, v in found
+    )
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The fields of a configuration; none where it can't be read, as loading it says."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        values = None
+    return values if isinstance(values, dict) else {}
+
+
+def place_of(source: Source) -> Path:
+    """The file of a source; one that ships with planc has a name that is relative to no folder."""
+    path = Path(source.name)
+    shipped = not path.is_absolute() and path.parts[:1] == (PLANS.name,)
+    return (PLANS.parent / path if shipped else path).resolve()
