@@ -25,6 +25,7 @@ COMMANDS = {
     "fmt": "rewrite plans in the canonical layout, comments kept",
     "explain": "explain a diagnostic code",
     "lsp": "answer an editor, over standard input and output",
+    "completion": "print a script that completes planc's words in a shell",
     "list": "list the plans and models that planc knows by name",
 }
 """Each is a module of `planc.commands` with `arguments(parser)` and `run(options)`."""
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 clean, 1 findings, 2 could not run."""
     gc.set_threshold(50_000, 20, 20)  # what is imported and parsed stays until the end
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        return _misspelled(arguments[0])
     try:
         options = _parser().parse_args(arguments or ["--help"])
         code: int = import_module(f"planc.commands.{options.command}").run(options)
@@ -48,6 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("PLANC_TRACEBACK"):
             raise
         return _internal(error)
+
+
+def _misspelled(word: str) -> int:
+    from planc.diagnostic import did_you_mean
+
+    advice = did_you_mean(word, COMMANDS, "`planc --help` lists the commands")
+    print(f"planc: error: there is no command `{word}`; {advice}", file=sys.stderr)
+    return 2
 
 
 def _internal(error: Exception) -> int:
@@ -68,21 +79,26 @@ class _Command(argparse.ArgumentParser):
     """The parser of one command, which imports the command when its arguments are parsed."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        import_module(f"planc.commands.{self.prog.split()[-1]}").arguments(self)
+        from planc.commands import help_text
+
+        help_text.fill(self, self.prog.split()[-1])
         return super().parse_known_args(args, namespace)
 
 
 def _parser() -> argparse.ArgumentParser:
     """Its `command` is the name of the command."""
     result = argparse.ArgumentParser(
-        prog="planc", description="A compiler for parallel training plans."
+        prog="planc",
+        description="A compiler for parallel training plans.",
+        epilog="`planc COMMAND --help` has examples, and says where to read on.",
     )
+    result.set_defaults(commands=COMMANDS)
     result.add_argument("--version", action="version", version=f"planc {planc.__version__}")
     commands = result.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Command
     )
     for name, help in COMMANDS.items():
-        commands.add_parser(name, help=help)
+        commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
     return result
 
 

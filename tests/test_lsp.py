@@ -69,7 +69,7 @@ class Editor:
         return self.loop.run_until_complete(asyncio.wait_for(answer, 120))
 
     def _published(self, params):
-        self.published[params.uri] = params.diagnostics
+        self.published[params.uri, params.version] = params.diagnostics
 
     def close(self):
         self.run(self.client.shutdown_async(None))
@@ -93,12 +93,12 @@ class Editor:
     def found(self, text, name="p.plan"):
         """What is published after a change."""
         self.write(text, name)
-        self.published.clear()
+        this = self.uri, self.versions[self.uri]
 
         async def published():
-            while self.uri not in self.published:
+            while this not in self.published:
                 await asyncio.sleep(0.02)
-            return self.published[self.uri]
+            return self.published[this]
 
         return self.run(published())
 

@@ -7,7 +7,7 @@ import json
 import sys
 
 from planc import compiler
-from planc.commands import output, shared_arguments
+from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.diffing import compare, render
 from planc.model.load import load
@@ -31,12 +31,17 @@ def run(options: argparse.Namespace) -> int:
     sides = []
     merged, own = Sink(), vars(options)
     plans = {"old": options.old, "new": options.new or options.old}
+    if output.swapped(options.model, options.old, merged):
+        output.show(merged, "full", sys.stderr)
+        return output.FAILED
     files = {plan: compiler.read(plan, merged) for plan in dict.fromkeys(plans.values())}
     for side, plan in plans.items():
         sink = Sink()  # an error in one plan must not hide findings about the other
+        with output.waiting(f"reading {options.model}"):
+            facts = load(own[f"{side}_model"] or options.model, sink, allow_code=options.allow_code)
         compiled = compiler.compile(
             files[plan],
-            load(own[f"{side}_model"] or options.model, sink, allow_code=options.allow_code),
+            facts,
             sink,
             world_size=own[f"{side}_world_size"] or options.world_size,
             settings=[*options.set, *own[f"{side}_set"]],
@@ -60,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
         also = {"estimate": estimates} if estimates else {}
         print(json.dumps(render.document(change) | also, indent=2))
     else:
-        print(render.render(change), end="")
-        print("".join(f"{line}\n" for line in render.estimates(estimates)), end="")
+        terminal.show(render.render(change))
+        terminal.show("".join(f"{line}\n" for line in render.estimates(estimates)))
     return output.CLEAN if change.same else output.FINDINGS
 
 

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from planc.commands import output, shared_arguments
+from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.ops.lowered import Lowered
 from planc.project import ProjectError, Target, project
@@ -54,6 +54,9 @@ def run(options: argparse.Namespace) -> int:
         from planc.emit import text as plain
 
         text = plain.render(compiled.lowered, digest=compiled.digest)
+        if options.output in (None, "-"):
+            terminal.show(text, titled=True)
+            return output.CLEAN
     return output.write(text, options.output)
 
 
@@ -81,7 +84,8 @@ def _of_targets(options: argparse.Namespace, sink: Sink) -> int:
 def _lowered(target: Target, options: argparse.Namespace) -> tuple[Lowered | None, int]:
     """The lowered plan of a target, and the exit code of its findings."""
     sink = Sink()
-    compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
+    with output.waiting(f"lowering {target.text}"):
+        compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
     output.show(sink, "full", sys.stderr, quiet=True)
     return compiled.lowered, output.exit_code(sink)
 
@@ -114,5 +118,5 @@ def _compare(target: Target, path: Path, options: argparse.Namespace) -> int:
     if new is None:
         return code
     change = compare.compare(before.lowered, new)
-    print(f"# {target.text}\n{render.render(change)}", end="")
+    terminal.show(f"# {target.text}\n{render.render(change)}")
     return output.CLEAN if change.same else output.FINDINGS

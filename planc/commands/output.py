@@ -30,14 +30,15 @@ def compiled(options: argparse.Namespace, sink: Sink) -> Compiled:
         world_size=options.world_size,
         set=tuple(options.set),
     )
-    return compiled_target(target, sink, allow_code=options.allow_code)
+    with waiting(f"reading {options.model}"):
+        return compiled_target(target, sink, allow_code=options.allow_code)
 
 
 def compiled_target(target: Target, sink: Sink, *, allow_code: bool) -> Compiled:
     """A plan compiled for a model; says on standard error which one was taken, if none is named."""
     from planc.compiler import Compiled, compile_plan
 
-    if _swapped(target, sink):
+    if swapped(target.model, target.plan, sink):
         return Compiled()
     result = compile_plan(
         target.model,
@@ -53,12 +54,11 @@ def compiled_target(target: Target, sink: Sink, *, allow_code: bool) -> Compiled
     return result
 
 
-def _swapped(target: Target, sink: Sink) -> bool:
+def swapped(model: str, plan: str | None, sink: Sink) -> bool:
     """Reports a plan in the place of the model, and a model in that of the plan."""
     from planc.model.config import locate_config
     from planc.syntax.plan_files import locate
 
-    model, plan = target.model, target.plan
     if plan is None or ":" in model or locate_config(model) or not locate_config(plan):
         return False
     if locate(model) is None:
@@ -85,8 +85,12 @@ def waiting(text: str) -> Iterator[None]:
 
     def show_status() -> None:
         from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        shown.append(Console(stderr=True).status(text))
+        plain = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), plain, TimeElapsedColumn()
+        shown.append(Progress(*columns, console=Console(stderr=True), transient=True))
+        shown[0].add_task(text)
         shown[0].start()
 
     timer = Timer(1.0, show_status)

@@ -39,17 +39,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    found = verify(
-        options.model,
-        options.plan,
-        sink,
-        world_size=options.world_size,
-        processes=options.processes,
-        settings=options.set,
-        allow_code=options.allow_code,
-        timeout=options.timeout,
-        precision=options.precision,
-    )
+    if output.swapped(options.model, options.plan, sink):
+        output.show(sink, "full", sys.stdout)
+        return output.FAILED
+    with output.waiting(f"training a small model on {options.processes} processes"):
+        found = verify(
+            options.model,
+            options.plan,
+            sink,
+            world_size=options.world_size,
+            processes=options.processes,
+            settings=options.set,
+            allow_code=options.allow_code,
+            timeout=options.timeout,
+            precision=options.precision,
+        )
     if options.format == "json":
         print(document(found, sink), end="")
     else:

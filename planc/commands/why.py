@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
-from planc.commands import output, shared_arguments
+from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.provenance import render
 from planc.provenance.query import why
-from planc.report.color import paint, wants_color
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +30,5 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(render.document(answer, compiled.lowered), indent=2))
     else:
-        color = wants_color(sys.stdout, os.environ)
-        print("".join(f"{paint(line, color)}\n" for line in render.lines(answer)), end="")
+        terminal.show("".join(f"{row.rstrip()}\n" for row in render.lines(answer)), titled=True)
     return output.CLEAN

@@ -25,14 +25,9 @@ _INSIDE = ("optional", "override", "when", "ignore")
 _TOP = ("plan", "extend", "option", "let", "require", "style", "override", "when")
 
 
-def complete(judged: Judged, text: str, offset: int) -> tuple[str, tuple[Item, ...]]:
-    """The part of a word that is typed already, and what it can become.
-
-    Args:
-        judged: the plan.
-        text: of the plan as it is.
-        offset: in the text.
-    """
+def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
+    """The part of a word that is typed already at an offset, and what it can become."""
+    text = judged.source.text
     line = text[text.rfind("\n", 0, offset) + 1 : offset]
     if comment := re.match(r"#[ \t]*planc:[ \t]*(\S*)$", line):
         return comment[1], tuple((model, "file", "") for model in shipped_models())

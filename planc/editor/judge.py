@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from planc.compiler import compile
@@ -51,30 +52,19 @@ class Judged:
         return bases
 
 
-@dataclass(slots=True)
-class Models:
-    """The models that plans were judged for, each read once."""
-
-    _read: dict[tuple[str, float], tuple[Facts | None, Sink]] = field(default_factory=dict)
-
-    def get(self, model: str, sink: Sink) -> Facts | None:
-        """The facts of a model; the sink receives what reading it found."""
-        place, own = locate_config(model), Sink()
-        key = model, place.path.stat().st_mtime if place and place.path.exists() else 0.0
-        if key not in self._read:
-            self._read[key] = load(model, own), own
-        for finding in self._read[key][1]:
-            sink.add(finding)
-        return self._read[key][0]
+@cache
+def _read(model: str, changed: float) -> tuple[Facts | None, tuple[Diagnostic, ...]]:
+    """A model's facts and what reading it found; a configuration that changes is read again."""
+    sink = Sink()
+    return load(model, sink), sink.diagnostics
 
 
-def judge(path: Path, texts: Mapping[str, str], models: Models) -> Judged:
+def judge(path: Path, texts: Mapping[str, str]) -> Judged:
     """Judges an open plan: its syntax, and where that is right, its meaning for a model.
 
     Args:
         path: of the plan, whose text is in `texts`.
         texts: the files that are open, by their real paths.
-        models: those that are in memory.
     """
     sink = Sink()
     files = read_open(path, texts, sink)
@@ -85,7 +75,11 @@ def judge(path: Path, texts: Mapping[str, str], models: Models) -> Judged:
     target, root = judged.chosen.target, judged.chosen.root
     if root.resolve() != path.resolve():
         judged = replace(judged, files=read_open(root, texts, sink))
-    facts = models.get(target.model, sink) if target else None
+    place = locate_config(target.model) if target else None
+    changed = place.path.stat().st_mtime if place and place.path.exists() else 0.0
+    facts, found = _read(target.model, changed) if target else (None, ())
+    for finding in found:
+        sink.add(finding)
     if target and facts:
         size, settings = target.world_size, target.set
         program = program_of(judged.files, facts, Sink(), world_size=size, settings=settings)

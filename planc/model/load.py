@@ -4,6 +4,7 @@ The configuration is read as JSON, validated by a schema and looked up in the ca
 configuration that is not in the cache is built as a model, on the meta device.
 """
 
+import re
 from typing import Any
 
 from planc.diagnostic import Sink, did_you_mean, one_of
@@ -103,7 +104,8 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
 
 def _not_found(model: str, sink: Sink) -> None:
     known = shipped_models()
-    advice = did_you_mean(
-        model, known, f"pass a folder with config.json, or one of {one_of(known)}"
-    )
+    other = f"pass a folder with config.json, or one of {one_of(known)}"
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
+        other = f"nothing is downloaded; for a model of the hub, `hf download {model} config.json`"
+    advice = did_you_mean(model, known, other)
     sink.error("PL600", f"there is no model {model!r}", help=advice)

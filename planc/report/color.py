@@ -13,6 +13,9 @@ _CODES = {
     "gutter": "34",
     "bold": "1",
     "code": "36",
+    "added": "32",
+    "removed": "31",
+    "changed": "33",
 }
 
 

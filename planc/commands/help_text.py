@@ -1,0 +1,58 @@
+"""What `planc COMMAND --help` says beside the arguments: defaults, examples, where to read on."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+_RUN = "llama-3.1-8b llama --world-size 64 --set tp=8"
+_STEP = "--batch 64 --seq 4096"
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "init": ("init.md", "path/to/model -o my.plan"),
+    "check": ("ci.md", _RUN, "qwen3-8b my.plan --world-size 8 --fix", "--format github"),
+    "lower": ("language.md", _RUN, f"{_RUN} --format python -o parallelize.py", "--check"),
+    "estimate": ("estimate.md", f"{_RUN} {_STEP} --hardware h100-8x"),
+    "suggest": ("estimate.md", f"llama-3.1-8b --world-size 64 {_STEP} -o fast.plan"),
+    "diff": ("ci.md", f"{_RUN} --old-set tp=4", "llama-3.1-8b HEAD:my.plan my.plan"),
+    "why": ("why.md", f"{_RUN} model.layers.0.mlp.up_proj.weight"),
+    "verify": ("verify.md", f"{_RUN} --processes 4"),
+    "fmt": ("format.md", "my.plan plans/", "--check ."),
+    "explain": ("diagnostics/README.md", "pl501"),
+    "list": ("library.md", "plans", "models"),
+    "lsp": ("editor.md", ""),
+    "completion": ("terminal.md", "bash > ~/.local/share/bash-completion/completions/planc"),
+}
+"""The page about each command, and the arguments of one or more calls."""
+
+
+_HELP = {
+    "format": "the form of what is printed",
+    "optimizer": "whose states are counted",
+    "attention": "how attention is computed",
+    "model": "a model, as for check",
+    "world_size": "the number of ranks",
+    "set": "a mesh axis or an option",
+}
+"""Of arguments that say no more themselves."""
+
+
+class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults that say something are shown, and lines of an epilog are kept."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default in (None, False, []) or "default" in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
+
+
+def fill(parser: argparse.ArgumentParser, command: str) -> None:
+    """Gives a parser the arguments of a command, and its examples."""
+    import_module(f"planc.commands.{command}").arguments(parser)
+    for action in parser._actions:
+        side, _, name = action.dest.partition("_")
+        own = side in ("old", "new") and bool(name)
+        text = _HELP.get(name if own else action.dest, "")
+        action.help = action.help or text + (f", of the {side} side alone" if own else "")
+    page, *calls = EXAMPLES[command]
+    lines = "".join(f"  planc {command} {call}".rstrip() + "\n" for call in calls)
+    parser.formatter_class = _Format
+    parser.epilog = f"examples:\n{lines}\nread on: docs/{page}"
