@@ -29,6 +29,7 @@ class Judged:
         scope: its names and their values; None without a model.
         styles: its own styles, with their classes.
         findings: each with a place in the open plan in front.
+        checked: whether findings are all; else those of the syntax and of the target.
     """
 
     own: ast.File
@@ -37,6 +38,7 @@ class Judged:
     scope: Scope | None = None
     styles: Mapping[str, str] = field(default_factory=dict)
     findings: tuple[Diagnostic, ...] = ()
+    checked: bool = False
 
     @property
     def source(self) -> Source:
@@ -60,7 +62,7 @@ def _read(model: str, changed: float) -> tuple[Facts | None, tuple[Diagnostic, .
 
 
 def judge(path: Path, texts: Mapping[str, str]) -> Judged:
-    """Judges an open plan: its syntax, and where that is right, its meaning for a model.
+    """Reads an open plan: its syntax, its model, and the values of its names.
 
     Args:
         path: of the plan, whose text is in `texts`.
@@ -85,9 +87,19 @@ def judge(path: Path, texts: Mapping[str, str]) -> Judged:
         program = program_of(judged.files, facts, Sink(), world_size=size, settings=settings)
         styles = {name: style.path for name, style in program.styles.items()}
         judged = replace(judged, scope=program.scope, styles=styles)
-        if not sink.failed:
-            compile(judged.files, facts, sink, world_size=size, settings=settings)
     return replace(judged, findings=tuple(_placed(finding, judged) for finding in sink))
+
+
+def checked(judged: Judged) -> Judged:
+    """With what the compiler finds, where the syntax is right: a second for the largest models."""
+    sink, target = Sink(), judged.chosen.target
+    for finding in judged.findings:
+        sink.add(finding)
+    if target and judged.scope and not sink.failed:
+        size, settings = target.world_size, target.set
+        compile(judged.files, judged.scope.facts, sink, world_size=size, settings=settings)
+    found = tuple(_placed(finding, judged) for finding in sink)
+    return replace(judged, findings=found, checked=True)
 
 
 def _placed(finding: Diagnostic, judged: Judged) -> Diagnostic:

@@ -48,20 +48,12 @@ def _definitions(judged: Judged) -> Iterator[Span]:
                 yield from (n.name_origin for n in every(node) if isinstance(n, ast.Setting))
 
 
-def outlined(node: object) -> tuple[str, tuple[object, ...]]:
-    """The name of a statement or an item in an outline, empty for none, and what is inside it."""
+def outlined(node: ast.Statement | ast.Item) -> tuple[str, tuple[ast.Statement | ast.Item, ...]]:
+    """The first line of a statement or an item, for an outline, and what is inside its braces."""
+    inside: tuple[ast.Statement | ast.Item, ...] = ()
     match node:
-        case ast.Header() | ast.Option() | ast.Let() | ast.Style() | ast.Setting():
-            return node.name, ()
-        case ast.Section():
-            axes = " * ".join(axis.path for axis in node.axes)
-            return f"{node.name} on {axes}" if axes else node.name, node.items
-        case ast.Block():
-            return node.target.origin.text, node.items
+        case ast.Section() | ast.Block():
+            inside = node.items
         case ast.When():
-            return f"when {node.condition.origin.text}", (*node.then, *node.otherwise)
-        case ast.Rule():
-            return node.target.origin.text, ()
-        case ast.Directive():
-            return node.call.name, ()
-    return "", ()
+            inside = (*node.then, *node.otherwise)
+    return node.origin.text.partition("\n")[0].rstrip("{ "), inside

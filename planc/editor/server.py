@@ -14,7 +14,7 @@ from pygls.lsp.server import LanguageServer
 import planc
 from planc.diagnostic import Diagnostic, Sink
 from planc.editor import completion, hover, navigation
-from planc.editor.judge import Judged, judge
+from planc.editor.judge import Judged, checked, judge
 from planc.editor.target import place_of
 from planc.source import Span
 from planc.syntax.formatter.layout import formatted
@@ -39,16 +39,21 @@ class Server:
         self.known: dict[str, tuple[dict[str, str], Judged]] = {}
         self.lock = asyncio.Lock()
 
-    async def judged(self, uri: str) -> Judged:
-        """The plan as it is now. Building a model's table for the first time takes seconds, so it
-        happens beside what the protocol does.
+    async def judged(self, uri: str, *, whole: bool = False) -> Judged:
+        """The plan as it is now; `whole` with all findings. Building a model's table for the first
+        time takes seconds, and so may checks, so both run beside what the protocol does.
         """
         async with self.lock:
-            texts = {uri: doc.source for uri, doc in self.ls.workspace.text_documents.items()}
+            texts = {u: document.source for u, document in self.ls.workspace.text_documents.items()}
             if uri not in self.known or self.known[uri][0] != texts:
                 real = {os.path.realpath(_path(u)): t for u, t in texts.items()}
                 self.known[uri] = texts, await asyncio.to_thread(judge, _path(uri), real)
-            return self.known[uri][1]
+            found = self.known[uri][1]
+        if whole and not found.checked:
+            found = await asyncio.to_thread(checked, found)
+            if uri in self.known and self.known[uri][0] == texts:
+                self.known[uri] = texts, found
+        return found
 
     async def asked(self, params: Any) -> tuple[Judged, int]:
         """The plan and the offset that a request is about. The protocol counts UTF-16 units of a
@@ -82,7 +87,7 @@ class Server:
         if uri not in documents or documents[uri].version != version:
             return
         for each, version in [(u, d.version) for u, d in documents.items()]:
-            found = (await self.judged(each)).findings
+            found = (await self.judged(each, whole=True)).findings
             self._publish(each, [self._diagnostic(finding) for finding in found], version)
 
     async def saved(self, params: Any) -> None:
@@ -144,7 +149,6 @@ class Server:
         return self._symbols((await self.judged(params.text_document.uri)).own.statements)
 
     def _symbols(self, nodes: Iterable[Any]) -> list[Any]:
-        outlines = ((node, *navigation.outlined(node)) for node in nodes)
         return [
             lsp.DocumentSymbol(
                 name=name,
@@ -153,8 +157,8 @@ class Server:
                 selection_range=self.range(node.origin),
                 children=self._symbols(inside),
             )
-            for node, name, inside in outlines
-            if name
+            for node in nodes
+            for name, inside in [navigation.outlined(node)]
         ]
 
     async def formatting(self, params: Any) -> Any:
@@ -169,7 +173,7 @@ class Server:
         """The corrections that `planc check --fix` makes, on the lines that are asked for."""
         uri, first, last = params.text_document.uri, params.range.start.line, params.range.end.line
         found = []
-        for finding in (await self.judged(uri)).findings:
+        for finding in (await self.judged(uri, whole=True)).findings:
             place = self.range(finding.labels[0].span)
             if finding.edit is None or not place.start.line <= last or place.end.line < first:
                 continue
