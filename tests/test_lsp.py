@@ -189,6 +189,10 @@ def test_columns_are_utf16(editor):
     found = editor.found(TEXT.replace("    model.layers.* : full", "    model.😀layers.* : full"))
     [first, *_] = [d for d in found if d.code == "PL001"]
     assert first.range.start.line == 12 and first.range.end.character <= 12
+    line = 'option x = ["😀😀", nothing_]\n'
+    [unknown] = [d for d in editor.found(TEXT + line) if d.code == "PL100"]
+    start, end = unknown.range.start.character, unknown.range.end.character
+    assert line.encode("utf-16-le")[2 * start : 2 * end].decode("utf-16-le") == "nothing_"
     wide = TEXT.replace("for llama\n", 'for llama, "😀😀", typo_\n')
     editor.write(wide)
     assert "--world-size 64" in editor.hover("typo_", 2)

@@ -106,6 +106,7 @@ def test_colors_and_pipes(words, colored):
     assert "\x1b" not in plain and plain == call(*words)[1]
     wide = after_progress(on_terminal(*words, columns=140))
     assert colored in wide
+    assert re.search(r"\x1b\[36m\[\d[\d, ]+\]\x1b\[0m", wide), "shapes have a color"
     assert ANSI.sub("", wide) == plain  # wide enough: nothing but colors is added
     assert piped(*words, FORCE_COLOR="1").replace(wide, "") == ""
     assert after_progress(on_terminal(*words, columns=140, NO_COLOR="1")) == plain
