@@ -170,14 +170,16 @@ def test_folding_keeps_every_word(text, width):
 WAIT = """
 import sys, time
 from planc.commands.output import waiting
-with waiting("reading [a] model"):
-    time.sleep(float(sys.argv[1]))
+with waiting("reading [a] model") as progress:
+    time.sleep(float(sys.argv[1]) / 2)
+    progress(3, 9)
+    time.sleep(float(sys.argv[1]) / 2)
 print("done")
 """
 
 
 def test_a_long_wait_shows_progress_on_a_terminal_alone():
-    assert "reading [a] model" in on_terminal(2.0, program=("-c", WAIT))
+    assert "reading [a] model: 3 of 9" in on_terminal(4.0, program=("-c", WAIT))
     assert "reading" not in on_terminal(0.1, program=("-c", WAIT))
     words = [sys.executable, "-c", WAIT, "1.5"]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment())
@@ -201,6 +203,7 @@ def test_every_wait_is_announced(monkeypatch, tmp_path):
     monkeypatch.setattr(output, "waiting", Waiting)
     monkeypatch.setattr("planc.commands.verify.verify", _never)
     monkeypatch.setattr("planc.commands.init.draft", lambda *_: None)
+    monkeypatch.setattr("planc.commands.suggest.suggest", lambda *_: None)
     step = ("--batch", "64", "--seq", "2048")
     for words in (
         ("check", *RUN, "--level", "structure"),
@@ -209,6 +212,7 @@ def test_every_wait_is_announced(monkeypatch, tmp_path):
         ("estimate", *RUN, *step),
         ("diff", *RUN),
         ("init", "llama-3.1-8b"),
+        ("suggest", "llama-3.1-8b", "--world-size", "64", *step),
     ):
         said.clear()
         call(*words)

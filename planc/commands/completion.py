@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from shlex import quote
 
 from planc.codes import CODES
 from planc.commands import help_text, output
@@ -65,18 +66,14 @@ def _cases(actions: dict[str, Sequence[argparse.Action]]) -> Iterator[str]:
 
 def _fish(actions: dict[str, Sequence[argparse.Action]], about: dict[str, str]) -> Iterator[str]:
     for name, found in actions.items():
-        yield f"complete -c planc -n __fish_use_subcommand -f -a {name} -d {_quoted(about[name])}"
+        yield f"complete -c planc -n __fish_use_subcommand -f -a {name} -d {quote(about[name])}"
         for action in found:
             flags = [
                 f"-{'l' if len(f) > 2 else 's'} {f.lstrip('-')}" for f in action.option_strings
             ]
             flags += ["-r"] if flags and action.nargs != 0 else []
-            flags += [f"-a {_quoted(_words(action))}"] if _words(action) else []
-            text = _quoted((action.help or "").partition("%")[0])
+            flags += [f"-a {quote(_words(action))}"] if _words(action) else []
+            text = quote((action.help or "").partition("%")[0])
             at = f"-n '__fish_seen_subcommand_from {name}'"
             if flags:
                 yield " ".join(("complete -c planc", at, *flags, "-d", text))
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +72,12 @@ def swapped(model: str, plan: str | None, sink: Sink) -> bool:
 
 
 @contextmanager
-def waiting(text: str) -> Iterator[None]:
+def waiting(text: str) -> Iterator[Callable[[int, int], None]]:
     """Shows on a terminal what takes more than a second; nothing where standard error is no
-    terminal.
+    terminal. What it yields takes how much is done, of how much.
     """
     if not sys.stderr.isatty():
-        yield
+        yield lambda _done, _total: None
         return
     from threading import Timer
 
@@ -93,10 +93,14 @@ def waiting(text: str) -> Iterator[None]:
         shown[0].add_task(text)
         shown[0].start()
 
+    def update(done: int, total: int) -> None:
+        for bar in shown:
+            bar.update(bar.task_ids[0], description=f"{text}: {done} of {total}")
+
     timer = Timer(1.0, show_status)
     timer.start()
     try:
-        yield
+        yield update
     finally:
         timer.cancel()
         timer.join()

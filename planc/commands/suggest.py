@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from planc.commands import output, shared_arguments
@@ -44,7 +42,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    facts = load(options.model, sink, allow_code=options.allow_code)
     asked = Asked(
         plan=options.plan,
         world_size=options.world_size,
@@ -54,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         settings=options.set,
         requires=options.require,
     )
-    with _progress() as progress:
+    with output.waiting(f"searching plans for {options.model}") as progress:
+        facts = load(options.model, sink, allow_code=options.allow_code)
         made = suggest(facts, asked, sink, progress) if facts else None
     output.show(sink, "full", sys.stderr, quiet=True)
     if made is None:
@@ -78,17 +76,3 @@ def _command(options: argparse.Namespace, micro_batches: int) -> str:
         f"--seq {options.seq} --micro-batches {micro_batches} "
         f"--hardware {shlex.quote(options.hardware)}"
     )
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("plans", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

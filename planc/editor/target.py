@@ -20,20 +20,20 @@ from planc.syntax.plan_files import locate, plan_of_family, read_open
 _COMMENT = re.compile(r"^#[ \t]*planc:(.*)$", re.M)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """What a plan is judged for.
 
     Args:
-        target: the model, the number of ranks, and settings; None where no one names a model.
         root: the plan to judge, which is the open one or extends it.
         reason: who chose the target, as part of a sentence.
+        target: the model, the number of ranks, and settings; None where no one names a model.
         origin: of the comment that chose it.
     """
 
-    target: Target | None
     root: Path
     reason: str
+    target: Target | None = None
     origin: Span | None = None
 
 
@@ -49,30 +49,23 @@ def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
     source = own.origin.source
     path = Path(source.name)
     if comment := _COMMENT.search(source.text):
-        origin, help = (
-            source.span(*comment.span()),
-            "# planc: MODEL --world-size N --set NAME=VALUE",
-        )
+        origin, help = source.span(*comment.span()), "`# planc: MODEL --world-size N --set A=B`"
         try:
-            return Chosen(
-                target=_commented(comment[1], path.parent),
-                root=path,
-                reason="the comment in it says so",
-                origin=origin,
-            )
+            target = _commented(comment[1], path.parent)
+            return Chosen(path, "the comment in it says so", target, origin)
         except ValueError as error:
             sink.error("PL740", f"this comment names no target: {error}", origin, help=help)
-            return Chosen(target=None, root=path, reason="its comment cannot be read")
+            return Chosen(path, "its comment cannot be read")
     try:
         if found := _in_project(path.resolve(), texts) or _shipped(own, path):
             return found
     except ProjectError as error:
         sink.error("PL021", str(error))
-        return Chosen(target=None, root=path, reason="pyproject.toml cannot be used")
-    reason = "no model is known for its family"
+        return Chosen(path, "pyproject.toml cannot be used")
+    nothing = Chosen(path, "no model is known for its family")
     help = "name one in a comment: `# planc: MODEL --world-size N`"
-    sink.info("PL741", f"the plan is not judged: {reason}", help=help)
-    return Chosen(target=None, root=path, reason=reason)
+    sink.info("PL741", f"the plan is not judged: {nothing.reason}", help=help)
+    return nothing
 
 
 def _commented(words: str, folder: Path) -> Target:
@@ -98,7 +91,7 @@ def _in_project(path: Path, texts: Mapping[str, str]) -> Chosen | None:
         plan = locate(target.plan) if target.plan else plan_of_family(str(family))
         root = plan.path.resolve() if plan and plan.path else None
         if root and path in (place_of(f.origin.source) for f in read_open(root, texts, Sink())):
-            return Chosen(target=target, root=root, reason="a target in pyproject.toml names it")
+            return Chosen(root, "a target in pyproject.toml names it", target)
     return None
 
 
@@ -109,7 +102,7 @@ def _shipped(own: ast.File, path: Path) -> Chosen | None:
         shapes = [(size, name) for size, name, families in _shapes() if family in families]
         if shapes:
             reason = f"it is the smallest shape that ships with planc for {family}"
-            return Chosen(target=Target(model=min(shapes)[1]), root=path, reason=reason)
+            return Chosen(path, reason, Target(model=min(shapes)[1]))
     return None
 
 
