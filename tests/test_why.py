@@ -48,7 +48,7 @@ def ask(compiled, name, plan=True):
 
 
 def text_of(answer):
-    return "".join(f"{line.rstrip()}\n" for line in render.lines(answer))
+    return "".join("".join(t for t, _ in line).rstrip() + "\n" for line in render.lines(answer))
 
 
 def valid(answer, lowered):

@@ -16,6 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "diff": ("ci.md", f"{_RUN} --old-set tp=4", "llama-3.1-8b HEAD:my.plan my.plan"),
     "why": ("why.md", f"{_RUN} model.layers.0.mlp.up_proj.weight"),
     "verify": ("verify.md", f"{_RUN} --processes 4"),
+    "show": ("show.md", f"{_RUN} -o plan.html", f"{_RUN} --svg -o plan.svg"),
     "fmt": ("format.md", "my.plan plans/", "--check ."),
     "explain": ("diagnostics/README.md", "pl501"),
     "list": ("library.md", "plans", "models"),

@@ -30,5 +30,6 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(render.document(answer, compiled.lowered), indent=2))
     else:
-        terminal.show("".join(f"{row.rstrip()}\n" for row in render.lines(answer)), titled=True)
+        rows = ("".join(text for text, _ in line).rstrip(" ") for line in render.lines(answer))
+        terminal.show("".join(f"{row}\n" for row in rows), titled=True)
     return output.CLEAN

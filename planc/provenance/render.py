@@ -12,6 +12,9 @@ from planc.ops.lowered import Lowered
 from planc.provenance.answer import Answer, ParameterAnswer, Reason
 
 FORMAT_VERSION = 1
+Segment = tuple[str, str]
+"""Text and the name of its terminal style; `""` is plain."""
+
 _HEAD = 12
 SECTIONS = (
     "load",
@@ -30,10 +33,10 @@ SECTIONS = (
 )
 
 
-def lines(answer: Answer) -> Iterator[str]:
+def lines(answer: Answer) -> Iterator[list[Segment]]:
     """The answer as text: each decision, and below it the line of the plan."""
     yield from _title(answer)
-    yield ""
+    yield []
     for reason in answer.load:
         yield from _reason("load", reason.what, reason)
     yield from _targeted("adapter", answer.adapter)
@@ -58,10 +61,10 @@ def lines(answer: Answer) -> Iterator[str]:
         yield _head("" if answer.parameters else "per rank", f"its unit: {text}")
 
 
-def _title(answer: Answer) -> Iterator[str]:
+def _title(answer: Answer) -> Iterator[list[Segment]]:
     what = f"a parameter of {answer.cls}" if answer.parameter else answer.cls
     kind = f" ({answer.kind})" if answer.kind != "other" else ""
-    yield f"{answer.name}  {what}{kind}"
+    yield [(answer.name, "bold"), (f"  {what}{kind}", "")]
     if len(answer.like) > 1:
         yield _head("like it", f"{len(answer.like)} modules: {answer.like}")
     for parameter in answer.parameters:
@@ -91,7 +94,7 @@ def _memory(of: ParameterAnswer, *, named: bool) -> str:
     )
 
 
-def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterator[str]:
+def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterator[list[Segment]]:
     title = "fsdp" if section == "unit" else section
     if section in answer.missing:
         inside = ", but on what is inside" if section == "tensor" and answer.inside else ""
@@ -103,19 +106,20 @@ def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterato
         yield from _reason("" if i else title, what, reason)
 
 
-def _targeted(title: str, reasons: Iterable[Reason]) -> Iterator[str]:
+def _targeted(title: str, reasons: Iterable[Reason]) -> Iterator[list[Segment]]:
     for reason in reasons:
         yield from _reason(title, f"{reason.target}: {reason.what}", reason)
 
 
-def _reason(title: str, what: str, reason: Reason) -> Iterator[str]:
+def _reason(title: str, what: str, reason: Reason) -> Iterator[list[Segment]]:
     yield _head(title, what)
     if reason.place:
-        yield f"{'':{_HEAD + 2}}{reason.place}  {reason.text}".rstrip()
+        text = f"  {reason.text}" if reason.text else ""
+        yield [(" " * (_HEAD + 2), ""), (reason.place, "secondary"), (text, "")]
 
 
-def _head(title: str, text: str) -> str:
-    return f"{title:<{_HEAD}}{text}"
+def _head(title: str, text: str) -> list[Segment]:
+    return [(f"{title:<{_HEAD}}", "bold"), (text, "")]
 
 
 def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
