@@ -1,7 +1,5 @@
-"""The Python API: what `import planc` offers.
-
-Each function takes the arguments of the command of its name, and raises one `PlanError` with every
-diagnostic of the run.
+"""The Python API, `import planc`: functions named as the commands, with their arguments; each
+raises one `PlanError` with all diagnostics of the run.
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ def check(
     Raises:
         ValueError: there is no such level.
     """
+    from planc.proof.apart import record
     from planc.proof.layout_flow import flow
-    from planc.proof.record import record
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
@@ -256,8 +254,8 @@ def _facts(model: Any) -> str | Facts:
 
 
 def _facts_of(module: nn.Module) -> Facts:
-    """Of a model that its configuration names, a small one can be built; one that has a module of
-    the user's own is run itself.
+    """Of a module that has a configuration, as of a small one; else of the module itself, to be
+    run.
     """
     from planc.model.config import buildable
     from planc.model.module_table import facts_of

@@ -1,7 +1,5 @@
 """The command `planc`: which module runs a command, and what ends the process."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os
@@ -66,11 +64,8 @@ def _internal(error: Exception) -> int:
     from planc.diagnostic import Sink
 
     sink = Sink()
-    sink.error(
-        "PL900",
-        f"planc itself failed: {type(error).__name__}: {error}",
-        help="this is a bug in planc; run again with PLANC_TRACEBACK=1 and report it",
-    )
+    hint = "this is a bug in planc; run again with PLANC_TRACEBACK=1 and report it"
+    sink.error("PL900", f"planc itself failed: {type(error).__name__}: {error}", help=hint)
     output.show(sink, "full", sys.stderr)
     return output.FAILED
 

@@ -1,7 +1,5 @@
 """What a user's repository says to planc: `[tool.planc]` in pyproject.toml, and `PLANC_PATH`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,13 +16,7 @@ class ProjectError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What `planc check` judges when no model is named.
-
-    Args:
-        model, plan: as on the command line; None for the plan of the model's family.
-        world_size: the number of ranks.
-        set: `name=value` for axes and options.
-    """
+    """What `planc check` judges when no model is named, as on the command line."""
 
     model: str
     plan: str | None = None
@@ -66,11 +58,7 @@ class Project:
 
 
 def project() -> Project:
-    """Of the nearest pyproject.toml with `[tool.planc]`, at the current folder or above it.
-
-    Raises:
-        ProjectError: it has a mistake.
-    """
+    """Of the nearest pyproject.toml with `[tool.planc]`, here or above; raises ProjectError."""
     import tomllib  # only a folder with a pyproject.toml needs it
 
     start = Path.cwd()
@@ -92,11 +80,7 @@ def project() -> Project:
 
 
 def plan_folders() -> tuple[Path, ...]:
-    """The folders of plans by name: those of `PLANC_PATH`, then the project's.
-
-    Raises:
-        ProjectError: as `project`.
-    """
+    """The folders of plans by name: `PLANC_PATH`, then the project's; raises ProjectError."""
     path = os.environ.get("PLANC_PATH", "")
     return (*map(Path, filter(None, path.split(os.pathsep))), *project().plans)
 
@@ -136,9 +120,7 @@ def _folder(name: str, file: Path) -> Path:
 
 
 def _place(name: str, file: Path) -> str:
-    """A path relative to the pyproject.toml, as one relative to the current folder; other names as
-    they are.
-    """
+    """A path relative to the pyproject.toml, from the current folder; other names as they are."""
     return os.path.relpath(file.parent / name) if (file.parent / name).exists() else name
 
 

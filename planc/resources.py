@@ -1,8 +1,4 @@
-"""The folders of the files that ship with the code: grammars, plans and diagnostics pages.
-
-An editable install and a checkout read the repository's own folders, so there is one copy to edit;
-a wheel carries them inside the package (`force-include` in pyproject.toml).
-"""
+"""The folders that ship with the code: the repository's, or those inside a wheel."""
 
 from pathlib import Path
 

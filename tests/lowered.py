@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.aten_operators import Save
+from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from planc.ops.aten_operators import GROUPS, _table, like, listed, seen
+from planc.ops.activation_checkpoint import GROUPS, _table, like, listed, seen
 from planc.runtime.standalone.activation_checkpoint import (
     offloading,
     operators,

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import planc
 from planc.diagnostic import PlanError
-from planc.runtime.compiled_attention import require
+from planc.runtime.preconditions import require_recomputable
 
 SMALL = {
     "hidden_size": 64,
@@ -41,7 +41,9 @@ def asked(folder, compiled, how, checkpointed, *, tp=2, device="cpu", attention=
         f"override checkpoint {{\n    {checkpointed} : {how}\n}}\n"
     )
     model = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention))
-    require(model, planc.lower(model, str(plan), world_size=2, overrides=[f"tp={tp}"]), device)
+    require_recomputable(
+        model, planc.lower(model, str(plan), world_size=2, overrides=[f"tp={tp}"]), device
+    )
 
 
 @pytest.mark.parametrize("name", DIES)

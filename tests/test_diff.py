@@ -12,8 +12,7 @@ from lowered import any_op, llama, modules, moved, plans, rule, unit, with_field
 from planc.diagnostic import Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import document, render
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.aten_operators import Save
+from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest, dumps, loads

@@ -8,8 +8,7 @@ from planc.lowering import lower
 from planc.model.load import load
 from planc.ops.styles import style_text
 from planc.plan import elaborate
-from planc.plan.sections.tensor_styles import STYLES
-from planc.plan.sections.transformers_styles import equivalent
+from planc.plan.sections.tensor_styles import STYLES, equivalent
 from planc.syntax.plan_files import read
 
 PLAN = """

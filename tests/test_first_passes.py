@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from planc.runtime.checksums import model_sums, plain, tensor_sum
 from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses, _leaves, watch
+from planc.runtime.same_weights import model_sums, plain, tensor_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 

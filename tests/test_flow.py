@@ -331,7 +331,7 @@ def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatc
 
 
 def test_planc_s_sources_are_known_by_their_contents(tmp_path, monkeypatch):
-    from planc.trial import source_digest as module
+    from planc.trial import certificate as module
 
     digest = module.source_digest.__wrapped__
     shutil.copytree(module.PACKAGE, tmp_path / "planc")
@@ -345,7 +345,7 @@ def test_planc_s_sources_are_known_by_their_contents(tmp_path, monkeypatch):
 
 def test_what_runs_in_a_proof_is_among_the_sources():
     """What else is imported holds names, places and messages, and no numbers."""
-    from planc.trial import source_digest as module
+    from planc.trial import certificate as module
 
     code = "import sys, planc.trial.simulate, planc.trial.worker, planc.model.small.user_model\n"
     code += "print([m for m in sys.modules if m.startswith('planc.')])"

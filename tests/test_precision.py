@@ -13,7 +13,7 @@ from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.executor import alone, apply_lowered
 from planc.trial import thread_ranks
 from planc.trial.batches import batches
-from planc.trial.precision import Operations, norm_error, tolerance
+from planc.trial.numerics import Operations, norm_error, tolerance
 from planc.trial.program import RankResult, seed_rank, train_rank, train_single
 from planc.trial.prove import compare_rounded
 from planc.trial.trial_part import rounds, trial_part

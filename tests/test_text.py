@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from lowered import any_op, llama, modules, plans, rule, unit, with_fields, with_ops
 
-from planc.diffing.entries import KINDS as DIFFED
+from planc.diffing.matching import KINDS as DIFFED
 from planc.emit.text import render
 from planc.ops import phrases
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.aten_operators import Save
+from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest

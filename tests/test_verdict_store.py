@@ -15,7 +15,7 @@ import planc
 from planc.model import cache
 from planc.model.module_table import facts_of
 from planc.ops.document import digest, dumps
-from planc.trial import source_digest, verdict_store
+from planc.trial import certificate, verdict_store
 
 VALUES = dict(
     model_type="qwen3",
@@ -200,9 +200,9 @@ def test_the_sources_are_all_of_planc(tmp_path, monkeypatch):
         target = tmp_path / path.relative_to(package)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    monkeypatch.setattr(source_digest, "PACKAGE", tmp_path)
+    monkeypatch.setattr(certificate, "PACKAGE", tmp_path)
     sums = [verdict_store._all_sources.__wrapped__()]
-    for name in ("plan/selectors.py", "lowering/lower.py", "checks/divisibility.py"):
+    for name in ("plan/selectors.py", "lowering/lower.py", "checks/splits.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
         sums.append(verdict_store._all_sources.__wrapped__())
     assert len(set(sums)) == 4

@@ -1,7 +1,5 @@
 """PL540, PL542, PL543: parts of sequences that a plan or a model cannot have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,24 +13,18 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def context(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The ranks that share a sequence average their gradients, and compute what depends on its
-    whole length alike.
-    """
+    """Ranks that share a sequence average gradients and compute alike what depends on all of it."""
     if plan.broken & {"context", "fsdp"}:
         return
     for rule in plan.context:
         if plan.fsdp is not None and plan.fsdp.megatron is not None:
-            _megatron(rule, sink)
+            what = "context parallelism under Megatron-FSDP is not supported yet"
+            sink.error("PL010", what, rule.origin, help="use torch's FSDP")
         elif plan.mesh.size(rule.axis) > 1:
             _averaged(rule, plan, sink)
             if rule.op is not None:
                 _heads(rule, plan, facts, sink)
                 _rotary(rule, plan, facts, sink)
-
-
-def _megatron(rule: ContextRule, sink: Sink) -> None:
-    what = "context parallelism under Megatron-FSDP is not supported yet"
-    sink.error("PL010", what, rule.origin, help="use torch's FSDP")
 
 
 def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:

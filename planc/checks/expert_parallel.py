@@ -1,23 +1,21 @@
 """PL550 to PL552: experts that ranks cannot divide, and FSDP over ranks with other experts."""
 
-from __future__ import annotations
-
 from planc.checks.queries import active, holds, legal, several, unit_of, weighted
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.lowered import ExpertMesh
-from planc.plan.expert_rules import dividing, expert_count
+from planc.plan.experts import dividing, expert_count
 from planc.plan.ir import ExpertRule, Plan
 from planc.plan.mesh_axes import EXPERT_AXES
 from planc.plan.parameter_owners import Owned, owned
 
 
 def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """What a dispatch does with experts, it can do with parameters that are [experts, ...] and with
-    a forward that takes the experts of each token; FSDP shards them over the ranks that have equal
-    experts, or their gradients are not those of all tokens.
+    """A dispatch takes parameters that are [experts, ...] and a forward that takes each token's
+    experts; FSDP shards them over the ranks with equal experts, or gradients are not those of all
+    tokens.
     """
     experts = plan.mesh.experts
     reasons = {rule: _not_experts(rule, plan) for rule in plan.experts}
@@ -100,13 +98,9 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
         )
     elif count % ranks.size:
         fits = one_of([str(n) for n in legal(count, most=64)])
-        sink.error(
-            "PL550",
-            f"{ranks.size:,} ranks cannot divide the {count:,} experts of `{rule.modules}`",
-            Label(span=rule.origin),
-            label,
-            help=f"{ranks.name} can be {fits} here",
-        )
+        message = f"{ranks.size:,} ranks cannot divide the {count:,} experts of `{rule.modules}`"
+        hint = f"{ranks.name} can be {fits} here"
+        sink.error("PL550", message, Label(span=rule.origin), label, help=hint)
     elif rule.dispatch == ALL_REDUCE and tensor % ranks.size:
         sink.error(
             "PL550",
@@ -125,7 +119,10 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
     for own in owned(plan, facts):
         part = own.spread or own.unit
         over = part.shard if part is not None else None
-        if (over == rest) != _divided(own.modules, plan) and _matters(over, rest, experts, plan):
+        # whether FSDP or another rank with the same experts makes a difference
+        if (over == rest) != _divided(own.modules, plan) and (
+            plan.fsdp is not None or over == rest or experts.rest.size > 1
+        ):
             wrong.setdefault(part, []).append(own)
     for found in wrong.values():
         placed = found[0].spread or found[0].unit
@@ -147,10 +144,3 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _divided(modules: Modules, plan: Plan) -> bool:
     return any(rule.modules.overlap(modules) for rule in dividing(plan))
-
-
-def _matters(
-    over: tuple[str, ...] | None, rest: tuple[str, ...], experts: ExpertMesh, plan: Plan
-) -> bool:
-    """Whether FSDP or another rank with the same experts makes a difference."""
-    return plan.fsdp is not None or over == rest or experts.rest.size > 1

@@ -1,7 +1,5 @@
 """PL561, PL562, PL564, PL565, PL567: pipelines that cannot run, or would train another model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.diagnostic import Label, Sink, one_of

@@ -110,10 +110,7 @@ def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
         return
     for plan in options.plan or (None,):
         yield Target(
-            model=options.model,
-            plan=plan,
-            world_size=options.world_size,
-            set=tuple(options.set),
+            model=options.model, plan=plan, world_size=options.world_size, set=tuple(options.set)
         )
 
 
@@ -122,8 +119,8 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
     checked, verdict = "structure", None
     if options.level == "flow" and compiled.lowered:
+        from planc.proof.apart import record
         from planc.proof.layout_flow import flow
-        from planc.proof.record import record
 
         verdict = flow(compiled, sink, strict=options.strict, allow_code=options.allow_code)
         record(compiled, verdict, sink)

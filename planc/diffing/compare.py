@@ -1,40 +1,80 @@
 """The changes between two lowered plans, as data.
 
-Operations are compared by kind and module, in any order. A set of modules is compared with the
-sets that it overlaps on the other side, so `layers[0:32]` against `layers[0:16]` is a removal of
-`layers[16:32]` and nothing else.
+Operations are compared by kind and module, in any order: `layers[0:32]` against `layers[0:16]` is a
+removal of `layers[16:32]`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planc.diffing.entries import KINDS, differences, entries, groups
-from planc.diffing.matching import Pairs, grown
-from planc.diffing.wording import Part, summary, worded
+from planc.diffing.matching import KINDS, Pairs, differences, entries, groups, grown
 from planc.model.facts import Modules
 from planc.notebook import InNotebooks
 from planc.ops import phrases
-from planc.ops.entry import Entry, Value, Words
+from planc.ops.base import Entry, Value, Words
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import style_text
 from planc.ops.tensor_parallel import Parallelize
 from planc.source import Span
 
+_BYTES = {"nbytes", "gathered", "parameters"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A difference, named as in the lowered JSON; None where one side has no such value."""
+
+    name: str
+    old: Value
+    new: Value
+    text: str = field(default="", compare=False)
+
+
+def worded(name: str, old: Value, new: Value, words: Words) -> Part:
+    """A part with its text; the shape of a weight comes without its name."""
+    plain = name.removeprefix("weight.").replace(".", " ")
+    title, value = words.get(name, (plain, phrases.value))
+    if name in _BYTES and isinstance(old, int) and isinstance(new, int):
+        texts = phrases.sizes(old, new)
+    else:
+        texts = value(old), value(new)
+    return Part(name=name, old=old, new=new, text=f"{title} {texts[0]} -> {texts[1]}".lstrip())
+
+
+def summary(parts: Sequence[Part]) -> str:
+    """The text of all parts; those that follow from others are only in the JSON."""
+    split = {p.name: p for p in parts}
+    telling = [p for p in parts if not _follows(p, split)] or parts
+    return ", ".join(p.text for p in telling)
+
+
+def _follows(part: Part, parts: dict[str, Part]) -> bool:
+    """Whether a part follows: bytes rounded to the same text, a shape with its share of another."""
+    if part.name in _BYTES:
+        return phrases.alike(part.old, part.new)
+    whole = parts.get(f"{part.name.removesuffix('.local')}.shape")
+    if not part.name.endswith(".local") or whole is None:
+        return False
+    return _shares(whole.old, part.old) == _shares(whole.new, part.new)
+
+
+def _shares(whole: Value, local: Value) -> list[float]:
+    if not isinstance(whole, tuple) or not isinstance(local, tuple):
+        return []
+    dims = [(a, b) for a, b in zip(whole, local, strict=False)]
+    return [a / b for a, b in dims if isinstance(a, int) and isinstance(b, int) and b]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One line of a diff.
+    """One line of a diff: differences of what is alike on `modules`, or of `label`.
 
     Args:
-        kind: one of `planc.diffing.entries.KINDS`.
-        over: the axes of a tensor-parallel style.
-        label: the subject, where that is not a set of modules.
-        modules: the sets with the same change; their paths differ only in the last name.
-        subject: the label, or the modules as text: `self_attn.{q,k,v}_proj`.
-        parts: the differences, or all statements of an added or removed operation.
-        summary: the parts as text, without those that follow from others.
+        kind, over: one of `planc.diffing.matching.KINDS`, and the axes of a tensor-parallel style.
+        parts: the differences, or all statements of an added or removed operation; `summary` is
+            their text without those that follow from others.
         reason: the axes whose sizes alone cause the change, as `tp 4 -> 8`; else empty.
         old, new: the lines of the `.plan` files; empty where there is none.
     """
@@ -53,13 +93,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta(InNotebooks):
-    """All changes.
-
-    Args:
-        added, removed, changed: sorted by kind, then by the plan's order.
-        parameters: bytes of parameters that one rank holds at rest, before and after.
-        gathered: bytes of the largest unit while it is all-gathered, before and after.
-    """
+    """All changes, by kind and order; a rank's bytes at rest and gathered, before and after."""
 
     added: tuple[Change, ...] = ()
     removed: tuple[Change, ...] = ()
@@ -73,10 +107,7 @@ class Delta(InNotebooks):
 
 
 def compare(old: Lowered, new: Lowered) -> Delta:
-    """The changes from one lowered plan to another.
-
-    Only what `apply` does and the memory of a rank count: moved lines change nothing.
-    """
+    """The changes in what `apply` does and in a rank's memory; moved lines change nothing."""
     common = groups(old) & groups(new)
     pairs = Pairs(tuple(entries(old, common)), tuple(entries(new, common)))
     why = _Reasons(old, new, pairs)
@@ -106,7 +137,6 @@ _WORDS: dict[str, Words] = {
 def _differing(
     kind: str, sides: Mapping[str, tuple[Value, Value]], **more: Any
 ) -> Iterator[Change]:
-    """All differences between two sides, as one change."""
     differing = ((name, old, new) for name, (old, new) in sides.items() if old != new)
     parts = tuple(worded(*each, _WORDS[kind]) for each in differing)
     if parts:
@@ -139,7 +169,6 @@ def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
 
 
 def _axes(lowered: Lowered) -> tuple[MeshAxis, ...]:
-    """The axes, and the ranks that divide experts."""
     return (*lowered.axes, *([lowered.experts.ranks] if lowered.experts else []))
 
 
@@ -215,7 +244,6 @@ def _names(value: Value) -> set[str]:
 
 
 def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
-    """An operation that only one side has, and its position."""
     values: list[tuple[str, Value]] = [("style", style_text(entry.style))] if entry.style else []
     values += [(f.name, f.value) for f in entry.facts if f.value is not None and not f.usual]
     over = f" on {phrases.axes(entry.over)}" if entry.over and not reason else ""
@@ -286,7 +314,6 @@ def _boxes(sets: Iterable[tuple[Modules, int]]) -> list[Modules]:
 
 
 def _order(change: Change) -> tuple[object, ...]:
-    """A sort key: by kind, then by the plan's order, then by name."""
     at = Span.parse_place(change.new or change.old)
     paths = (len(change.modules), [str(m) for m in change.modules])
     return (KINDS.index(change.kind.split()[0]), at, change.label, paths, repr(change.parts))

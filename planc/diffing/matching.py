@@ -1,12 +1,49 @@
-"""Matches entries of two lowered plans that are on the same modules."""
+"""The entries of two sides, what operations state about modules, and which belong together."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
-from planc.diffing.entries import KINDS
 from planc.model.facts import Modules
 from planc.model.indices import Indices
-from planc.ops.entry import Entry, Fact
+from planc.ops import codec, registry
+from planc.ops.base import Entry, Fact, Group, Value
+from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered
+from planc.ops.styles import style_text
+
+KINDS = ("model", "mesh", "data", "layers", *(k.WORD for k in registry.KINDS), "spread")
+"""The kinds of changes, in the order of a diff."""
+
+
+def groups(lowered: Lowered) -> set[Group]:
+    """The groups that are one FSDP unit, as the paths of their members."""
+    return {op.paths for op in lowered.ops if isinstance(op, FullyShard) and op.group}
+
+
+def entries(lowered: Lowered, common: Set[Group]) -> Iterator[Entry]:
+    """The entries of all operations; groups that only one side has go member by member."""
+    for at, entry in enumerate(entry for op in lowered.ops for entry in op.entries(common)):
+        source = entry.source
+        facts = codec.facts(source, without=source.ABOUT) if source else ()
+        yield replace(entry, facts=(*entry.facts, *facts), at=at)
+
+
+def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
+    """(name, before, after) of all differences; styles of one kind are compared field by field."""
+    before, after = (_values(entry.facts) for entry in (old, new))
+    if type(old.style) is not type(new.style):
+        yield "style", style_text(old.style), style_text(new.style)
+    elif old.style != new.style:
+        before = _values(codec.facts(old.style)) | before
+        after = _values(codec.facts(new.style)) | after
+    for name in dict.fromkeys([*before, *after]):
+        one, two = before.get(name), after.get(name)
+        if (one, type(one)) != (two, type(two)):  # `reshard = 1` is not True
+            yield name, one, two
+
+
+def _values(facts: Iterator[Fact] | tuple[Fact, ...]) -> dict[str, Value]:
+    return {fact.name: fact.value for fact in facts}
 
 
 class Pairs:
@@ -42,10 +79,7 @@ def _by_subject(side: Iterable[Entry]) -> dict[tuple[object, ...], list[Entry]]:
 def _matched(
     left: list[Entry], right: list[Entry], fits: Callable[[Entry, Entry], bool]
 ) -> tuple[list[Entry], list[Entry], list[tuple[Entry, Entry]]]:
-    """The unmatched entries of each side, and the matched pairs.
-
-    An entry is matched once, so two entries on a module need two entries of the other side.
-    """
+    """The unmatched entries of each side, and the matched pairs; an entry is matched once."""
     pairs: list[tuple[Entry, Entry]] = []
     rest: list[Entry] = []
     waiting = list(left)
@@ -78,13 +112,13 @@ def _without(entry: Entry, modules: Modules) -> list[Entry]:
 def grown(
     side: Iterable[Entry], layers: int, same: Sequence[Entry], other: Sequence[Entry]
 ) -> Iterator[Entry]:
-    """Entries, where those on layers that the other model lacks are merged, if they match the rest.
+    """Entries of one side, where those on layers that the other model lacks are merged, if they
+    match the rest.
 
     Args:
-        side: added (or removed) entries.
         layers: the number of layers of the other model.
-        same: all entries of the side that `side` is from.
-        other: all entries of the other side; subjects that it lacks altogether are not merged.
+        same, other: all entries of both sides; subjects that `other` lacks altogether are not
+            merged.
     """
     shared = {entry.subject for entry in other}
     before = {(e.subject, e.content) for e in same if any(not b for _, b in _cut(e, layers))}

@@ -5,7 +5,7 @@ from typing import Any
 
 from planc.diffing.compare import Change, Delta
 from planc.ops import phrases
-from planc.ops.entry import Value
+from planc.ops.base import Value
 from planc.source import Span
 
 FORMAT_VERSION = 1
@@ -20,19 +20,15 @@ def render(delta: Delta) -> str:
     signs = (("~", delta.changed), ("-", delta.removed), ("+", delta.added))
     rows = [_row(sign, change) for sign, changes in signs for change in changes]
     lines = phrases.table(rows, widest=_WIDEST)
-    totals = _totals(delta)
+    titles = (("parameters", delta.parameters), ("largest gathered unit", delta.gathered))
+    texts = ((title, *phrases.sizes(*pair)) for title, pair in titles if pair[0] != pair[1])
+    totals = "; ".join(f"{title} {old} -> {new}" for title, old, new in texts)
     if totals:
         lines.append(f"  per rank: {totals}")
     lines.append(
         f"{len(delta.added)} to add, {len(delta.removed)} to remove, {len(delta.changed)} to change"
     )
     return "".join(f"{line}\n" for line in lines)
-
-
-def _totals(delta: Delta) -> str:
-    titles = (("parameters", delta.parameters), ("largest gathered unit", delta.gathered))
-    texts = ((title, *phrases.sizes(*pair)) for title, pair in titles if pair[0] != pair[1])
-    return "; ".join(f"{title} {old} -> {new}" for title, old, new in texts)
 
 
 def _row(sign: str, change: Change) -> tuple[str, str, str]:
@@ -59,11 +55,7 @@ def _place(sign: str, change: Change) -> str:
 
 
 def estimates(sides: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """The lines of estimates of both sides: memory, time, and bytes sent in a step.
-
-    Args:
-        sides: for each quantity its values before and after, `old` and `new`.
-    """
+    """The lines of memory, time and bytes sent in a step, from `old` and `new` of each quantity."""
     for name, values in sides.items():
         old, new = values["old"], values["new"]
         scale, unit = _UNITS[name]

@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitResult:
-    """The result of `planc init`.
-
-    Args:
-        text: the plan.
-        outcome: the outcome of layout flow for it.
-        sequence: whether the plan offers sequence parallelism.
-        runs: the number of runs of the small model.
-    """
+    """The plan, layout flow's outcome, whether it offers `sequence`, and the number of runs."""
 
     text: str
     outcome: Outcome
@@ -44,10 +37,8 @@ class InitResult:
 def draft(facts: Facts, sink: Sink) -> InitResult:
     """A first plan for a model.
 
-    Args:
-        facts: the facts of the model.
-        sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
-            transformers' own plan that matches nothing).
+    The sink receives PL660 (not decided or proved) and PL661 (a dead rule of transformers' own
+    plan).
     """
     known, model, builder, why = _small(facts)
     made = run(builder) if builder is not None else None
@@ -75,10 +66,7 @@ def draft(facts: Facts, sink: Sink) -> InitResult:
 
 
 def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None, str]:
-    """The facts of the small model, the model, its builder, and the reason if there is none.
-
-    Without a small model, the facts are those of the original model.
-    """
+    """Facts, model and builder of the small model; else the model's own facts, and the reason."""
     model = small_model(facts)
     if isinstance(model, str):
         return facts, None, None, model
@@ -122,10 +110,7 @@ def _called(path: str, ran: RunRecord | None) -> bool:
 
 
 def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Lists in which some blocks share weights, with the classes of the blocks that share none.
-
-    FSDP requires a shared tensor to be in one unit, so blocks that share one belong to the root.
-    """
+    """Lists whose blocks share weights, as one unit must hold, with the classes that share none."""
     for blocks in found.blocks:
         at = next(m for m in block_lists(facts.model) if str(m) == blocks.path)
         sharing, classes = set(), dict.fromkeys(c.module.cls for c in at.module.children)
@@ -138,7 +123,6 @@ def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, l
 
 
 def _tail(found: Roles, ran: RunRecord | None) -> list[str]:
-    """The norms that run after the last block."""
     if ran is None or not found.blocks:
         return []
     paths = tuple(f"{b.path}." for b in found.blocks)
@@ -198,7 +182,6 @@ def _unmatched_rules(facts: Facts, builder: Any, draft_plan: Draft, sink: Sink) 
 
 
 def _names(facts: Facts) -> Iterator[str]:
-    """The names of all modules and parameters."""
     for name, module in named_below("", facts.root):
         yield name
         yield from (f"{name}.{p.name}".removeprefix(".") for p in module.parameters)

@@ -13,20 +13,16 @@ class Draft:
     """The content of a plan before it is rendered.
 
     Args:
-        name: the name of the plan.
-        family: the family that it is for.
-        comment: paragraphs at the top.
         blocks: the block lists, the main one first.
         units: for each list, the classes of blocks that can be FSDP units; no entry means all.
         called: the lists whose blocks are called as modules; others cannot be wrapped.
         checkpoint: whether activation checkpointing is offered.
         plain, sequence: the rules without and with sequence parallelism, by block list (`""` is
             outside of them), then by module; no `sequence` means no such option.
-        may_tie: whether the configuration decides if the embedding and the head are tied.
-        tied: whether they are tied in this configuration.
+        may_tie, tied: whether the configuration ties embedding and head, or any may.
         embedding, head, tail: modules for units: the token embedding, the head, the norms before
-            the head.
-        notes: a comment for a module's rules.
+            it.
+        comment, notes: paragraphs at the top, and comments by module.
     """
 
     name: str
@@ -73,7 +69,6 @@ def render(draft: Draft) -> str:
 
 
 def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
-    """The options that the plan needs, with their descriptions."""
     options = []
     if draft.sequence is not None:
         why = "norms and residuals are sharded on the sequence dim between blocks"

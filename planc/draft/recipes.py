@@ -1,7 +1,6 @@
-"""The candidate splits of each part of a block, best first; a run decides which of them is right.
+"""The candidate splits of each part of a block, best first; a run decides which is right.
 
-A recipe has two sets of rules: without and with sequence parallelism, under which norms and
-residuals are sharded over the sequence.
+Each has two sets of rules: without and with sequence parallelism.
 """
 
 import re
@@ -26,9 +25,8 @@ class SplitRecipe:
 
     Args:
         name: `heads`, `packed`, `gathered`, `experts` or `whole` (replicated).
-        plain: rules without sequence parallelism.
-        sequence: rules with it; None if only input and output styles on the enclosing module are
-            possible.
+        plain, sequence: rules without and with sequence parallelism; None for styles on the parent
+            alone.
         note: a comment for the plan.
     """
 
@@ -40,14 +38,12 @@ class SplitRecipe:
 
 @dataclass(slots=True, kw_only=True)
 class SplitChoice:
-    """A part of the model and its candidate splits.
+    """A part of the model and its candidate splits, best first.
 
     Args:
-        name: the name inside the block: the rowwise linear or the experts.
-        members: the names of the modules concerned, to attribute an error to the part.
+        name: in the block: of the rowwise linear or the experts.
+        members: the modules concerned, to attribute an error to the part.
         top: the child of the block that contains the part; empty if it is the block itself.
-        recipes: the candidates, best first.
-        at: the index of the current candidate.
     """
 
     name: str
@@ -68,13 +64,7 @@ class SplitChoice:
 def split_choices(
     blocks: Blocks, config: Mapping[str, Any], holders: Mapping[str, Module]
 ) -> list[SplitChoice]:
-    """The parts of the blocks that can be split.
-
-    Args:
-        blocks: the roles of the modules.
-        config: the model's configuration; sizes of packed projections become expressions over it.
-        holders: the modules of a block by name.
-    """
+    """The parts of the blocks that can be split; packed sizes are expressions over the config."""
     found = [_projections(s, config, holders.get(s.holder)) for s in blocks.projection_groups]
     return found + [_experts(e) for e in blocks.experts]
 
@@ -195,10 +185,7 @@ def _experts(experts: FusedExperts) -> SplitChoice:
 
 
 def _arguments(module: Module, *, packed: bool) -> dict[str, str]:
-    """How each parameter of fused experts is sharded, by the sizes that it shares with the others.
-
-    Up projections are sharded on their intermediate output dim, down projections on that input dim.
-    """
+    """How experts are sharded: up projections on the intermediate output, down on that input."""
     large = [p for p in module.parameters if len(p.shape) == 3]
     down = next((p for p in large if _DOWN.search(p.name)), None)
     up = next((p for p in large if p is not down), None)

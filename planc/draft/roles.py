@@ -37,13 +37,7 @@ _LINEAR = ("linear", "conv1d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A linear of a block.
-
-    Args:
-        name: the name inside the block, such as `mlp.up_proj`; entries of a list are `*`.
-        inputs, outputs: its features.
-        kind: `linear` or `conv1d`.
-    """
+    """A linear of a block, by its name in it (`*` for entries of a list), its features and kind."""
 
     name: str
     inputs: int
@@ -53,11 +47,9 @@ class Linear:
 
 @dataclass(slots=True, kw_only=True)
 class ProjectionGroup:
-    """Linears that are split together.
+    """Linears to split together, colwise and rowwise.
 
     Args:
-        colwise: the linears to split colwise.
-        rowwise: the linear to split rowwise.
         holder: the module around them that takes the hidden states; empty for the block itself.
         hidden_input: the argument of `input(...)` that gathers the input of the holder, or None.
         latent: low-rank linears before the colwise ones.
@@ -88,12 +80,7 @@ class FusedExperts:
 
 @dataclass(slots=True, kw_only=True)
 class Blocks:
-    """The roles in the blocks of one list.
-
-    Args:
-        path: the list, such as `model.layers`.
-        projection_groups, experts, norms: by their names inside a block.
-    """
+    """The roles in the blocks of one list at `path`, by their names inside a block."""
 
     path: str
     projection_groups: list[ProjectionGroup]
@@ -106,12 +93,9 @@ class Roles:
     """The roles of a model's modules.
 
     Args:
-        blocks: the block lists.
-        embedding: the token embedding, None if it is not known.
-        same: other modules with the same tensor, such as those of an encoder and a decoder.
+        embedding: of tokens, None if it is not known; `same` are others with the same tensor.
         tables: other embeddings, such as positions.
-        heads: linears that output logits.
-        norms: norms outside the blocks.
+        heads, norms: linears that output logits, and norms outside the blocks.
     """
 
     blocks: list[Blocks]
@@ -123,13 +107,7 @@ class Roles:
 
 
 def roles(facts: Facts, ran: RunRecord | None) -> Roles:
-    """The roles of a model's modules.
-
-    Args:
-        facts: the facts of the model, preferably of the small one.
-        ran: the record of a run of it; None if it could not run: then the order of the module
-            table is used.
-    """
+    """The roles of a model's modules, by a run of it, else by the module table's order."""
     lists = [m for m in block_lists(facts.model) if m.module.count]
     blocks = sorted((_blocks(at, ran) for at in lists), key=lambda b: bool(TOWER.search(b.path)))
     # a selector cannot name an entry of a model that is a list itself
@@ -168,11 +146,10 @@ class RunRecord:
 
     Args:
         order: the modules in the order in which they began.
-        hidden: for each module that takes hidden states, the argument of `input(...)` that gathers
-            them.
+        hidden: by module, the argument of `input(...)` that gathers its hidden states, `width`
+            wide.
         output_counts: the length of each module's output tuple; 0 for a single tensor.
         dims: the number of dims of each module's first output tensor.
-        width: the width of hidden states.
     """
 
     order: list[str]
@@ -186,10 +163,7 @@ class RunRecord:
 
 
 def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
-    """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`.
-
-    Entries of `rows`, modules that are an nn.Sequential, are not identical and keep their numbers.
-    """
+    """A module's name in its block, `mlp.experts.*.w1`; entries of `rows` keep their numbers."""
     found: list[str] = []
     for part in name[len(path) + 1 :].split(".")[1:]:
         like = part.isdecimal() and ".".join(found) not in rows
@@ -198,7 +172,6 @@ def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
 
 
 def _rows(block: Modules, path: str) -> frozenset[str]:
-    """The modules of a block that are an nn.Sequential."""
     found = [m for m in block.below() if m.module.kind == "list" and not m.module.container]
     return frozenset(_inner(next(m.names()), path) for m in found)
 
@@ -280,11 +253,7 @@ def _projection_groups(linears: list[Linear], width: int) -> Iterator[Projection
 
 
 def _is_rowwise(linear: Linear, waiting: list[Linear], width: int) -> bool:
-    """Whether a linear is the rowwise one of a group.
-
-    It is by its name; `dense` is if its own module has a colwise candidate. So is any linear from a
-    wider size to the width of hidden states, if a candidate comes before it.
-    """
+    """Whether a linear is rowwise: by its name, or narrowing features after a colwise candidate."""
     if linear.name.rpartition(".")[2] == "dense" and not ROWWISE_NAMES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)

@@ -30,14 +30,8 @@ _MOST = 60
 
 @dataclass(slots=True)
 class Search:
-    """The state of the search.
-
-    Args:
-        facts: the facts of the small model.
-        small: builds the small model; None if it cannot be run.
-        roles: the roles of its modules.
-        ran: the record of a run of it.
-        draft: the plan that is filled in.
+    """The state of the search: of the small model its facts, builder (None if it cannot run), roles
+    and run; and the plan that is filled in.
     """
 
     facts: Facts
@@ -124,14 +118,12 @@ class Search:
         self._fill()
 
     def _leave_unsplit(self, path: str) -> None:
-        """Replicates all parts of a block list."""
         for choice in self.parts[path]:
             choice.at = len(choice.recipes) - 1
 
     # Running -------------------------------------------------------------------------------------
 
     def _try(self, *, sequence: bool) -> Outcome:
-        """The outcome of layout flow for the current draft."""
         self.runs += 1
         self._fill()
         if not any(self.draft.plain.values()):
@@ -150,7 +142,6 @@ class Search:
         return judge(SmallCase(model=self.small, compiled=compiled), quick=True)
 
     def _fill(self) -> None:
-        """Writes the rules of the current recipes into the draft."""
         self.draft.plain = {}
         self.draft.notes = {}
         for path, some in self.parts.items():
@@ -164,7 +155,6 @@ class Search:
         self.draft.plain[""] = {n: s for c in self.outside for n, s in c.recipe.plain.items()}
 
     def _ordered(self, path: str, rules: dict[str, str]) -> dict[str, str]:
-        """The rules in the order of the modules in a block."""
         order = [n for n in self.inside[path] if n and "." not in n]
         return dict(sorted(rules.items(), key=lambda r: order.index(r[0].partition(".")[0])))
 
@@ -261,7 +251,6 @@ class Search:
         return {path: rules, "": ends}
 
     def _children(self, path: str) -> Iterator[str]:
-        """Yields the children of the blocks with parameters, without norms."""
         assert self.ran is not None
         for name, module in self.inside[path].items():
             if name and "." not in name and module.kind != "norm" and module.count:
@@ -336,7 +325,6 @@ def _braces(selector: str, name: str) -> bool:
 
 
 def _holders(facts: Facts, path: str) -> dict[str, Module]:
-    """The modules of all kinds of block by their names inside it."""
     found: dict[str, Module] = {}
     for child in facts.at(path).module.children:
         for name, module in named_below("", child.module):

@@ -13,12 +13,7 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.ir import Plan, Unit
 
-LARGEST = {
-    AxisRole.TENSOR: 64,
-    AxisRole.SEQUENCE: 64,
-    AxisRole.EXPERT: 512,
-    AxisRole.STAGE: 64,
-}
+LARGEST = {AxisRole.TENSOR: 64, AxisRole.SEQUENCE: 64, AxisRole.EXPERT: 512, AxisRole.STAGE: 64}
 """The largest size of an axis that is tried; data axes have no limit. An axis is searched if the
 plan's mesh has it, so a plan with another kind of axis needs nothing else here."""
 

@@ -13,14 +13,7 @@ from math import prod
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
 from planc.estimate.tensor_split import Split
-from planc.estimate.workload import (
-    Group,
-    Layer,
-    Precision,
-    Recompute,
-    Sharding,
-    Workload,
-)
+from planc.estimate.workload import Group, Layer, Precision, Recompute, Sharding, Workload
 from planc.lowering.memory import Holding, Holdings
 from planc.model.facts import DTYPE_BYTES, Facts
 from planc.ops.activation_checkpoint import Checkpoint

@@ -13,14 +13,10 @@ of torchtitan's `parallelize_llama`.) The loss takes what the head returns after
 and FSDP, so its own hook is the last.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.lowering.configure import configure
-from planc.lowering.expert_parallel import divided
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
@@ -28,11 +24,13 @@ from planc.lowering.memory import Holdings
 from planc.lowering.rng import draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import Facts, Module, Modules
+from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
+from planc.ops.configure import Configure
 from planc.ops.context import ContextParallel
-from planc.ops.expert_parallel import DispatchExperts
+from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.loss import ChunkLoss
@@ -43,22 +41,16 @@ from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
-from planc.plan.expert_rules import expert_styles
+from planc.plan.experts import dividing, expert_styles
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import stepped
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
-    """The ordered operations of a plan.
+    """The ordered operations of a plan without errors, for its model, both with adapters.
 
-    Args:
-        plan: resolved, free of errors, with its adapters applied.
-        facts: the model that it was resolved for, with the plan's adapters.
-
-    Returns:
-        The lowered plan. Tensor-parallel rules over an axis of one rank are left out, and so is
-        `replicate`, which is a no-op.
+    Styles over an axis of one rank are left out, and so is `replicate`, a no-op.
     """
     return Lowered(
         plan=plan.name,
@@ -73,11 +65,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
 
 
 def _stage(plan: Plan, facts: Facts) -> Stage:
-    """The operations of the ranks at one place of the pipeline.
-
-    Args:
-        plan, facts: as of `lower`, with the modules of these ranks alone.
-    """
+    """The operations of the ranks at one place of the pipeline, by these ranks' modules alone."""
     tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
     derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
     holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
@@ -171,17 +159,13 @@ def _union(one: Wrap, two: Wrap) -> Wrap | None:
 
 
 def _layers(root: Module) -> int:
-    """The length of the longest list of modules, the blocks of a transformer."""
     lists = [sum(c.times for c in root.children if c.indices)]
     lists += [_layers(child.module) for child in root.children]
     return max(lists)
 
 
 def _data(plan: Plan) -> tuple[str, ...]:
-    """The axes whose ranks read different data: those that average gradients.
-
-    Context parallelism shards parameters over its axis too, but its ranks share a sample.
-    """
+    """The axes whose ranks read different data; ranks of a context axis share a sample."""
     if plan.fsdp is None:
         return ()
     names = {*plan.fsdp.shard, *plan.fsdp.replicate}
@@ -191,11 +175,7 @@ def _data(plan: Plan) -> tuple[str, ...]:
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
-    """The plan's order, with the rules inside one list of blocks together.
-
-    Of the styles on one module, an input style is first and an output style last:
-    `parallelize_module` installs hooks, and torch runs them in the order of installation.
-    """
+    """The plan's order, lists of blocks together; torch runs hooks in the order of installation."""
     rules = list(rules)
     blocks = list(dict.fromkeys(_block(r) for r in rules))
 
@@ -208,15 +188,12 @@ def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
 
 
 def _block(rule: TensorRule) -> tuple[str, ...]:
-    """The list of blocks that contains a rule's modules; empty for none."""
     key = rule.modules.key
     return key[: len(key) - key[::-1].index("[]")] if "[]" in key else ()
 
 
 def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
-    """The operations of rules in order. A rule over another axis shards the local tensors of the
-    rules before it, so its modules are split by those rules.
-    """
+    """The operations of rules in order; modules are split by earlier rules on the same ones."""
     for i, rule in enumerate(rules):
         module = rule.modules.module
         earlier = [r for r in rules[:i] if r.axis != rule.axis]
@@ -239,11 +216,7 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
 
 
 def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
-    """The rules on the modules that are adapted: peft wraps a layer, which becomes its
-    `base_layer`.
-
-    Styles that change inputs or outputs stay on the wrapper, where they apply to the adapter too.
-    """
+    """The rules on what peft makes a `base_layer`; styles of inputs and outputs stay outside."""
     for rule in rules:
         if isinstance(rule.style, PARAMETERLESS):
             yield rule
@@ -259,9 +232,7 @@ def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
 
 
 def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
-    """Freezes again what `SequenceParallel` unfreezes: torch 2.13's other styles keep
-    `requires_grad`.
-    """
+    """Freezes again what `SequenceParallel` unfreezes; torch 2.13's other styles do not."""
     whole = [r for r in tensor if isinstance(r.style, Sequence) and r.modules.module.parameters]
     frozen = plan.adapters is not None and bool(plan.adapters.rules)
     for rule in _on_layers(_ordered(whole), plan):
@@ -270,11 +241,7 @@ def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
 
 
 def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
-    """`parallelize_module` creates new parameters and breaks ties, so parameters are tied again.
-
-    All are tied to the first one that a rule creates: a head's bias that its parent names too is
-    sharded as the head's.
-    """
+    """`parallelize_module` breaks ties: all are tied to the first parameter that a rule creates."""
 
     def now(parameter: str) -> str:
         owner, _, name = parameter.rpartition(".")
@@ -290,18 +257,14 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 
 
 def _makes(rule: TensorRule, parameter: str) -> bool:
-    """Whether a rule creates a parameter (a torch name); a style also replaces replicated
-    parameters.
-    """
+    """Whether a rule creates a parameter (a torch name), as styles do of replicated ones too."""
     if isinstance(rule.style, PARAMETERLESS):
         return False
     return rule.modules.has(parameter.rpartition(".")[0])
 
 
 def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Topological order, nested modules first: after wrapping, a path through the wrapper is
-    invalid.
-    """
+    """Nested modules first: after wrapping, a path through the wrapper is invalid."""
     rules = list(rules)
     nested = any(
         len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
@@ -309,3 +272,34 @@ def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
         for b in rules
     )
     return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
+
+
+def configure(facts: Facts) -> Iterator[Configure]:
+    """Disables the key/value cache, in each part: it breaks activation checkpointing."""
+    inner = {f"{n}.": part for n, part in facts.config.items() if isinstance(part, Mapping)}
+    for owner, values in {"": facts.config, **inner}.items():
+        if values.get("use_cache") is True:
+            reason = "training keeps no key/value cache"
+            yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
+
+
+def divided(plan: Plan) -> Iterator[DispatchExperts]:
+    """The operations of the expert rules; none where one rank has all experts."""
+    experts = plan.mesh.experts
+    if experts is None:
+        return
+    alike = tuple(a.name for a in plan.mesh.of_role(AxisRole.TENSOR) if a.size > 1)
+    for rule, style in zip(dividing(plan), expert_styles(plan), strict=True):
+        module = rule.modules.module
+        yield DispatchExperts(
+            modules=rule.modules,
+            axis=experts.ranks.name,
+            dispatch=rule.dispatch,
+            shared=alike if rule.dispatch == ALL_TO_ALL else (),
+            batched=module.fact(BATCHED_EXPERTS) is not None,
+            shapes=tuple(
+                Shape(name=p.name, shape=p.shape, local=local_shape(p, (style,), plan))
+                for p in module.parameters
+            ),
+            origin=rule.origin,
+        )

@@ -36,14 +36,8 @@ def fitted(
     settings: Sequence[str],
     sink: Sink,
 ) -> Lowered | None:
-    """The lowered plan, or None where it does not fit this run.
-
-    Args:
-        file: from `read`.
-        facts: the model of the run, None where that could not be read.
-        world_size: the number of ranks of the run; None for that of the lowered plan.
-        settings: the `--set` arguments, all of which are errors.
-        sink: receives PL106, PL301 and PL650.
+    """The lowered plan of a file, or None (PL106, PL301, PL650) where it does not fit this run: its
+    model, None if unread, its ranks, None for the plan's, and its `--set` arguments, all errors.
     """
     path, lowered = file.name, file.lowered
     errors = sink.errors

@@ -13,14 +13,7 @@ _EXPERTS = "experts"
 
 
 def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
-    """The operation of a section.
-
-    Args:
-        plan: with adapters applied.
-        op: the operation without its units and axes.
-        facts: the model.
-        holdings: its parameters.
-    """
+    """The operation of a section, with its units and axes."""
     section = plan.fsdp
     assert section is not None
     units = [u for u in section.units if not u.root]
@@ -51,7 +44,6 @@ def at_rest(units: Sequence[FullyShard] | Sequence[MegatronShard], holdings: Hol
 
 
 def _wide(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
-    """The axes of more than one rank."""
     return tuple(a for a in axes if plan.mesh.size(a) > 1)
 
 

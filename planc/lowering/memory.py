@@ -1,7 +1,6 @@
-"""Bytes of parameters on one rank.
+"""Bytes of parameters on one rank, counted on the compressed module table.
 
-They are counted on the compressed module table, so the cost does not grow with depth. A parameter
-belongs to the innermost unit that contains it; a tied parameter counts once, at its first name.
+A parameter belongs to the innermost unit around it; a tied one counts at its first name.
 """
 
 from collections.abc import Iterable
@@ -20,14 +19,11 @@ from planc.plan.parameter_owners import owned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Equal parameters of equal modules.
+    """Equal parameters of equal modules, with the unit that shards them and the spread in it, or
+    None.
 
     Args:
-        modules: that have the parameter.
-        unit: that shards it, None for none.
-        spread: the rule that overrides the unit's placement, None for none.
-        parameter: in the model.
-        local: its shape after tensor parallelism, on the rank with the largest shard.
+        local: the shape after tensor parallelism, on the rank with the largest shard.
         count: the number of modules that own the parameter; the others share it by a tie.
     """
 
@@ -121,10 +117,7 @@ def kept_shape(
 
 
 class _Tied:
-    """Which parameters are another parameter by a second name.
-
-    Modules are visited one by one only where some of their set are tied.
-    """
+    """Which parameters are another one's second name; only sets with ties are visited singly."""
 
     def __init__(self, facts: Facts) -> None:
         self.names = {name for group in facts.ties for name in group[1:]}

@@ -19,28 +19,16 @@ Step = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a tensor of the model is made of checkpoint tensors.
-
-    Args:
-        parts: names of tensors, grouped by the pattern that matched them.
-        steps: the operations on the parts, in order.
-    """
+    """How a tensor is made: names of checkpoint tensors by pattern, and the steps on them."""
 
     parts: tuple[tuple[str, ...], ...]
     steps: tuple[Step, ...] = ()
 
 
 def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str, Recipe]:
-    """The recipe of each tensor of the model, by its name in the model.
+    """The recipe of each tensor of a transformers model (wrapped or not), by its name in the model.
 
-    Args:
-        model: a transformers model, wrapped or not; other models have no conversions.
-        names: the tensors in the checkpoint.
-        known: the tensors in the model's state dict.
-
-    Returns:
-        A tensor that is stored unchanged has a recipe of one name and no steps. Checkpoint names
-        that the model does not have are returned unchanged.
+    What is stored unchanged has one name and no steps; names that the model lacks are unchanged.
     """
     plain = _unwrapped(model)
     if plain is None:
@@ -130,10 +118,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model on meta, before any wrapping; None if it is not a transformers model.
-
-    The conversions are looked up by class names, which FSDP changes.
-    """
+    """The model on meta before any wrapping, since conversions go by class names, or None."""
     import torch
     from transformers import PreTrainedModel
 

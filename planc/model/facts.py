@@ -1,8 +1,6 @@
-"""Model facts: everything that planc knows about a model, as plain data.
-
-The module table is a tree. Identical entries of an nn.ModuleList are one child with a set of
-indices, so a 126-layer model has as many nodes as a 2-layer one. `Modules` names a set of identical
-modules in that tree; rules, units and diffs are decided with its overlap and difference.
+"""Model facts, as plain data: a tree of modules in which like entries of an nn.ModuleList are one
+child with a set of indices. `Modules` names a set of like modules in it; rules, units and diffs are
+decided with its overlap and difference.
 """
 
 from __future__ import annotations
@@ -33,15 +31,11 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of one module.
+    """A parameter of one module, by its name in it, with its global shape and its torch dtype.
 
     Args:
-        name: the name in the module, without a path.
-        shape: the global shape.
-        dtype: the name of the torch dtype, such as `float32`.
-        trainable: whether the parameter requires a gradient.
-        keep_in_fp32: when a cast of the model leaves the parameter in float32: `float16`, only
-            under a cast to that dtype; `half`, under float16 and bfloat16; empty, never.
+        keep_in_fp32: when a cast of the model leaves it in float32: `float16`, only under a cast to
+            that dtype; `half`, under float16 and bfloat16; empty, never.
     """
 
     name: str
@@ -51,10 +45,7 @@ class Parameter:
     keep_in_fp32: str = ""
 
     def cast(self, dtype: str) -> str:
-        """The dtype of the parameter after the model is cast to `dtype`.
-
-        Source: `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers.
-        """
+        """The dtype after a cast: some stay (`_keep_in_fp32_modules` of transformers)."""
         if "float" not in self.dtype:
             return self.dtype
         whole = {"float16": ("float16", "half"), "bfloat16": ("half",)}.get(dtype, ())
@@ -74,11 +65,9 @@ class Module:
     """A module and its descendants.
 
     Args:
-        cls: the name of the class.
         kind: `linear`, `embedding`, `conv1d`, `norm`, `list`, `dict`, `dropout` (with a rate above
-            0) or `other`. The kind decides which styles the module can take.
-        parameters: the parameters of the module itself, not those of its children.
-        facts: integer attributes of the module that matter when it is split, such as `head_dim`.
+            0) or `other`, which decides the styles that it can take.
+        facts: integer attributes that matter when it is split, such as `head_dim`.
         children: in order; identical entries of a list are one child.
     """
 
@@ -125,11 +114,9 @@ Segment = str | Indices
 
 @dataclass(frozen=True)
 class Modules:
-    """A set of identical modules: a path in which an entry of a list is a set of indices.
+    """A set of identical modules, such as `model.layers[0:32].mlp`: a path with sets of indices.
 
-    `model.layers[0:32].mlp` is 32 modules. Two sets with the same `key` differ only in their
-    indices. Equality compares paths; `module` is the structure that all modules of the set
-    share.
+    Equality compares paths, `key` all but indices; `module` is the structure that they share.
     """
 
     path: tuple[Segment, ...]
@@ -266,12 +253,7 @@ class Modules:
 
 
 def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
-    """The sets in order, merged where their paths differ in one set of indices only.
-
-    Args:
-        sets: which may overlap.
-        alike: whether to merge only modules of the same structure.
-    """
+    """The sets, merged where one set of indices differs; if `alike`, only of equal structure."""
     found: list[Modules] = []
     for modules in sets:
         for i, other in enumerate(found):
@@ -289,15 +271,13 @@ class Facts:
     """The model facts that a plan is checked against.
 
     Args:
-        name: the class of the model, such as `LlamaForCausalLM`.
-        family: `config.model_type`, or the class name for a model that has no config.
-        config: the resolved configuration: the fields of the file over the defaults of the family.
-        config_name: the name of the configuration in messages, such as `config.json`.
-        root: the module table.
+        name, family: the class of the model, and `config.model_type` or, without a config, that
+            class.
+        config: the fields of the file over the defaults of the family; `config_name` is for
+            messages, and `stated_fields` are those of the user's file.
         ties: groups of torch names of parameters that are one tensor.
-        stated_fields: the fields that the user's file states; all others are defaults.
-        code: `package.module:factory` if the user allowed planc to run it to build the model, or
-            the absolute path of a model's folder whose own code the user allowed.
+        code: `package.module:factory`, or the absolute path of a model's folder, that the user
+            allowed planc to run.
         own: the nn.Module itself, where a script passed it and planc cannot build it otherwise.
         built: whether a script built the model, so that its dtypes are those that train; otherwise
             they are what the configuration says of the stored weights.
@@ -326,14 +306,7 @@ class Facts:
         return self.root.count - again
 
     def find(self, name: str) -> tuple[Modules, Parameter]:
-        """The parameter with the torch name `name`, such as `model.layers.0.mlp.up_proj.weight`.
-
-        Returns:
-            The one module that holds the parameter, and the parameter.
-
-        Raises:
-            KeyError: there is no parameter of that name.
-        """
+        """The module and the parameter of a torch name, `lm_head.weight`; raises KeyError."""
         path, _, last = name.rpartition(".")
         at = self.at(path)
         for parameter in at.module.parameters:
@@ -342,11 +315,7 @@ class Facts:
         raise KeyError(name)
 
     def at(self, name: str) -> Modules:
-        """The one module with the torch name `name`, such as `model.layers.0`; the root is ``.
-
-        Raises:
-            KeyError: there is no such module; the argument is the name up to the missing part.
-        """
+        """The one module with a torch name; raises KeyError with the name up to what is missing."""
         at = self.model
         parts = name.split(".") if name else []
         for i, part in enumerate(parts):
@@ -376,11 +345,7 @@ def below(name: str, holder: str) -> bool:
 
 
 def parse_path(text: str) -> tuple[Segment, ...]:
-    """The inverse of `str(Modules)`: parses the text into a path.
-
-    Raises:
-        ValueError: the text is not such a path.
-    """
+    """The inverse of `str(Modules)`; raises ValueError for a text that is no path."""
     if text == "root":
         return ()
     path: list[Segment] = []

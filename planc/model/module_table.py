@@ -52,14 +52,8 @@ def facts_of(
     config_name: str = "config.json",
     stated_fields: frozenset[str] = frozenset(),
 ) -> Facts:
-    """The facts of a model that exists as an nn.Module.
-
-    Args:
-        module: an nn.Module, on any device.
-        config: its configuration: a mapping, an object with `to_dict`, a dataclass or any object
-            with fields; None for a model without one.
-        config_name: the name of the configuration in messages.
-        stated_fields: the fields that the user's file states.
+    """The facts of an nn.Module on any device, with a configuration: a mapping, an object with
+    `to_dict`, a dataclass or any object with fields; `stated_fields` are those of the user's file.
     """
     values = _mapping(config)
     name = type(module).__name__
@@ -147,10 +141,7 @@ class _Table:
 
 
 def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
-    """The patterns of parameter names that `from_pretrained` keeps in float32, and when.
-
-    Source: `build_glob_alternation` in `transformers.core_model_loading`: a star is any text.
-    """
+    """The names that `from_pretrained` keeps in float32, and when (`build_glob_alternation`)."""
     conditions = {"_keep_in_fp32_modules": "float16", "_keep_in_fp32_modules_strict": "half"}
     return [
         (re.compile(name.replace("*", r".*")), word)
@@ -160,7 +151,6 @@ def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
 
 
 def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
-    """The entries of a list, identical ones merged, in order of first appearance."""
     groups: dict[int, tuple[Module, int]] = {}
     for name, module in children:
         _, bits = groups.get(id(module), (module, 0))

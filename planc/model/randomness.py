@@ -8,10 +8,7 @@ from planc.model.small.config_fields import DROPOUT, JITTER
 
 
 def random_fields(facts: Facts) -> tuple[str, ...]:
-    """The fields that make training draw random numbers, as `name = value`.
-
-    For a model that is not from transformers, its nn.Dropout modules are listed instead.
-    """
+    """Fields that make training draw random numbers; without transformers, nn.Dropout modules."""
     classifies = "Classification" in facts.name
     fields = [
         f"{name} = {value}"
@@ -39,12 +36,7 @@ def with_noise(
     real: Mapping[str, Any],
     noise: Callable[[str, Any], Any] = stated_noise,
 ) -> dict[str, Any]:
-    """A small configuration with what the real one states of random numbers.
-
-    Args:
-        small, real: the configurations.
-        noise: what to take of a field of the real one, by its name and value; None leaves it.
-    """
+    """A small configuration with what `noise` takes of each (name, value) of the real one."""
     made = dict(small)
     for name in real.keys() & made.keys():
         value, inner = real[name], made[name]

@@ -119,13 +119,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A value that is created once and used by several calls: a variable of the script.
-
-    Args:
-        name: the variable's name; different values with one name are numbered.
-        value: what it is assigned.
-        note: a comment on the assignment.
-    """
+    """A value that several calls use: a variable of the script, numbered if names clash."""
 
     name: str
     value: Value
@@ -162,11 +156,8 @@ DEVICE_TYPE = Attribute(MESH, "device_type")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Each:
-    """Calls for each module of a set, with the module as their first argument.
-
-    Args:
-        replaces: whether the result of the only call replaces the module.
-        note: a comment: the line of the plan that asked for it.
+    """Calls with each module of a set as first argument; `replaces` it by the only call's result;
+    `note` is the line of the plan as a comment.
     """
 
     modules: Modules
@@ -177,11 +168,7 @@ class Each:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Once:
-    """One call.
-
-    Args:
-        replaces: the modules that the call replaces, under the same names.
-    """
+    """One call, and the modules that it replaces, under the same names."""
 
     call: FunctionCall
     replaces: tuple[Modules, ...] = ()
@@ -200,12 +187,7 @@ Step = Each | Once | Assign
 
 @dataclass(frozen=True, slots=True)
 class ScriptFunction:
-    """The function of an emitted script with the calls of one kind of operation.
-
-    Args:
-        name: of the function; a second function of one name gets a number.
-        about: its docstring.
-    """
+    """A function of a script with the calls of one kind; a second of its name is numbered."""
 
     name: str
     about: str
@@ -289,14 +271,10 @@ def dtype(name: str | None) -> ImportedName | None:
 
 
 def mesh_source(mesh: MeshOf, context: Context) -> Value:
-    """The calls that build a submesh of the mesh of all axes.
+    """The calls that build a submesh.
 
-    Torch slices a root mesh only in the order of its axes. Other pairs of dimensions are
-    concatenated as FSDP does it (torch.distributed.fsdp._fully_shard._fsdp_init).
-
-    Args:
-        mesh: the submesh.
-        context: the sizes of all axes.
+    Torch slices a root mesh only in its order: other pairs of dims are concatenated as FSDP does it
+    (torch.distributed.fsdp._fully_shard._fsdp_init).
     """
     if not mesh.replicate or not mesh.shard:
         return _dimension(mesh.shard or mesh.replicate, context)
@@ -321,10 +299,7 @@ def _dimension(some: tuple[str, ...], context: Context) -> Value:
 
 
 def _of_experts(some: tuple[str, ...], experts: ExpertMesh, context: Context) -> Value:
-    """A dimension of the ranks that divide experts, or of those with equal ones.
-
-    Where whole axes divide them, their process groups serve; else an axis is cut in two.
-    """
+    """A dimension of the experts' ranks, or of equal ones: whole axes, or an axis cut in two."""
     inner, count = list[str](), 1
     wide = [a for a in experts.axes if context.axes[a] > 1]
     while count < experts.ranks.size:

@@ -19,19 +19,14 @@ from functools import cache
 from typing import Annotated, Any, Union, assert_never, get_args, get_origin, get_type_hints
 
 from planc.model.facts import Module, Modules, parse_path
-from planc.ops.base import Form, Where, kind_of, short, text
-from planc.ops.entry import Fact
+from planc.ops.base import Fact, Form, Where, kind_of, short, text
 
 _UNKNOWN = Module(cls="", kind="other")
 _INDEX = r"\[[0-9]{1,5}(:[0-9]{1,5}){0,2}(,[0-9]{1,5}(:[0-9]{1,5}){0,2})*\]"
 
 
 def modules_of(path: str) -> Modules:
-    """A set of modules from its text; the structure of the modules is unknown.
-
-    Raises:
-        ValueError: the text is no set of modules, or not in canonical form.
-    """
+    """A set of modules of unknown structure from its canonical text; else raises ValueError."""
     try:
         modules = Modules(parse_path(path), _UNKNOWN)
     except ValueError:
@@ -85,12 +80,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """A union of plain values and an array.
-
-    Args:
-        plain: types whose values are written as they are.
-        listed: the array, None where the union has none.
-    """
+    """A union of types whose values are written as they are, and of an array, if any."""
 
     plain: tuple[Leaf, ...]
     listed: Shape | None
@@ -99,14 +89,7 @@ class Either:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a dataclass.
-
-    Args:
-        name: in Python.
-        key: in JSON.
-        omit: whether it is left out of the JSON at its default.
-        compared: whether it is a part of the digest.
-    """
+    """A field: its names in Python and JSON, whether a default is left out, if it is digested."""
 
     name: str
     key: str
@@ -139,11 +122,7 @@ Shape = Leaf | Many | Named | Either | Record | Tagged
 
 @cache
 def shape_of(hint: Any) -> Shape:
-    """The JSON form of a type.
-
-    Raises:
-        TypeError: the type has no JSON form.
-    """
+    """The JSON form of a type; raises TypeError if it has none."""
     if get_origin(hint) is Annotated:
         inner, *forms = get_args(hint)
         return _annotated(inner, forms)
@@ -215,12 +194,7 @@ def _record(cls: type) -> Record:
 
 
 def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
-    """A value as JSON.
-
-    Args:
-        value: of the type that `shape` describes.
-        compared: whether to leave out the fields that equality ignores.
-    """
+    """A value as JSON; `compared` leaves out the fields that equality ignores."""
     match shape:
         case Leaf():
             return shape.form.write(value)
@@ -246,15 +220,7 @@ def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
 
 
 def facts(record: Any, *, without: tuple[str, ...] = ()) -> Iterator[Fact]:
-    """The fields of a dataclass that equality compares, flattened.
-
-    A value with a name is called by it: an option, the shapes of a parameter (`weight.shape`), the
-    layouts of an argument (`hidden_states.source`).
-
-    Args:
-        record: the dataclass.
-        without: the names of fields to leave out.
-    """
+    """The fields that equality compares, flattened: an option's name, `weight.shape`."""
     kind: Any = type(record)
     for f in _record(kind).fields:
         value = getattr(record, f.name)
@@ -290,18 +256,12 @@ def _flat(name: str, value: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
 
 
 def _one_text(shape: Shape) -> bool:
-    """Whether `str` writes all fields of the dataclass."""
     return isinstance(shape, Record) and not shape.row and "__str__" in vars(shape.cls)
 
 
 @dataclass(slots=True)
 class Reader:
-    """Builds values from JSON that the schema accepts; collects problems that no schema can state.
-
-    Args:
-        problems: where in the document, and a message.
-        axes: where in the document an axis is named, and its name.
-    """
+    """Builds values from JSON that the schema accepts; keeps places of problems and axes."""
 
     problems: list[tuple[Where, str]] = field(default_factory=list)
     axes: list[tuple[Where, str]] = field(default_factory=list)

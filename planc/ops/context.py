@@ -1,7 +1,5 @@
 """Ranks that each compute a part of every sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

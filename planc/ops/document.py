@@ -14,45 +14,27 @@ _MOST = 50  # findings that are listed
 
 
 def dumps(lowered: Lowered) -> str:
-    """The lowered plan as JSON text.
-
-    Keys have a fixed order, the indent is two spaces, each field of an operation is on one line,
-    and a newline ends the text.
-    """
+    """The lowered plan as JSON text: fixed order of keys, one field of an operation a line."""
     return f"{_written({'format_version': FORMAT_VERSION, **dump(lowered, _SHAPE)})}\n"
 
 
 def digest(lowered: Lowered) -> str:
-    """The sha256, in hex, of the canonical JSON of all fields that equality compares.
-
-    Origins (lines of the `.plan` file) and reasons are not compared, so an edited comment or a
-    moved line leaves the digest unchanged.
-    """
+    """The sha256, in hex, of the JSON of what equality compares: no origins (lines), no reasons."""
     content = {"format_version": FORMAT_VERSION, **dump(lowered, _SHAPE, compared=True)}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def loads(text: str, name: str, sink: Sink) -> Lowered | None:
-    """The lowered plan that `dumps` wrote, or None after findings (PL007).
-
-    Sets of modules have their paths only: `module` of each is empty.
-
-    Args:
-        text: JSON.
-        name: the document's name in messages.
-        sink: receives PL007 for invalid JSON, another format version, a violation of the schema, or
-            an axis that the mesh lacks.
+    """The lowered plan that `dumps` wrote, with paths of modules only, or None after PL007: invalid
+    JSON, another format version, a violation of the schema, or an axis that the mesh lacks.
     """
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         message = "it nests too deep" if isinstance(error, RecursionError) else str(error)
-        sink.error(
-            "PL007",
-            f"{name} is not JSON: {message[:1].lower()}{message[1:]}",
-            help="`planc lower --format json` writes a lowered plan",
-        )
+        hint = "`planc lower --format json` writes a lowered plan"
+        sink.error("PL007", f"{name} is not JSON: {message[:1].lower()}{message[1:]}", help=hint)
         return None
     if not _known(data, name, sink):
         return None
@@ -66,7 +48,6 @@ def loads(text: str, name: str, sink: Sink) -> Lowered | None:
 
 
 def _read(data: dict[str, Any]) -> tuple[list[tuple[Where, str]], Lowered | None]:
-    """The problems of a document and, where there are none, the lowered plan."""
     from planc.ops.schema import against_schema  # slow to import, and only needed to read
 
     try:
@@ -111,7 +92,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _known(data: Any, name: str, sink: Sink) -> bool:
-    """Whether this planc reads the format version."""
     version = data.get("format_version") if isinstance(data, dict) else None
     if type(version) is int and version == FORMAT_VERSION:
         return True

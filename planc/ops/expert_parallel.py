@@ -1,7 +1,5 @@
 """Experts on ranks of their own, to which tokens are sent."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
@@ -9,15 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Form, Op, choice
-from planc.ops.call import (
-    Context,
-    Each,
-    FunctionCall,
-    MeshOf,
-    ScriptFunction,
-    Step,
-    given,
-)
+from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
 from planc.ops.tensor_parallel import Shape
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"

@@ -6,22 +6,7 @@ from itertools import groupby
 from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops import phrases
-from planc.ops.base import (
-    OMIT,
-    Axes,
-    Axis,
-    AxisSizes,
-    Count,
-    Dtype,
-    Form,
-    Op,
-    Positive,
-    ShardDim,
-    Size,
-    Some,
-    Where,
-)
+from planc.ops import base, phrases
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
@@ -41,7 +26,6 @@ from planc.ops.call import (
     dtype,
     given,
 )
-from planc.ops.entry import Entry, Fact, Group
 from planc.ops.fsdp_text import WORDS, along, offloading, resharded, rows, where
 
 _FUNCTIONS = "standalone.fsdp:"
@@ -60,16 +44,16 @@ class Spread:
     WORDS: ClassVar = WORDS
 
     modules: Modules
-    shard: Some[Axis]
-    replicate: Axes = field(default=(), metadata=OMIT)
-    shard_dim: ShardDim = field(default=0, metadata=OMIT)
+    shard: base.Some[base.Axis]
+    replicate: base.Axes = field(default=(), metadata=base.OMIT)
+    shard_dim: base.ShardDim = field(default=0, metadata=base.OMIT)
 
-    def headline(self, mesh: AxisSizes | None = None) -> str:
+    def headline(self, mesh: base.AxisSizes | None = None) -> str:
         return ", ".join(filter(None, (where(self, mesh), along(self))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullyShard(Op):
+class FullyShard(base.Op):
     """`fully_shard`: one unit per module of `members[0]`, or one unit for a group.
 
     Args:
@@ -88,24 +72,24 @@ class FullyShard(Op):
         spreads: parameters inside that are sharded otherwise, outer modules before inner ones.
     """
 
-    members: Some[Modules]
+    members: base.Some[Modules]
     group: bool = False
-    shard: Axes
-    replicate: Axes = ()
-    reshard: bool | Size
-    param: Dtype | None = None
-    reduce: Dtype | None = None
-    output: Dtype | None = None
+    shard: base.Axes
+    replicate: base.Axes = ()
+    reshard: bool | base.Size
+    param: base.Dtype | None = None
+    reduce: base.Dtype | None = None
+    output: base.Dtype | None = None
     cast_inputs: bool = True
-    nbytes: Count = 0
-    gathered: Count = 0
-    ignored: tuple[Modules, ...] = field(default=(), metadata=OMIT)
-    shard_dim: ShardDim = field(default=0, metadata=OMIT)
-    offload: bool = field(default=False, metadata=OMIT)
-    pin: bool = field(default=False, metadata=OMIT)
-    spreads: tuple[Spread, ...] = field(default=(), metadata=OMIT)
+    nbytes: base.Count = 0
+    gathered: base.Count = 0
+    ignored: tuple[Modules, ...] = field(default=(), metadata=base.OMIT)
+    shard_dim: base.ShardDim = field(default=0, metadata=base.OMIT)
+    offload: bool = field(default=False, metadata=base.OMIT)
+    pin: bool = field(default=False, metadata=base.OMIT)
+    spreads: tuple[Spread, ...] = field(default=(), metadata=base.OMIT)
 
-    def problems(self) -> Iterator[tuple[Where, str]]:
+    def problems(self) -> Iterator[tuple[base.Where, str]]:
         if not self.shard and not self.replicate:
             yield (), "a unit has no axis"
         if not self.group and len(self.members) > 1:
@@ -142,7 +126,7 @@ class FullyShard(Op):
         names = ", ".join([*inner, *(p for p in paths if not phrases.parent(p))])
         return f"group({names})" if self.group else names
 
-    def headline(self, mesh: AxisSizes | None = None) -> str:
+    def headline(self, mesh: base.AxisSizes | None = None) -> str:
         """What units share: axes, precision and where shards are kept."""
         return f"{where(self, mesh)}, {self.precision}{offloading(self)}"
 
@@ -159,7 +143,7 @@ class FullyShard(Op):
         return resharded(self.reshard)
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], mesh: base.AxisSizes) -> Iterator[str]:
         """The units in the order of their calls, with a heading where the axes change."""
         for _, same in groupby(ops, key=lambda op: (op.shard, op.replicate)):
             units = list(same)
@@ -173,31 +157,32 @@ class FullyShard(Op):
         note = "replicated, in no unit"
         yield from phrases.listing(("ignored", path, note) for path in ignored)
 
-    def entries(self, common: Set[Group]) -> Iterator[Entry]:
+    def entries(self, common: Set[base.Group]) -> Iterator[base.Entry]:
         """Its spreads, and the unit; a group that both sides have is one entry, with its name."""
         for spread in self.spreads:
-            entry = Entry(kind="spread", place=self.place, brief=spread.headline(), source=spread)
+            entry = base.Entry(
+                kind="spread", place=self.place, brief=spread.headline(), source=spread
+            )
             for modules in filter(None, map(spread.modules.inside, self.members)):
                 yield replace(entry, modules=modules)
         name, away = self.name if self.group else "", "offloaded" if self.offload else ""
         size = f"{phrases.size(self.nbytes)} per rank"
         brief = ", ".join(filter(None, (self.resharding, size, along(self), away)))
-        entry = Entry(kind=self.WORD, place=self.place, brief=brief, source=self)
+        entry = base.Entry(kind=self.WORD, place=self.place, brief=brief, source=self)
         if self.paths in common:
             yield replace(entry, label=name)
             return
         brief = f"in {name}, {brief}" if name else brief
-        group = (Fact("group", name or None),)
+        group = (base.Fact("group", name or None),)
         for members in self.members:
             yield replace(entry, modules=members, facts=group, brief=brief)
 
     @property
-    def paths(self) -> Group:
+    def paths(self) -> base.Group:
         """The paths of a group's members; empty for a unit that is no group."""
         return frozenset(str(m) for m in self.members) if self.group else frozenset()
 
     def _common(self) -> Table:
-        """The keyword arguments that units share."""
         precision = given(
             param_dtype=dtype(self.param),
             reduce_dtype=dtype(self.reduce),
@@ -229,10 +214,7 @@ class FullyShard(Op):
         )
 
     def _spread(self, spread: Spread, context: Context) -> Value:
-        """(modules, `shard_placement_fn`, mesh info) of a spread; None where they are the unit's.
-
-        Parameters with one process group must share the mesh info object.
-        """
+        """(modules, `shard_placement_fn`, mesh info); a process group has one info object."""
         info: Value = None
         if (spread.shard, spread.replicate) != (self.shard, self.replicate):
             kind = "HSDPMeshInfo" if spread.replicate else "FSDPMeshInfo"
@@ -257,7 +239,7 @@ def _split(part: FullyShard | Spread, context: Context) -> FunctionCall | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divide(Op):
+class Divide(base.Op):
     """`set_gradient_divide_factor` of every unit, or of some.
 
     Args:
@@ -265,8 +247,8 @@ class Divide(Op):
         units: units that reduce over more ranks than the others; empty for every unit.
     """
 
-    factor: Positive
-    units: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+    factor: base.Positive
+    units: tuple[Modules, ...] = field(default=(), metadata=base.OMIT)
 
     SCRIPT: ClassVar = ScriptFunction("divide", "Sets the divisor of summed gradients.")
 
@@ -282,15 +264,15 @@ class Divide(Op):
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
     WORDS: ClassVar = {"factor": ("gradients by", phrases.value)}
 
-    def headline(self, _mesh: AxisSizes | None = None) -> str:
+    def headline(self, _mesh: base.AxisSizes | None = None) -> str:
         return f"gradients are summed, then divided by {self.factor:,}"
 
 
-Depth = Annotated[int, Form({"minimum": 0, "maximum": 1_000_000})]
+Depth = Annotated[int, base.Form({"minimum": 0, "maximum": 1_000_000})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch(Op):
+class Prefetch(base.Op):
     """`set_modules_to_forward_prefetch` and `..._backward_prefetch` along a list of units.
 
     Args:
@@ -299,7 +281,7 @@ class Prefetch(Op):
         forward, backward: how many blocks ahead are all-gathered; 0 leaves it to FSDP.
     """
 
-    units: Some[Modules]
+    units: base.Some[Modules]
     forward: Depth = 0
     backward: Depth = 0
 
@@ -316,16 +298,14 @@ class Prefetch(Op):
     WORD: ClassVar = "prefetch"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 
-    def headline(self, _mesh: AxisSizes | None = None) -> str:
+    def headline(self, _mesh: base.AxisSizes | None = None) -> str:
         """How many blocks ahead are all-gathered."""
         ways = (("forward", self.forward), ("backward", self.backward))
         return ", ".join(f"{depth} ahead in {way}" for way, depth in ways if depth)
 
     @property
     def returning(self) -> tuple[Modules, ...]:
-        """The units of a block in the order of the backward pass: reversed, but a unit before
-        the units inside it, because its hook is on its output.
-        """
+        """The units of a block as backward reaches them: reversed, but outer before inner ones."""
         result: list[Modules] = []
         for modules in self.units:
             around = [i for i, outer in enumerate(result) if modules.within(outer)]

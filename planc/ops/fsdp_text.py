@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planc.ops import phrases
-from planc.ops.entry import Words
+from planc.ops.base import Words
 from planc.ops.phrases import AxisSizes
 
 if TYPE_CHECKING:

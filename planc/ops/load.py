@@ -8,7 +8,7 @@ from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
 from planc.ops.base import OMIT, AxisSizes, Dtype, Op, choice
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
-from planc.ops.peft_pattern import pattern_of
+from planc.ops.lora import pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""LoRA adapters, through peft."""
+"""LoRA adapters, through peft, and the patterns by which it finds layers."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
-from planc.model.facts import Modules
+from planc.model.facts import Modules, Segment
 from planc.ops import phrases
 from planc.ops.base import AxisSizes, Count, Dtype, Form, Op, Positive, Size, Some, choice
 from planc.ops.call import (
@@ -18,7 +19,46 @@ from planc.ops.call import (
     dtype,
     given,
 )
-from planc.ops.peft_pattern import pattern_of
+
+
+def spelled(segment: Segment) -> str:
+    """A name, or a set of indices such as `([0-9]|[12][0-9]|3[01])`, as a regular expression."""
+    if isinstance(segment, str):
+        return re.escape(segment)
+    tens: dict[str, list[str]] = {}
+    for number in map(str, segment):
+        tens.setdefault(number[:-1], []).append(number[-1])
+    heads: dict[str, list[str]] = {}
+    for head, digits in tens.items():
+        heads.setdefault(_any(digits), []).append(head)
+    parts: list[str] = []
+    for ending, some in heads.items():
+        parts += [ending] if "" in some else []
+        if more := [head for head in some if head]:
+            parts.append((_any(more) if max(map(len, more)) == 1 else either(more)) + ending)
+    return parts[0] if len(parts) == 1 else either(parts)
+
+
+def _any(digits: Sequence[str]) -> str:
+    if len(digits) == 1:
+        return digits[0]
+    return "[0-9]" if len(digits) == 10 else f"[{''.join(digits)}]"
+
+
+def either(parts: Iterable[str]) -> str:
+    """A regular expression that matches any of several."""
+    return f"({'|'.join(parts)})"
+
+
+def pattern_of(every: Iterable[Modules]) -> str:
+    last: dict[tuple[Segment, ...], list[str]] = {}
+    for members in every:
+        last.setdefault(members.path[:-1], []).append(spelled(members.path[-1]))
+    return "|".join(
+        r"\.".join([*map(spelled, path), names[0] if len(names) == 1 else either(names)])
+        for path, names in last.items()
+    )
+
 
 HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """The adapter's submodules of a peft layer; those for other kinds of layers are empty."""

@@ -1,8 +1,4 @@
-"""The lowered plan: ordered operations as plain data.
-
-`apply` runs it, `lower` prints it, `diff` compares two of them, and emitted Python writes it out.
-It names modules by path and holds no torch object.
-"""
+"""The lowered plan: ordered operations as plain data, modules by path, no torch object."""
 
 from __future__ import annotations
 
@@ -13,19 +9,7 @@ from typing import Annotated
 
 from planc.diagnostic import Diagnostic
 from planc.notebook import InNotebooks
-from planc.ops.base import (
-    NOT_WRITTEN,
-    OMIT,
-    Axes,
-    AxisRole,
-    Count,
-    Dtype,
-    Form,
-    Name,
-    Origin,
-    Size,
-    key,
-)
+from planc.ops import base
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
@@ -49,11 +33,13 @@ class MeshAxis:
         origin: the line that decided the size.
     """
 
-    name: Name
-    size: Size
-    role: AxisRole = AxisRole.DATA
+    name: base.Name
+    size: base.Size
+    role: base.AxisRole = base.AxisRole.DATA
     inferred: bool = False
-    origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
+    origin: base.Origin = field(
+        default=NOWHERE, compare=False, repr=False, metadata=base.key("place")
+    )
 
     @property
     def place(self) -> str:
@@ -74,7 +60,7 @@ class ExpertMesh:
 
     ranks: MeshAxis
     rest: MeshAxis
-    axes: Axes
+    axes: base.Axes
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -96,14 +82,14 @@ class Stage:
         ops: in the order in which `apply` runs them.
     """
 
-    parameters: Count = 0
-    gathered: Count = 0
-    steps: tuple[Dtype, ...] = field(default=(), compare=False, metadata=OMIT)
+    parameters: base.Count = 0
+    gathered: base.Count = 0
+    steps: tuple[base.Dtype, ...] = field(default=(), compare=False, metadata=base.OMIT)
     ops: tuple[AnyOp, ...]
 
 
-_MESH = Form({"minItems": 1, "maxItems": 16})
-_STAGES = Form({"minItems": 1, "maxItems": 1024})
+_MESH = base.Form({"minItems": 1, "maxItems": 16})
+_STAGES = base.Form({"minItems": 1, "maxItems": 1024})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +108,16 @@ class Lowered(InNotebooks):
         findings: what the compiler and the checks say of the plan, if `planc.lower` made it.
     """
 
-    plan: Name
-    model: Name
-    family: Name
-    layers: Count
-    axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=key("mesh"))
-    experts: ExpertMesh | None = field(default=None, metadata=OMIT)
-    data: Axes
+    plan: base.Name
+    model: base.Name
+    family: base.Name
+    layers: base.Count
+    axes: Annotated[tuple[MeshAxis, ...], _MESH] = field(metadata=base.key("mesh"))
+    experts: ExpertMesh | None = field(default=None, metadata=base.OMIT)
+    data: base.Axes
     stages: Annotated[tuple[Stage, ...], _STAGES]
     findings: tuple[Diagnostic, ...] = field(
-        default=(), compare=False, repr=False, metadata=NOT_WRITTEN
+        default=(), compare=False, repr=False, metadata=base.NOT_WRITTEN
     )
 
     @property
@@ -187,7 +173,7 @@ class Lowered(InNotebooks):
         units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
         # a unit may be sharded over tensor ranks too, which have equal gradients
-        context = (a.name for a in self.axes if a.role is AxisRole.SEQUENCE)
+        context = (a.name for a in self.axes if a.role is base.AxisRole.SEQUENCE)
         names &= {*self.data, *context}
         return tuple(a.name for a in self.axes if a.name in names)
 

@@ -5,25 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops import phrases
-from planc.ops.base import Axes, Axis, AxisSizes, Count, Dtype, Form, Name, Op, Pairs, Some, choice
-from planc.ops.call import (
-    DEVICE_TYPE,
-    MESH,
-    MODEL,
-    Attribute,
-    Context,
-    FunctionCall,
-    Index,
-    Items,
-    Keywords,
-    Once,
-    ScriptFunction,
-    Shared,
-    Step,
-    dtype,
-)
-from planc.ops.entry import Entry, Group, Words
+from planc.ops import base, call, phrases
 from planc.ops.fsdp import FullyShard
 from planc.ops.fsdp_text import WORDS
 
@@ -45,7 +27,7 @@ OPTIONS = {
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OUTER = ("no_shard", "optim")
-_SETTABLE = Form(
+_SETTABLE = base.Form(
     {
         "properties": {name: {"const": not default} for name, default in OPTIONS.items()},
         "additionalProperties": False,
@@ -57,7 +39,7 @@ TENSOR = "tp_of_one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronShard(Op):
+class MegatronShard(base.Op):
     """`megatron_fsdp.fully_shard_model` of the whole model, one call.
 
     Args:
@@ -76,20 +58,20 @@ class MegatronShard(Op):
         gathered: bytes of the largest unit while it is all-gathered.
     """
 
-    members: Some[Modules]
-    classes: Some[Name]
-    shard: Some[Axis]
-    replicate: Axes = ()
-    strategy: Annotated[str, choice(*STRATEGIES)] = "optim_grads_params"
-    outer: Annotated[str, choice(*OUTER)] = "no_shard"
-    main_params: Dtype | None = "float32"
-    main_grads: Dtype | None = None
-    grad_comm: Dtype | None = None
+    members: base.Some[Modules]
+    classes: base.Some[base.Name]
+    shard: base.Some[base.Axis]
+    replicate: base.Axes = ()
+    strategy: Annotated[str, base.choice(*STRATEGIES)] = "optim_grads_params"
+    outer: Annotated[str, base.choice(*OUTER)] = "no_shard"
+    main_params: base.Dtype | None = "float32"
+    main_grads: base.Dtype | None = None
+    grad_comm: base.Dtype | None = None
     summed: bool = False
     experts: bool = False
-    options: Annotated[Pairs[bool], _SETTABLE] = ()
-    nbytes: Count = 0
-    gathered: Count = 0
+    options: Annotated[base.Pairs[bool], _SETTABLE] = ()
+    nbytes: base.Count = 0
+    gathered: base.Count = 0
 
     def units(self) -> Iterator[FullyShard]:
         """The units and the root as FSDP2 units, for code that reads both backends."""
@@ -104,41 +86,46 @@ class MegatronShard(Op):
                 origin=self.origin,
             )
 
-    SCRIPT: ClassVar = ScriptFunction("shard", "Shards the model with Megatron-FSDP.")
+    SCRIPT: ClassVar = call.ScriptFunction("shard", "Shards the model with Megatron-FSDP.")
 
-    def calls(self, context: Context) -> Iterator[Step]:
+    def calls(self, context: call.Context) -> Iterator[call.Step]:
         names, data = self._mesh(context)
         policy = (
-            ("main_params_dtype", dtype(self.main_params)),
-            ("main_grads_dtype", dtype(self.main_grads)),
-            ("grad_comm_dtype", dtype(self.grad_comm)),
+            ("main_params_dtype", call.dtype(self.main_params)),
+            ("main_grads_dtype", call.dtype(self.main_grads)),
+            ("grad_comm_dtype", call.dtype(self.grad_comm)),
         )
-        of_units = (MODEL, Items(self.classes))
-        precision = FunctionCall("megatron_fsdp:MixedPrecisionPolicy", (), policy)
-        current = (DEVICE_TYPE, FunctionCall("torch:cuda.current_device"))
-        keywords: Keywords = (
-            ("module", MODEL),
+        of_units = (call.MODEL, call.Items(self.classes))
+        precision = call.FunctionCall("megatron_fsdp:MixedPrecisionPolicy", (), policy)
+        current = (call.DEVICE_TYPE, call.FunctionCall("torch:cuda.current_device"))
+        keywords: call.Keywords = (
+            ("module", call.MODEL),
             ("device_mesh", data),
             ("dp_shard_dim", names[-2]),
             *self._groups(names, data),
             ("tp_dim", TENSOR),
-            ("fsdp_unit_modules", FunctionCall("standalone.megatron_fsdp:unit_classes", of_units)),
+            (
+                "fsdp_unit_modules",
+                call.FunctionCall("standalone.megatron_fsdp:unit_classes", of_units),
+            ),
             ("zero_dp_strategy", self.strategy),
             ("outer_dp_sharding_strategy", self.outer),
-            ("device", FunctionCall("torch:device", current)),
-            ("mixed_precision_policy", Shared("policy", precision)),
+            ("device", call.FunctionCall("torch:device", current)),
+            ("mixed_precision_policy", call.Shared("policy", precision)),
             *((("calculate_per_token_loss", True),) if self.summed else ()),
             *self.options,
         )
-        made = FunctionCall("megatron_fsdp:fully_shard_model", (), keywords)
-        wrapped = Shared("wrapped", made, note=self.place)
-        yield Once(call=FunctionCall("standalone.megatron_fsdp:in_place", (MODEL, wrapped)))
+        made = call.FunctionCall("megatron_fsdp:fully_shard_model", (), keywords)
+        wrapped = call.Shared("wrapped", made, note=self.place)
+        yield call.Once(
+            call=call.FunctionCall("standalone.megatron_fsdp:in_place", (call.MODEL, wrapped))
+        )
 
     WORD: ClassVar = "megatron"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
-    WORDS: ClassVar[Words] = {name: WORDS[name] for name in ("shard", "replicate", "nbytes")}
+    WORDS: ClassVar[base.Words] = {name: WORDS[name] for name in ("shard", "replicate", "nbytes")}
 
-    def headline(self, mesh: AxisSizes | None = None) -> str:
+    def headline(self, mesh: base.AxisSizes | None = None) -> str:
         """The axes, the strategy and the dtypes."""
         parts = [f"on {phrases.axes(self.shard, mesh)}"]
         if self.replicate:
@@ -151,7 +138,7 @@ class MegatronShard(Op):
         return ", ".join((*parts, *(f"{n} = {str(v).lower()}" for n, v in self.options)))
 
     @classmethod
-    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
+    def section(cls, ops: Sequence[Self], mesh: base.AxisSizes) -> Iterator[str]:
         """The call: its units, and the parameters outside of them."""
         for op in ops:
             yield phrases.head(cls.WORD, op.headline(mesh))
@@ -162,17 +149,17 @@ class MegatronShard(Op):
             paths = ", ".join(phrases.together(map(str, op.members)))
             yield from phrases.table([(paths, note), ("the rest", f"in no unit{kept}")])
 
-    def entries(self, _common: Set[Group]) -> Iterator[Entry]:
+    def entries(self, _common: Set[base.Group]) -> Iterator[base.Entry]:
         """The call, and its units."""
-        yield Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
+        yield base.Entry(kind=self.WORD, place=self.place, brief=self.headline(), source=self)
         for members in self.members:
-            yield Entry(kind=f"{self.WORD} unit", modules=members, place=self.place)
+            yield base.Entry(kind=f"{self.WORD} unit", modules=members, place=self.place)
 
-    def _groups(self, names: tuple[str, ...], data: Shared) -> Keywords:
+    def _groups(self, names: tuple[str, ...], data: call.Shared) -> call.Keywords:
         """The keywords of replicate axes, and of experts, which get the same mesh again."""
-        pair = FunctionCall("._flatten", (Index(data, names[:2]), "hybrid"))
-        hybrid = Shared("hybrid", FunctionCall(".get_group", (pair,)))
-        keywords: Keywords = ()
+        pair = call.FunctionCall("._flatten", (call.Index(data, names[:2]), "hybrid"))
+        hybrid = call.Shared("hybrid", call.FunctionCall(".get_group", (pair,)))
+        keywords: call.Keywords = ()
         if self.replicate:
             keywords += (("dp_outer_dim", names[0]), ("hybrid_fsdp_group", hybrid))
         if self.experts:
@@ -181,12 +168,8 @@ class MegatronShard(Op):
             keywords += (("hybrid_fsdp_expt_group", hybrid),)
         return keywords
 
-    def _mesh(self, context: Context) -> tuple[tuple[str, ...], Shared]:
-        """The package's mesh: the names of its dimensions, and its value.
-
-        It has the data axes and a tensor dimension of size 1. Axes of one rank are moved to the
-        end, where they do not change the order of ranks.
-        """
+    def _mesh(self, context: call.Context) -> tuple[tuple[str, ...], call.Shared]:
+        """The package's mesh: data axes and a tensor dimension of 1; axes of one rank are last."""
         sizes = context.axes
         groups = [self.replicate] if self.replicate else []
         groups.append(tuple(name for name in sizes if name in self.shard))
@@ -195,13 +178,13 @@ class MegatronShard(Op):
         used = [known.index(name) for group in groups for name in group]
         rest = [i for i in range(len(known)) if i not in used]
         wide = [i for i in used if sizes[known[i]] > 1]
-        ranks: Attribute | FunctionCall = Attribute(MESH, "mesh")
+        ranks: call.Attribute | call.FunctionCall = call.Attribute(call.MESH, "mesh")
         if wide != sorted(wide):
-            ranks = FunctionCall(".permute", (ranks, *used, *rest))
-        ranks = FunctionCall(".reshape", (ranks, *map(context.size, groups), 1))
+            ranks = call.FunctionCall(".permute", (ranks, *used, *rest))
+        ranks = call.FunctionCall(".reshape", (ranks, *map(context.size, groups), 1))
         note = "a separate mesh, with the tensor dimension that the package requires"
-        arguments = (DEVICE_TYPE, Shared("ranks", ranks, note=note))
-        made = FunctionCall(
+        arguments = (call.DEVICE_TYPE, call.Shared("ranks", ranks, note=note))
+        made = call.FunctionCall(
             "torch.distributed.device_mesh:DeviceMesh", arguments, (("mesh_dim_names", names),)
         )
-        return names, Shared("data", made)
+        return names, call.Shared("data", made)

@@ -115,18 +115,12 @@ def inside(modules: Modules) -> str:
 
 
 def parent(path: str) -> str:
-    """The key of `together`: the path without its last name, or all of a path that ends in indices.
-
-    `model.layers[0:32].mlp` and `model.layers[0:32].self_attn` have one parent.
-    """
+    """The key of `together`: the path without its last name, or all of it if that is indices."""
     return path if path.endswith("]") else path.rpartition(".")[0]
 
 
 def together(paths: Iterable[str]) -> list[str]:
-    """Paths that differ only in their last name, merged with braces: `mlp.{gate,up}_proj`.
-
-    Each merged path is at the position of its first member.
-    """
+    """Paths that differ in their last name, merged, `mlp.{gate,up}_proj`, by first mention."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(parent(path), []).append(path)
@@ -172,14 +166,10 @@ def _braces(names: list[str]) -> str:
 def table(
     rows: Iterable[Sequence[str]], indent: str = "  ", *, widest: Sequence[int] = ()
 ) -> list[str]:
-    """Rows with aligned columns, without trailing spaces.
+    """Rows with aligned columns, without trailing spaces; columns without text are dropped.
 
-    Args:
-        rows: cells, the same number in each row. The last non-empty cell of a row may have any
-            length. A column without text is dropped.
-        indent: the beginning of each line.
-        widest: for each column, the width above which a cell shifts the rest of its row instead of
-            widening the column.
+    The last cell of a row has any length; a cell above `widest` shifts its row, and widens no
+    column.
     """
     cut = [list(row) for row in rows]
     used = [any(column) for column in zip(*cut, strict=True)]

@@ -1,9 +1,4 @@
-"""The stages of a pipeline: which blocks the ranks at one place of its axis hold, and the schedule.
-
-`torch.distributed.pipelining` has the schedules.
-"""
-
-from __future__ import annotations
+"""The stages of a pipeline, and which of torch's schedules runs them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Count, Name, Op, Size, Some, choice
+from planc.ops.base import OMIT, Axis, AxisSizes, Count, Entry, Fact, Name, Op, Size, Some, choice
 from planc.ops.call import (
     MESH,
     MODEL,
@@ -25,7 +20,6 @@ from planc.ops.call import (
     ScriptFunction,
     Step,
 )
-from planc.ops.entry import Entry, Fact
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)

@@ -1,7 +1,5 @@
 """The list of all kinds of operations."""
 
-from __future__ import annotations
-
 from typing import Annotated, get_args
 
 from planc.ops.activation_checkpoint import Checkpoint

@@ -1,7 +1,4 @@
-"""The JSON Schema of a lowered plan, generated from its types, and the errors it finds.
-
-`python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is that output.
-"""
+"""The JSON Schema of a lowered plan, from its types: `python -m planc.ops.schema` prints it."""
 
 import inspect
 import json
@@ -159,7 +156,6 @@ def _order(path: Iterable[str | int]) -> list[tuple[int, str]]:
 
 
 def _worded(problem: Any) -> str:
-    """A jsonschema error as a message of planc."""
     value, rule = problem.instance, problem.validator_value
     match problem.validator:
         case "additionalProperties":

@@ -1,7 +1,4 @@
-"""The call that creates each style: torch's, or a definition that scripts inline.
-
-Arguments at their defaults are left out.
-"""
+"""The call that creates each style: torch's, or a definition that scripts inline."""
 
 from typing import assert_never
 

@@ -280,11 +280,7 @@ def _layouts(style: Style) -> list[str]:
 
 
 def style_arguments(style: Style, *words: str) -> str:
-    """The style's arguments in a plan, defaults left out; empty where all are defaults.
-
-    Args:
-        words: the text for a local output and for a DTensor where that is not the default.
-    """
+    """The style's arguments in a plan without defaults; `words` for local output and DTensor."""
     local = getattr(style, "local", None)
     yes, no = words or ("local = true", "local = false")
     kept = [] if local in (None, local_default(style)) else [yes if local else no]
@@ -317,16 +313,9 @@ class Split:
 
 
 def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | None:
-    """How a style shards a parameter, or None where it is replicated.
-
-    Source: `ColwiseParallel` and `RowwiseParallel` in torch.distributed.tensor.parallel.style. A
-    linear's weight is [out, in], a Conv1D's [in, out], an embedding's [vocabulary, hidden].
-
-    Args:
-        style: of the module.
-        kind: the module's kind, `linear`, `conv1d` or `embedding`.
-        parameter: the parameter's name in the module.
-        ndim: the number of the parameter's dims.
+    """How a style shards a parameter of a `linear` [out, in], a `conv1d` [in, out] or an
+    `embedding` [vocabulary, hidden]; None where it is replicated. Source:
+    torch.distributed.tensor.parallel.style.
     """
     dim: int | None = None
     match style:

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import Axis, AxisSizes, Dims, Name, Op, Some, Where
+from planc.ops.base import Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where
 from planc.ops.call import (
     MESH,
     PARALLELIZE,
@@ -21,7 +21,6 @@ from planc.ops.call import (
     Shared,
     Step,
 )
-from planc.ops.entry import Entry, Group
 from planc.ops.style_calls import style_call
 from planc.ops.styles import Input, Output, Style, mesh_dims, style_arguments, style_name
 

@@ -1,8 +1,6 @@
 """Adapters applied to a plan and its model: modules, styles and units.
 
-peft wraps the adapted layer in a layer with `lora_A.default` and `lora_B.default` inside. Here the
-layer keeps its name and gets them as children, so that a rule means the same modules with and
-without adapters.
+peft wraps the adapted layer; here it keeps its name, so that a rule means the same modules.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,10 +27,7 @@ _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
 
 def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
-    """A plan and its model with the adapters: new modules, frozen weights, units of A and B.
-
-    Without adapters both are returned unchanged.
-    """
+    """A plan and its model with the adapters: new modules, frozen weights, units of A and B."""
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
     rules = tuple(replace(r, quantize=_stored(r, plan)) for r in plan.adapters.rules)
@@ -47,13 +42,7 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
 
 
 def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Facts:
-    """The model with adapters, all other parameters frozen.
-
-    Args:
-        facts: the model.
-        rules: on its modules; those with 4-bit weights have a storage dtype.
-        kept: the dtype of a parameter after `load`.
-    """
+    """The model with adapters, all else frozen; `kept` is a parameter's dtype after `load`."""
     paths = tuple((rule.modules.path, rule) for rule in rules)
     return replace(facts, root=_module(facts.root, paths, kept))
 
@@ -78,7 +67,6 @@ def in_out_features(module: Module) -> tuple[int, int]:
 
 
 def _module(module: Module, rules: _Rest, kept: _Kept) -> Module:
-    """The module frozen, with the adapters of the rules whose paths begin inside it."""
     own = [r for rest, r in rules if not rest]
     children = [c for child in module.children for c in _split(child, rules, kept)]
     frozen = tuple(replace(p, trainable=False, dtype=kept(p)) for p in module.parameters)
@@ -102,11 +90,7 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
 
 
 def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
-    """How a rule's layers are quantized, with a storage dtype; None where they are not.
-
-    The default storage is the dtype that FSDP gathers in: FSDP casts parameters of other dtypes,
-    and packed bytes must not be cast.
-    """
+    """How layers are quantized, if so; bytes are stored in the dtype that FSDP gathers in."""
     if rule.quantize is None or rule.quantize.storage:
         return rule.quantize
     weight = next((p for p in rule.modules.module.parameters if p.name == "weight"), None)
@@ -177,10 +161,7 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
 
 
 def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
-    """Every adapter rule, a style of its layers' weights, and the layers that both rules have.
-
-    Styles that only change inputs or outputs apply to the layer and its adapter together.
-    """
+    """Every adapter rule, a style of its layers' weights, and the layers that both rules have."""
     for rule in plan.adapters.rules if plan.adapters else ():
         for base in plan.tensor:
             part = rule.modules.overlap(base.modules)

@@ -54,13 +54,7 @@ class Arguments:
         valid: Callable[[Any], bool],
         read: Callable[[ast.Expr, Scope], Value] = evaluate,
     ) -> Any:
-        """An argument's value; the default where it is not given, or after a finding.
-
-        Args:
-            wanted: what it is, for a message: `a positive number`.
-            valid: whether a value is one.
-            read: evaluates it.
-        """
+        """An argument's value (`wanted` in messages) if it is valid, else the default."""
         expression = self.take(name)
         if expression is None:
             return default
@@ -93,11 +87,8 @@ class Arguments:
         least: int | None = None,
         counts: bool = False,
     ) -> Any:
-        """One of a few words, given bare, as a text, or by an option that holds it.
-
-        Args:
-            least: where there is one, an integer that is no less may stand in their place.
-            counts: whether that integer counts features, heads or ranks.
+        """One of a few words, bare, as a text, or by an option; from `least` on an integer may
+        stand for them, one that `counts` features, heads or ranks.
         """
         expression = self.take(name)
         if expression is None:

@@ -1,7 +1,5 @@
 """AST + model facts -> IR."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -12,6 +10,7 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
+from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
 from planc.plan.mesh_axes import EXPERTS, expanded, role_of, valid_axes
 from planc.plan.program import Program, gather, origin_of, require
@@ -26,7 +25,6 @@ from planc.plan.sections.loss import loss
 from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
-from planc.plan.shard_dim_auto import settled
 from planc.syntax import ast
 
 T = TypeVar("T")
@@ -57,20 +55,16 @@ def elaborate(
     settings: Iterable[str] = (),
     sizes: Sizes | None = None,
 ) -> Plan | None:
-    """Elaborates a plan for one model on one mesh.
+    """Elaborates a plan (files, extended ones first) for one model on one mesh.
 
     Args:
-        files: the plan's files, extended ones first.
-        facts: the model.
         sink: receives PL01x, PL1xx (names), PL3xx (mesh) and PL650 (family).
-        world_size: the number of ranks, or None where it was not given.
         settings: `name=value` for options and mesh axes.
-        sizes: where a small model stands for this one, the source of the numbers in arguments.
-            All else is decided as without it: conditions, selectors, `auto`.
+        sizes: where a small model stands for this one, the source of the numbers in arguments. All
+            else is decided as without it: conditions, selectors, `auto`.
 
     Returns:
-        The plan, or None where its header or mesh is invalid. Sections with errors are named in
-        `Plan.broken`.
+        None where the header or mesh is invalid; `Plan.broken` names sections with errors.
     """
     program = program_of(files, facts, sink, world_size=world_size, settings=settings)
     _family(program)
@@ -114,7 +108,6 @@ def elaborate(
 
 
 def _options(program: Program) -> dict[str, object]:
-    """The value of every option that has one."""
     options = {
         name: evaluate(definition.given or definition.value, program.scope)
         for name, definition in program.scope.definitions.items()
@@ -139,15 +132,10 @@ def program_of(
 
 
 def _family(program: Program) -> None:
-    """Reports a plan whose header names neither the model's family nor its class."""
     header, facts = program.header, program.facts
     if header is None:
-        program.sink.error(
-            "PL009",
-            "the plan has no header",
-            origin_of(program),
-            help=f"start it with `plan {facts.family} for {facts.family}`",
-        )
+        hint = f"start it with `plan {facts.family} for {facts.family}`"
+        program.sink.error("PL009", "the plan has no header", origin_of(program), help=hint)
         return
     names = [f.path for f in header.families]
     if facts.family in names or facts.name in names:
@@ -180,9 +168,7 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
 
 def _axes(program: Program, mesh: Mesh) -> None:
-    """Checks that every `on` names an axis, and that a section uses every axis with several
-    ranks. An axis may be unused because its name is misspelled, so that is reported alone.
-    """
+    """Checks that every `on` names an axis, or else that sections use all axes of several ranks."""
     used: set[str] = set()
     misspelled = False
     for section in program.sections:

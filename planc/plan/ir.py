@@ -89,9 +89,7 @@ class Mesh(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule(Meaning):
-    """A style on a set of modules, over the axis of its section; the same modules may have rules
-    over other axes.
-    """
+    """A style on modules, over the axis of its section; others may act over other axes."""
 
     modules: Modules
     axis: str
@@ -113,8 +111,6 @@ class Unit(Meaning):
     """One `fully_shard` call for each module of `members[0]`, or one for a whole group.
 
     Args:
-        members: one set of modules; more than one only in a group.
-        group: whether all modules of all members are one unit.
         reshard: after forward: True, False, or the number of ranks that keep a shard.
         precision: of this unit, or None for the section's.
         shard: the axes that it is sharded over, of the section or of tensor parallelism, or None
@@ -138,13 +134,7 @@ class Unit(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadRule(Meaning):
-    """`SELECTOR : spread(...)`: parameters of an FSDP unit that are sharded over another mesh or
-    dim.
-
-    Args:
-        modules: all parameters in them and in their submodules, except in nested units.
-        shard, shard_dim: as of a unit.
-    """
+    """`SELECTOR : spread(...)`: parameters (not of nested units) over another mesh or dim."""
 
     modules: Modules
     shard: tuple[str, ...] | None = None
@@ -167,15 +157,11 @@ class Offload(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp(Meaning):
-    """The fsdp section, or a replicate section, which has no shard axes.
+    """The fsdp section (replicated axes: HSDP), or a replicate section, which has no shard axes.
 
     Args:
-        shard: the axes that parameters are sharded over.
-        replicate: the axes that parameters are replicated over (HSDP).
-        precision: the section's `precision(...)`.
         units: in the plan's order; lowering sorts them topologically.
-        ignored: modules whose parameters are in no unit.
-        spreads: parameters that are sharded otherwise than their unit.
+        ignored, spreads: what is in no unit, and what is sharded otherwise than its unit.
         prefetch: the operation without its units.
         megatron: the operation without its units and axes, None for FSDP2.
         experts: how ranks divide experts, None where none do.
@@ -199,11 +185,7 @@ class Fsdp(Meaning):
         return (*self.units, *self.spreads)
 
     def axes(self, unit: Unit | SpreadRule) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes that a unit is sharded over, and those that it is replicated over.
-
-        Together they are all axes of the section, so that every gradient is averaged over the
-        same ranks, whatever the unit's mesh.
-        """
+        """The axes of a unit, sharded and replicated: together the section's, for its mean."""
         if unit.shard is None:
             return self.shard, self.replicate
         rest = (*self.replicate, *self.shard)
@@ -227,12 +209,10 @@ class Fsdp(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRule(Meaning):
-    """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft.
+    """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft, without the modules.
 
-    Args:
-        adapt: the operation of the rule, without its modules.
-        quantize: the same where the layer's weight is in 4 bits (QLoRA). Its `storage` is empty
-            until `adapted` sets the dtype that FSDP gathers in.
+    `quantize` is None but for 4-bit weights (QLoRA); `adapted` sets its `storage` to what FSDP
+    gathers.
     """
 
     modules: Modules
@@ -242,12 +222,10 @@ class AdapterRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters(Meaning):
-    """The adapters section; all parameters but the adapters are frozen.
+    """The adapters section; all else is frozen.
 
-    Args:
-        own: whether A and B are FSDP units of their own, or belong to the unit that contains them.
-        seed: of their initial values, which must be equal on every rank.
-        units_origin: where `units` is set, None where it is not.
+    `own`: A and B are units. `seed`: of initial values, equal on every rank. `units_origin`: of
+    `units`.
     """
 
     rules: tuple[AdapterRule, ...]
@@ -258,13 +236,7 @@ class Adapters(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule(Meaning):
-    """A head whose loss is computed in chunks.
-
-    Args:
-        modules: the head.
-        op: the operation, without its modules and axes.
-        axis: of the section, which shards the vocabulary; None for none.
-    """
+    """A head whose loss is computed in chunks; `axis`, if any, shards its vocabulary."""
 
     modules: Modules
     op: ChunkLoss
@@ -273,12 +245,7 @@ class LossRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRule(Meaning):
-    """How the blocks of a model become the stages of a pipeline.
-
-    Args:
-        op: the operation, without the stages of a rank.
-        crossing: arguments of blocks, besides the hidden states, that earlier stages compute.
-    """
+    """How blocks become stages; `crossing` are arguments of blocks that earlier stages compute."""
 
     op: Pipeline
     crossing: tuple[str, ...] = ()
@@ -286,12 +253,7 @@ class PipelineRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule(Meaning):
-    """Fused experts that ranks divide among them.
-
-    Args:
-        modules: the experts.
-        dispatch: how tokens come to them.
-    """
+    """Fused experts that ranks divide among them, and how tokens come to them."""
 
     modules: Modules
     dispatch: Dispatch
@@ -299,12 +261,7 @@ class ExpertRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRule(Meaning):
-    """An axis whose ranks have parts of each sequence.
-
-    Args:
-        axis: of the section.
-        op: the operation; None where the training script slices the sequences.
-    """
+    """An axis whose ranks have parts of each sequence; no `op` if the script slices them."""
 
     axis: str
     op: ContextParallel | None = None
@@ -315,14 +272,11 @@ class Plan(Meaning):
     """A plan, resolved.
 
     Args:
-        name: the plan's name.
         families: the `model_type`s that it is written for.
         options: the value of every option, after `--set`.
-        tensor: the rules of tensor sections; kept at tp = 1 too, where lowering drops them.
+        tensor, experts: the rules of sections; kept over one rank too, where lowering drops them.
         context: the axes whose ranks have parts of each sequence.
-        experts: the rules of expert sections; kept at ep = 1 too, where lowering drops them.
         train: what the train sections freeze or unfreeze, outer modules first.
-        pipeline: its stages, None for one stage.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
         broken: sections with errors, from whose omissions no check may conclude anything.
     """
@@ -347,9 +301,7 @@ class Plan(Meaning):
 
     @property
     def axes_of_heads(self) -> tuple[str, ...]:
-        """The axes that split the heads of attention: those of tensor parallelism, and one that
-        exchanges heads for tokens.
-        """
+        """Axes that split heads: tensor parallelism's, and one that exchanges heads for tokens."""
         exchanged = (r.axis for r in self.context if r.op and r.op.attention == "ulysses")
         return (*(a.name for a in self.mesh.of_role(AxisRole.TENSOR)), *exchanged)
 

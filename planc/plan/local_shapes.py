@@ -1,10 +1,16 @@
-"""Local shapes under tensor parallelism, which FSDP shards further."""
+"""The shapes of parameters on a rank, and the dim along which `shard_dim = auto` shards them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from planc.model.facts import Modules, Parameter
+from planc.diagnostic import Sink
+from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.styles import Split, part_sizes, weight_split
-from planc.plan.ir import Plan, TensorRule
+from planc.plan.apply_adapters import PARAMETERLESS
+from planc.plan.experts import expert_styles
+from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
+from planc.plan.parameter_owners import Owned, owned
 
 AUTO = -1
 """`shard_dim = auto`, until it is resolved."""
@@ -16,10 +22,7 @@ def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:
 
 
 def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -> tuple[int, ...]:
-    """The shape of a parameter's shard after the rules, on the rank with the largest shard.
-
-    Each rule shards the result of those before it; in a packed dim, each part is sharded.
-    """
+    """The largest rank's shard after the rules in order; each part of a packed dim is sharded."""
     shape = parameter.shape
     dims: dict[int, list[Split]] = {}
     ranks: dict[int, list[int]] = {}
@@ -56,18 +59,9 @@ def ruled(
 
 
 def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:
-    """The value of `shard_dim = auto`: 0 where every rank gets rows of every parameter.
-
-    torch pads dim 0, so with fewer rows than ranks some ranks hold only padding, which is
-    all-gathered like data. Any other dim must be divisible.
-
-    Args:
-        shapes: of the parameters, after tensor parallelism.
-        ranks: the number of ranks that shard them.
-
-    Returns:
-        The dim, or None where some parameter has fewer rows than there are ranks, and no other dim
-        is divisible in all such parameters.
+    """The value of `shard_dim = auto`: 0 where every rank gets rows of every parameter, as torch
+    pads dim 0 and all-gathers the padding; else a dim that is divisible in all shorter ones, or
+    None.
     """
     short = [s for s in shapes if len(s) > 1 and s[0] < ranks]
     if not short:
@@ -76,3 +70,54 @@ def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:
         if all(len(s) > dim and s[dim] % ranks == 0 for s in short):
             return dim
     return None
+
+
+UnitOrSpread = TypeVar("UnitOrSpread", Unit, SpreadRule)
+
+
+def settled(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+    """The plan with every `auto` resolved; one that cannot be resolved is PL382, at its line."""
+    section = plan.fsdp
+    if section is None or not section.shard or {"fsdp", "tensor"} & plan.broken:
+        return plan
+    if all(part.shard_dim != AUTO for part in section.parts):
+        return plan
+    found = list(owned(plan, facts))
+    units = tuple(_settled(u, found, section, plan, sink) for u in section.units)
+    spreads = tuple(_settled(s, found, section, plan, sink) for s in section.spreads)
+    return replace(plan, fsdp=replace(section, units=units, spreads=spreads))
+
+
+def _settled(
+    part: UnitOrSpread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
+) -> UnitOrSpread:
+    if part.shard_dim != AUTO:
+        return part
+    ranks = plan.mesh.size(*section.axes(part)[0])
+    own = dict(held(part, found, plan))
+    dim = even_dim(list(own.values()), ranks)
+    if dim is None:
+        short = [(n, s) for n, s in own.items() if len(s) > 1 and s[0] < ranks]
+        sink.error(
+            "PL382",
+            f"`shard_dim = auto` finds no dim to split over {ranks:,} ranks",
+            part.origin,
+            facts=[f"{name} is {list(shape)} on a rank" for name, shape in short[:3]],
+            help="a dim other than the first must divide; name fewer axes by `on = ...`",
+        )
+        return part
+    return replace(part, shard_dim=dim)
+
+
+def held(
+    part: Unit | SpreadRule, found: list[Owned], plan: Plan
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape after tensor parallelism) of the parameters that a unit or spread places."""
+    rules = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
+    rules = [r for r in rules if not isinstance(r.style, PARAMETERLESS)] + expert_styles(plan)
+    for own in found:
+        if (own.spread or own.unit) is not part or own.unit is None:
+            continue
+        for modules, found_rules in ruled(own.modules, rules):
+            for parameter in modules.module.parameters:
+                yield f"{modules}.{parameter.name}", local_shape(parameter, found_rules, plan)

@@ -1,7 +1,5 @@
 """The mesh section -> a mesh whose axes all have sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -10,11 +8,11 @@ from planc.diagnostic import Label, did_you_mean, one_of
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import describe, evaluate, truth
-from planc.plan.expert_mesh import expert_mesh
+from planc.plan.experts import expert_mesh
 from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import EXPERTS, SHARD
-from planc.plan.overrides import nothing_to_override
 from planc.plan.program import Program
+from planc.plan.rule_conflicts import nothing_to_override
 from planc.plan.scope import Failed
 from planc.source import Span
 from planc.syntax import ast
@@ -47,10 +45,8 @@ class _Sizes:
 
 
 def solve(program: Program) -> Mesh | None:
-    """The mesh of a program, computed once; None after a finding.
-
-    The size of an axis is a positive integer or `auto`, the world size divided by all other sizes.
-    Without a world size `auto` counts as 1.
+    """The mesh of a program, computed once; None after a finding. `auto` is the world size (else 1)
+    divided by all other sizes.
     """
     if not program.sized:
         program.sized = True
@@ -70,12 +66,9 @@ def _solve(program: Program) -> Mesh | None:
         return None
     autos = [s for s, size in sizes.pairs if size == 0]
     if len(autos) > 1:
-        program.sink.error(
-            "PL302",
-            f"{one_of((f'`{s.name}`' for s in autos), last='and')} are both `auto`",
-            *(s.value.origin for s in autos),
-            help="one axis takes what the others leave; give the other a size",
-        )
+        message = f"{one_of((f'`{s.name}`' for s in autos), last='and')} are both `auto`"
+        hint = "one axis takes what the others leave; give the other a size"
+        program.sink.error("PL302", message, *(s.value.origin for s in autos), help=hint)
         return None
     left = _left(autos, sizes, program)
     if left is None:
@@ -96,12 +89,9 @@ def _experts(setting: ast.Setting, program: Program) -> MeshAxis | None:
     """The ranks that divide experts; None for one rank, and after a finding."""
     size = _size(setting, program)
     if size == 0:
-        program.sink.error(
-            "PL300",
-            f"axis `{setting.name}` cannot be `auto`",
-            setting.value.origin,
-            help="it is made of ranks of other axes: write their number",
-        )
+        message = f"axis `{setting.name}` cannot be `auto`"
+        hint = "it is made of ranks of other axes: write their number"
+        program.sink.error("PL300", message, setting.value.origin, help=hint)
     origin = _where(setting, program)
     if size is None or size < 2:
         return None
@@ -192,7 +182,6 @@ def _size(setting: ast.Setting, program: Program) -> int | None:
 
 
 def _where(setting: ast.Setting, program: Program) -> Span:
-    """The place that decided a size; `--set` takes precedence over the plan."""
     given = program.settings.get(setting.name)
     return given.origin.source.span(0, given.origin.end) if given else setting.origin
 
@@ -203,12 +192,8 @@ def _left(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | No
         return _fixed(sizes, program)
     auto, world, product = autos[0], program.world_size, sizes.product
     if world is None:
-        program.sink.info(
-            "PL307",
-            f"`{auto.name} = auto` counts as 1, because no world size is given",
-            auto.value.origin,
-            help="give `--world-size N`",
-        )
+        message = f"`{auto.name} = auto` counts as 1, because no world size is given"
+        program.sink.info("PL307", message, auto.value.origin, help="give `--world-size N`")
         return 1
     if world % product:
         program.sink.error(
@@ -233,10 +218,8 @@ def _fixed(sizes: _Sizes, program: Program) -> int | None:
     if shard and world % (product // shard) == 0:
         help = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
     section = next(iter(program.named("mesh")))
+    message = f"the mesh has {product:,} ranks, the world {world:,}: {sizes.text} = {product:,}"
     program.sink.error(
-        "PL301",
-        f"the mesh has {product:,} ranks, the world {world:,}: {sizes.text} = {product:,}",
-        *(sizes.labels(program) or [Label(span=section.name_origin)]),
-        help=help,
+        "PL301", message, *(sizes.labels(program) or [Label(span=section.name_origin)]), help=help
     )
     return None

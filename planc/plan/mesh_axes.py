@@ -1,10 +1,7 @@
-"""The roles of mesh axes, and the axes derived from others, by the names of training systems.
+"""The roles of mesh axes, and those derived from others, by the names of training systems.
 
-No other module compares the name of an axis with a string. A product of axes has a name of its own
-in torchtitan and in NeMo AutoModel, and a plan may use that name wherever several axes are allowed.
+No other module compares an axis' name. Products have names in torchtitan and NeMo AutoModel.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
@@ -28,29 +25,14 @@ EXPERT_AXES = DERIVED[EXPERT_REST]
 LOADED = ("dp_replicate", "dp_shard", "tp")
 """The axes that accelerate's data loaders know: ranks along `tp` read the same rows."""
 
-_ROLES = {
-    "pp": AxisRole.STAGE,
-    "cp": AxisRole.SEQUENCE,
-    "ep": AxisRole.EXPERT,
-}
+_ROLES = {"pp": AxisRole.STAGE, "cp": AxisRole.SEQUENCE, "ep": AxisRole.EXPERT}
 """The roles that follow from the name of an axis; the names are torchtitan's."""
 
 
 def role_of(
-    name: str,
-    *,
-    tensor: Collection[str],
-    data: Collection[str],
-    context: Collection[str] = (),
+    name: str, *, tensor: Collection[str], data: Collection[str], context: Collection[str] = ()
 ) -> AxisRole:
-    """What the ranks along an axis split among them.
-
-    Args:
-        name: the axis.
-        tensor: axes of tensor sections.
-        data: axes of fsdp and replicate sections.
-        context: axes of context sections.
-    """
+    """What the ranks along an axis split: by the kinds of section that name it."""
     if name in _ROLES:
         return _ROLES[name]
     if name in tensor:
@@ -61,12 +43,8 @@ def role_of(
 
 
 def axes_of(name: str, mesh: Collection[str]) -> tuple[str, ...]:
-    """The mesh axes of a name, outermost first; empty for an unknown name.
-
-    Args:
-        name: an axis, which takes precedence over a derived axis of that name, or a derived axis.
-        mesh: the names of the mesh's axes. An axis that a derived one includes and the mesh lacks
-            is left out, as if its size were 1.
+    """The mesh axes of a name, outermost first: an axis, else a derived axis, without those that
+    the mesh lacks; empty for an unknown name.
     """
     if name in mesh:
         return (name,)

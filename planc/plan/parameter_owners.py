@@ -13,14 +13,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """Modules of the same structure with parameters of their own, and the rules that apply to them.
-
-    Args:
-        modules: the modules with the parameters.
-        unit: the FSDP unit that shards them, None where there is none.
-        spread: the rule that places them differently from their unit, if any.
-        ignored: the rule that keeps them out of the units.
-        training: the rule that freezes them or makes them trainable, None where the model decides.
+    """Modules with own parameters, and the rules that act on all of them: unit, placement in it,
+    exemption from units, and what freezes or trains them; None where there is none.
     """
 
     modules: Modules
@@ -55,11 +49,7 @@ def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
 
 
 def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
-    """The dtypes of the parameters that the optimizer steps, each with their number of elements.
-
-    Megatron-FSDP gives the optimizer weights of its own, in their own dtype. A tied parameter
-    counts under each of its names.
-    """
+    """The elements that an optimizer steps, by dtype; tied ones count under each name."""
     megatron = plan.fsdp.megatron if plan.fsdp else None
     main = megatron.main_params if megatron else None
     counts: dict[str, int] = {}
@@ -76,10 +66,7 @@ def _by_placement(
     units: Sequence[tuple[Modules, Unit]],
     spreads: Sequence[tuple[Modules, SpreadRule]],
 ) -> Iterator[tuple[Modules, Unit | None, SpreadRule | None]]:
-    """The modules, divided by their unit and by the spread that applies to them.
-
-    A unit's own placement wins over a `spread` on the unit or on an ancestor.
-    """
+    """The modules, divided by their unit and their spread; a unit's own placement wins."""
     if not spreads:
         yield from ((piece, unit, None) for piece, unit in _shared(modules, units))
         return

@@ -8,7 +8,7 @@ from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.plan.evaluate import describe, truth
 from planc.plan.ir import Mesh
-from planc.plan.overrides import nothing_to_override
+from planc.plan.rule_conflicts import nothing_to_override
 from planc.plan.scope import Definition, Failed, Scope, mentioned
 from planc.plan.sections.tensor_styles import STYLES
 from planc.source import Source, Span
@@ -22,8 +22,7 @@ class Program:
     Args:
         header: of the file that extends the others.
         sections: in order, without overridden ones and branches that are not taken.
-        settings: mesh axes given by `--set`, by name.
-        styles: the plan's own styles, by name.
+        settings, styles: axes given by `--set`, and the plan's own styles, by name.
         mesh: sized the first time an axis is looked up.
     """
 
@@ -46,13 +45,7 @@ class Program:
 def gather(
     files: Sequence[ast.File], program: Program, settings: Iterable[str], known: Iterable[str]
 ) -> None:
-    """Fills a program from its files.
-
-    Args:
-        files: extended files first.
-        settings: `name=value` texts from `--set`.
-        known: the section names of the language.
-    """
+    """Fills a program from its files, extended first, and `--set`; `known` has all sections."""
     given = dict(_setting(text, program.sink) for text in settings)
     given.pop("", None)
     statements = [s for file in files for s in file.statements]

@@ -1,22 +1,65 @@
-"""Rules claim modules; two overlapping claims conflict, or one overrides the other."""
+"""Lines that decide one thing: they conflict, unless one says `override`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Label, Sink
 from planc.model.facts import Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.plan.evaluate import truth
-from planc.plan.overrides import conflict, nothing_to_override
 from planc.plan.scope import Scope
 from planc.plan.selectors import select
 from planc.source import Span
 from planc.syntax import ast
+
+SectionLine = ast.Setting | ast.Directive
+
+
+@dataclass(slots=True)
+class Settings:
+    """The lines in force and the values (None if wrong) of one section, by name; reports PL102 (a
+    repeated line) and PL103 (an `override` of none).
+    """
+
+    sink: Sink
+    lines: dict[str, SectionLine] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, item: SectionLine, read: Callable[[Any], Any] = lambda item: item) -> None:
+        """Adds a line and the value that `read` returns for it; an earlier one may be in force."""
+        name = item.name if isinstance(item, ast.Setting) else item.call.name
+        earlier = self.lines.get(name)
+        if earlier is not None and not item.override:
+            conflict(self.sink, "line", f"`{name}`", item.origin, earlier.origin)
+            return
+        if earlier is None and item.override:
+            nothing_to_override(self.sink, f"`{name}`", item.origin)
+        self.lines[name] = item
+        self.values[name] = read(item)
+
+
+def conflict(sink: Sink, word: str, what: str, origin: Span, earlier: Span) -> None:
+    """PL102: two lines, or two rules, decide the same."""
+    sink.error(
+        "PL102",
+        f"two {word}s decide {what}",
+        Label(span=origin, text=f"this {word}"),
+        Label(span=earlier, text="and this one"),
+        help="remove one, or write `override` before the one that applies",
+    )
+
+
+def nothing_to_override(
+    sink: Sink, what: str, origin: Span, help: str | None = "remove `override`"
+) -> None:
+    """PL103: an `override` without an earlier line."""
+    sink.error("PL103", f"there is no earlier {what} to override", origin, help=help)
+
 
 T = TypeVar("T")
 Ruled = TypeVar("Ruled", Checkpoint, Compile, Freeze)
@@ -56,12 +99,7 @@ def _flatten(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim(Generic[T]):
-    """A rule's decision about a set of modules.
-
-    Args:
-        aspect: what it decides; two claims with the same aspect on one module conflict.
-        value: the decision.
-    """
+    """A rule's decision about a set of modules, in one `aspect`, in which claims conflict."""
 
     modules: Modules
     aspect: str
@@ -100,7 +138,9 @@ class Claims(Generic[T]):
                     message = f"this rule decides the {aspect} of `{both}` twice"
                     self.sink.error("PL102", message, origin, help="name it once")
                 elif not override:
-                    self._conflict(both, claim, origin)
+                    count = f", {len(both)} modules" if len(both) > 1 else ""
+                    what = f"the {claim.aspect} of `{both}`{count}"
+                    conflict(self.sink, "rule", what, origin, claim.origin)
                 rest += (replace(claim, modules=left) for left in claim.modules.minus(wanted))
             own.append(wanted)
             self.claims = [*rest, Claim(modules=wanted, aspect=aspect, value=value, origin=origin)]
@@ -114,8 +154,3 @@ class Claims(Generic[T]):
             for claim in self.claims
             if claim.value is not None
         )
-
-    def _conflict(self, both: Modules, claim: Claim[T], origin: Span) -> None:
-        count = f", {len(both)} modules" if len(both) > 1 else ""
-        what = f"the {claim.aspect} of `{both}`{count}"
-        conflict(self.sink, "rule", what, origin, claim.origin)

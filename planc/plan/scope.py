@@ -51,7 +51,6 @@ class Scope:
     """Resolves names for one plan and one model.
 
     Args:
-        facts: the model; `config.*` is read from it.
         sink: receives PL100 (unknown name) and PL108 (a let that refers to itself).
         evaluate: the evaluator, passed in because it needs a scope itself.
         solve: sizes the mesh the first time an axis is looked up.
@@ -73,12 +72,7 @@ class Scope:
     _pending: list[str] = field(default_factory=list)
 
     def sized_by(self, sizes: Sizes, mesh: Mesh) -> Scope:
-        """The same names with the numbers of a small model; conditions keep the real ones.
-
-        Args:
-            sizes: of the small model and its mesh.
-            mesh: the real mesh.
-        """
+        """The same names with the numbers of a small model and mesh; conditions keep theirs."""
         small = mesh.resized(sizes.axes)
         return replace(
             self,
@@ -123,16 +117,13 @@ class Scope:
             else:
                 value = self.evaluate(expression, self)
         except RecursionError:
-            value = self._too_long(name)
+            message = f"the value of `{name.path}` goes through too many others"
+            self.sink.error("PL108", message, name.origin, help="shorten the chain of definitions")
+            value = FAILED
         finally:
             self._pending.pop()
         self._values[name.path] = value
         return value
-
-    def _too_long(self, name: ast.Name) -> Value:
-        message = f"the value of `{name.path}` goes through too many others"
-        self.sink.error("PL108", message, name.origin, help="shorten the chain of definitions")
-        return FAILED
 
     def _module_path(self, value: ast.Expr) -> Value:
         """A let's value may be a module path: a name that is nothing else is read as one."""
@@ -161,12 +152,10 @@ class Scope:
         return mesh.size(*mesh.expanded([name.path])) if mesh else FAILED
 
     def _circle(self, name: ast.Name, origin: Span) -> Value:
+        message = f"the value of `{name.path}` depends on itself"
+        hint = "a mesh size may use options and config fields, not the size of another axis"
         self.sink.error(
-            "PL108",
-            f"the value of `{name.path}` depends on itself",
-            name.origin,
-            Label(span=origin, text="defined here"),
-            help="a mesh size may use options and config fields, not the size of another axis",
+            "PL108", message, name.origin, Label(span=origin, text="defined here"), help=hint
         )
         return FAILED
 

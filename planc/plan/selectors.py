@@ -1,7 +1,5 @@
-"""Selectors -> module sets, on the compressed module table, so the cost is independent of depth.
-
-A selector is a path of steps. Each step maps a set of modules to the sets one level below (or, for
-`**`, any number of levels); where a step matches nothing, the help names what exists there.
+"""Selectors -> module sets, by steps on the compressed module table, so the cost is independent of
+depth; where a step matches nothing, the help names what exists there.
 """
 
 import itertools
@@ -66,17 +64,11 @@ class _Miss:
 def select(
     selector: ast.Selector, bases: Iterable[Modules], scope: Scope, *, optional: bool = False
 ) -> tuple[Modules, ...]:
-    """The modules that a selector matches, relative to the bases.
+    """The modules that a selector matches, relative to the root or to what enclosing blocks
+    selected.
 
-    Args:
-        selector: as written; each alternative of its braces, and each part of a list, must match
-            something.
-        bases: the root, or the modules that the enclosing blocks selected.
-        scope: for `$let`, and the sink: PL101 for no match, PL112 for an invalid index.
-        optional: whether matching nothing is allowed.
-
-    Returns:
-        Disjoint sets, modules of the same structure in one set; empty after a finding.
+    Each alternative and part of a list must match (PL101), unless optional; PL112 is for an index.
+    The result is disjoint, modules of one structure in one set; empty after a finding.
     """
     bases = tuple(bases)
     found: list[Modules] = []
@@ -93,7 +85,6 @@ def select(
 def _every_alternative(
     selector: ast.Selector, scope: Scope
 ) -> tuple[tuple[SelectorStep, ...], ...]:
-    """The alternatives of a selector; none after a finding."""
     try:
         return tuple(_alternatives(selector, scope))
     except RecursionError:
@@ -221,7 +212,6 @@ def _contains(at: Modules, has: ast.Selector, scope: Scope) -> bool:
 
 
 def _length(at: Modules) -> int:
-    """The number of entries of a list."""
     return 1 + max((c.indices.last for c in at.module.children if c.indices), default=-1)
 
 

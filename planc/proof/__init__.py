@@ -1,4 +1,1 @@
-"""The numeric proof of a plan on a small model: simulated (flow) or on processes (verify).
-
-`planc check` needs only `flow`, so nothing is imported here.
-"""
+"""The numeric proof of a plan: simulated (flow) or on processes (verify); imports nothing."""

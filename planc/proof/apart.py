@@ -1,7 +1,7 @@
-"""Layout flow in a process of its own, for a process that is a rank of a run.
+"""Layout flow for a process that is a rank of a run, and the verdict that is kept of it.
 
-Layout flow makes a process group of threads and draws random numbers, neither of which a process
-can spare that trains; so `planc.apply` has it done elsewhere, without a GPU.
+A rank can spare neither a process group of threads nor random numbers, so layout flow runs in a
+process of its own; this needs no GPU.
 """
 
 import json
@@ -13,9 +13,32 @@ from typing import Any, get_args
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.proof.layout_flow import flow
-from planc.proof.record import record
+from planc.proof.layout_flow import Verdict, flow
 from planc.runtime.known_verdict import KnownVerdict, Level
+from planc.trial import verdict_store
+
+
+def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
+    """Returns the verdict of layout flow, and keeps it unless code of the user's own, which can
+    change, decides it; the first error of the proof is the reason for `refuted`.
+    """
+    facts, lowered = compiled.facts, compiled.lowered
+    level, text = _judged(verdict, sink)
+    if facts and lowered and not (facts.code or facts.own is not None or lowered.code):
+        verdict_store.remember(lowered, facts, level, text)
+    return KnownVerdict(level=level, text=text)
+
+
+def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
+    """A plan that splits nothing is proved where structure decides all of its sections."""
+    if verdict.verdict == "refuted":
+        errors = (d for d in sink if d.severity == "error")
+        return "refuted", next((f"{d.message} ({d.code})" for d in errors), "its numbers are wrong")
+    unknown = next((s.reason for s in verdict.sections if s.verdict == "unknown"), None)
+    if verdict.verdict == "unknown" or unknown is not None:
+        return "undecided", f"not decided by layout flow: {verdict.reason or unknown}"
+    return "proved", "proved"
+
 
 SECONDS = 300
 """The time limit; below the ten minutes that NCCL's ranks wait for each other."""
@@ -23,12 +46,8 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def prove_apart(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
-    """The verdict of layout flow on a compiled plan, which is kept as that of a check.
-
-    Args:
-        compiled: a plan without errors; with a model of the user's own if its class can be
-            imported elsewhere.
-        allow_code: whether custom styles may be imported.
+    """The verdict of layout flow on a compiled plan without errors, kept as that of a check; a
+    model of the user's own must have a class that can be imported elsewhere.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
     try:

@@ -12,17 +12,13 @@ from planc.model import cache
 from planc.model.facts import Facts
 from planc.proof.flow_findings import generic
 from planc.proof.small_case import SmallModel, small_model
-from planc.trial.source_digest import source_digest
+from planc.trial.certificate import source_digest
 
 _FORMAT = 2
 
 
 def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
-    """The modules that are called, with `*` for indices; or None and the reason if no run shows it.
-
-    Args:
-        facts: the model; if it has code, running it is allowed.
-    """
+    """The modules that are called, with `*` for indices, or None and why; a model's code is run."""
     model = small_model(facts)
     if isinstance(model, str):
         return None, model

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Set
 
-from planc.checks.tied_parameters import TiedStyles
+from planc.checks.parameters import TiedStyles
 from planc.codes import TIES
 from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import below
@@ -75,9 +75,7 @@ def report_means(outcome: Outcome, sink: Sink) -> None:
 
 
 def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """Reports layouts (PL505) and redistributions (PL506) that the plan does not state, where the
-    numbers are right.
-    """
+    """Reports layouts (PL505) and redistributions (PL506) of no rule, with right numbers."""
     groups = _groups(outcome, small)
     for group in [g for g in groups if g[0].kind == "boundary"][:_MOST]:
         _boundary(group, small, sink, Severity.WARNING)
@@ -96,7 +94,6 @@ def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
 def _boundary(
     group: list[Discrepancy], small: Plan, sink: Sink, severity: Severity, *consequence: str
 ) -> None:
-    """Reports inputs whose layout is not the stated one, of all modules of one line."""
     mismatch = group[0]
     before, after = mismatch.layouts
     names = one_of((f"`{n}`" for n in together({generic(m.subject): 0 for m in group})), last="and")
@@ -142,7 +139,6 @@ def _source(mismatch: Discrepancy) -> list[str]:
 
 
 def _module(group: list[Discrepancy]) -> str:
-    """The module of a group's first discrepancy, with `*` for indices."""
     name = group[0].subject
     return generic(name.rpartition(".")[0] if group[0].kind in _OF_PARAMETERS else name)
 
@@ -155,9 +151,7 @@ def _consequence(mismatch: Discrepancy) -> str:
 
 
 def _of_replicated(tie: TiedStyles, group: list[Discrepancy]) -> bool:
-    """Whether a module has a tied parameter that no rule shards, so that its computation gets the
-    shard of the other name.
-    """
+    """Whether a module computes with a tied parameter's shard which the other name's rule made."""
     holders = {generic(n.rpartition(".")[0]) for n in tie.replicated}
     return group[0].kind != "size" and _module(group) in holders
 
@@ -274,17 +268,8 @@ def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 
 def report_uncalled(ran: Set[str], plan: Plan, sink: Sink) -> bool:
-    """Reports units whose module is never called although modules inside it are (PL508).
-
-    FSDP all-gathers a unit's parameters when its module is called.
-
-    Args:
-        ran: the names of the called modules, as they are or with `*` for indices.
-        plan: the plan with the units.
-        sink: receives the findings.
-
-    Returns:
-        Whether there are such units.
+    """Reports units whose module is never called although modules inside are (PL508), as FSDP
+    all-gathers at the call; returns whether there are any. `ran` may have `*` for indices.
     """
     found = False
     for unit in plan.fsdp.units if plan.fsdp else ():

@@ -1,26 +1,24 @@
-"""The outcome of a small case: from the cache, or by simulation."""
+"""The outcome of a small case, what is to blame for it, and the verdict that is kept."""
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import prod
 
+from planc.compiler import Compiled
 from planc.model import cache
 from planc.ops.document import digest
-from planc.proof.small_case import SmallCase
+from planc.proof.small_case import SmallCase, small_case
+from planc.proof.small_mesh import with_experts
+from planc.trial.certificate import source_digest
 from planc.trial.outcome import Outcome, outcome_of
-from planc.trial.source_digest import source_digest
 from planc.trial.trial_part import trial_part
 
 _FORMAT = 8
 
 
 def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outcome:
-    """The outcome of a small lowered plan, from the cache or by simulation.
-
-    Args:
-        small: the small model and the plan compiled for it.
-        quick: one step of one pass, with the tensor axes alone.
-        draws: with the dropout of adapters.
-    """
+    """The outcome of a small lowered plan, cached or simulated; options as of `simulate`."""
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
     config = json.dumps(model.values, sort_keys=True)
@@ -43,3 +41,21 @@ def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outc
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
         cache.keep(key, outcome.document())
     return outcome
+
+
+def blamed(
+    outcome: Outcome, compiled: Compiled, sizes: Mapping[str, int], parts: Collection[str]
+) -> Outcome:
+    """A refuted outcome of the small mesh; the context section comes first where it is to blame,
+    that is, where all is right without the axes (`parts`) that split sequences.
+    """
+    assert compiled.plan is not None
+    whole = {axis: 1 if axis in parts else size for axis, size in sizes.items()}
+    if whole == dict(sizes) or not outcome.discrepancies:
+        return outcome
+    if prod(whole.values()) > 1:
+        case = small_case(compiled, with_experts(whole, compiled.plan.mesh))
+        if not isinstance(case, SmallCase) or judge(case).verdict != "proved":
+            return outcome
+    first, *others = outcome.discrepancies
+    return replace(outcome, discrepancies=(replace(first, kind="context"), *others))

@@ -1,8 +1,5 @@
-"""The kinds of layer of a model, and the verdict of layout flow on each.
-
-Blocks of one list are of the same kind if they have the same structure and the same entries in the
-configuration's per-layer lists (such as `layer_types`). The small model has one layer of each kind;
-its result holds for all of them.
+"""The kinds of layer of a model (structure, and entries in lists such as `layer_types`), and the
+verdict of layout flow on each, which holds for all layers of the kind.
 """
 
 from collections.abc import Iterator
@@ -19,14 +16,11 @@ from planc.trial.outcome import LIMIT, Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVerdict:
-    """The verdict on the blocks of one kind.
+    """The verdict (`proved`, `refuted` or `unknown`, why) on the blocks of one kind.
 
     Args:
-        modules: the blocks as a selector, such as `model.layers[0:32]`; `root` is everything
-            outside of block lists.
+        modules: a selector, `model.layers[0:32]`; `root` is everything outside of block lists.
         label: the kind in the configuration, such as `sliding_attention`; may be empty.
-        verdict: `proved`, `refuted` or `unknown`.
-        reason: why it is unknown.
         error: the largest relative error, None if none was measured.
     """
 
@@ -84,7 +78,6 @@ def _not_used(
 
 
 def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -> LayerVerdict:
-    """The verdict on blocks that the run does not reach, such as a vision tower without images."""
     split = any(rule.modules.within(modules) for rule in plan.tensor)
     return LayerVerdict(
         modules=str(group.modules),
@@ -122,13 +115,7 @@ def _in(name: str, holder: str) -> bool:
 
 
 def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
-    """Yields the blocks grouped by kind, in order.
-
-    Args:
-        facts: the facts with the blocks.
-        named: the facts whose configuration decides which lists are per layer: those of the
-            original model, because in a small one any list can be as long as the layers.
-    """
+    """Yields the blocks grouped by kind, in order; `named` is as of `layer_columns`."""
     for at in block_lists(facts.model):
         columns = layer_columns(at, facts, named)
         merged: dict[_Key, _Group] = {}

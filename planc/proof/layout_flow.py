@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from planc.checks.tied_parameters import split_apart
+from planc.checks.parameters import split_apart
 from planc.codes import PRESUMED
 from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
@@ -25,9 +25,8 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
-from planc.proof.context_cause import blamed
 from planc.proof.flow_findings import report_means, report_refuted, report_uncalled, report_unstated
-from planc.proof.judge import judge
+from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.small_case import SmallCase, small_case
@@ -43,13 +42,11 @@ UNSEEN = "Megatron-FSDP runs only on CUDA, where planc proves nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionVerdict:
-    """The verdict on one section of the plan.
+    """The verdict on one section, such as `tensor on tp`, and why it is unknown or left out.
 
     Args:
-        name: such as `tensor on tp`.
         verdict: `proved`, `refuted`, `unknown`, or `left out` of the simulation.
         by: `simulation`, or `structure` if rules decide it without a run.
-        reason: why it is unknown or left out.
         data: whether it distributes parameters over the data axes (`fsdp`, `replicate`).
     """
 
@@ -67,12 +64,9 @@ class SectionVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict of layout flow on a plan.
+    """The verdict of layout flow on a plan, each kind of layer and each section.
 
     Args:
-        outcome: the outcome of the simulation.
-        layers: the verdict on each kind of layer.
-        sections: the verdict on each section.
         gathered: whether every FSDP unit is a module that is called, and so is all-gathered.
         released_early: whether the model's code recomputes, in the backward pass, parts of an FSDP
             unit other than the root, which may have been resharded before; the root is not.
@@ -168,14 +162,9 @@ _ERRORS = ("logits", "loss", "gradient", "norm", "parameters")
 def flow(
     compiled: Compiled, sink: Sink, *, strict: bool = False, allow_code: bool = False
 ) -> Verdict:
-    """The verdict of layout flow on a compiled plan.
+    """The verdict of layout flow on a compiled plan without errors; reports PL501 to PL508.
 
-    Args:
-        compiled: a plan without errors; its decisions are applied to the small model.
-        sink: receives PL501 to PL503, PL505 to PL508 and PL504 (unknown); if the plan is proved,
-            presumed findings are overruled.
-        strict: whether unknown is an error.
-        allow_code: whether planc may import the plan's own styles.
+    If it is proved, presumed findings are overruled. `strict` makes unknown (PL504) an error.
     """
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
@@ -184,7 +173,9 @@ def flow(
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
     divided = any(isinstance(op, DispatchExperts | Pipeline) for op in lowered.ops)
     if lowered.code and not allow_code:
-        outcome, small = _not_imported(lowered.code[0])
+        reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
+        outcome = Outcome(verdict="unknown", reason=reason)
+        small: SmallCase | Unrepresented = Unrepresented(reason=reason)
     elif is_megatron(lowered) and not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
@@ -217,21 +208,10 @@ def flow(
     return replace(verdict, sections=(*verdict.sections, *draws), unlike=unlike)
 
 
-def _not_imported(style: str) -> tuple[Outcome, SmallCase | Unrepresented]:
-    reason = f"{style} is custom code, imported only with --allow-code"
-    return Outcome(verdict="unknown", reason=reason), Unrepresented(reason=reason)
-
-
 def _judge_all(
     compiled: Compiled, split: set[str], parts: set[str]
 ) -> tuple[Outcome, SmallCase | Unrepresented]:
-    """The outcome over all small meshes, and the case that decided it.
-
-    Args:
-        compiled: the plan.
-        split: the axes of tensor parallelism.
-        parts: the axes that split sequences.
-    """
+    """The outcome over all small meshes, and its case; `parts` are axes that split sequences."""
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     mesh = compiled.plan.mesh
@@ -253,7 +233,6 @@ def _judge_all(
 def _draws(
     compiled: Compiled, split: set[str], sink: Sink, strict: bool
 ) -> Iterator[SectionVerdict]:
-    """The verdict on random numbers, if the model draws any."""
     assert compiled.plan is not None and compiled.facts is not None
     mesh = compiled.plan.mesh
     sizes = next(simulated_sizes(mesh.axes, split))
@@ -306,9 +285,7 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
 def _released(
     lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> bool:
-    """Whether the module that runs again is in an FSDP unit other than the root, or the plan uses
-    Megatron-FSDP; a simulation with FSDP has shown what comes of it.
-    """
+    """Whether what runs again is in a unit, or under Megatron-FSDP, and was not simulated."""
     if is_megatron(lowered):
         return True
     axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()
@@ -338,7 +315,6 @@ def is_megatron(lowered: Lowered) -> bool:
 def _of_model_axes(
     lowered: Lowered, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
-    """Yields the verdicts on the sections that only a simulation can decide."""
     axes = {"context": [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]}
     axes["pipeline"] = [lowered.pipeline.axis] if lowered.pipeline else []
     divides = any(isinstance(op, DispatchExperts) for op in lowered.ops)
@@ -355,14 +331,7 @@ def _of_model_axes(
 def _sections(
     lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
-    """Yields the verdict on each section; a section on an axis of one rank lowers to a no-op.
-
-    Args:
-        lowered: the plan for the original model.
-        ir: its meaning.
-        outcome: the outcome of the simulation.
-        small: the case that was simulated; axes of one rank in it were not.
-    """
+    """Yields the verdict on each section; one on an axis of one rank, real or small, is a no-op."""
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))

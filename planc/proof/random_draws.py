@@ -1,8 +1,5 @@
-"""Whether the ranks draw random numbers as the plain model does.
-
-The small model is trained once more, with its dropout. The single process uses the numbers that
-the ranks have drawn, so outputs and gradients can be compared; where ranks hold the same
-activations, their numbers must be the same, and where they hold shards, others.
+"""Whether ranks draw as the plain model does: the small model trains again, with its dropout, and
+the single process uses what ranks drew: equal numbers for equal activations, others for shards.
 """
 
 from collections.abc import Mapping
@@ -30,9 +27,7 @@ _STATE = (
 
 
 def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | None:
-    """The small case with the dropout of the real model; None if that draws nothing, or cannot be
-    made small.
-    """
+    """The small case with the real model's dropout; None if nothing draws, or nothing small can."""
     assert compiled.plan is not None and compiled.facts is not None
     if not drawing_fields(compiled.plan, compiled.facts):
         return None
@@ -52,15 +47,8 @@ def _dropout(name: str, value: Any) -> float | None:
 
 
 def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, strict: bool) -> bool:
-    """Reports numbers that the ranks do not draw as the plain model does (PL511), or that they
-    cannot be compared (PL504); returns whether the plan trains another model.
-
-    Args:
-        outcome: of the run with dropout; without it, all was right.
-        small: the plan for the small model.
-        facts: of the original model.
-        sink: receives the finding.
-        strict: whether unknown is an error.
+    """Reports draws unlike the plain model's (PL511), or not comparable (PL504), after a run that
+    was right without dropout; returns whether the plan trains another model.
     """
     if outcome.verdict == "unknown":
         sink.report(

@@ -1,8 +1,5 @@
-"""Makes a small model of the same family, and gives it the decisions of the real plan.
-
-A transformers or diffusers model is shrunk: its resolved configuration becomes a small one for the
-same class, that of the model's own folder where the user allowed its code. A user's own model is
-run as it is.
+"""Makes a small model of the same family (a user's own is run as it is), and gives it the decisions
+of the real plan.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
 from planc.plan.scope import Sizes
-from planc.proof.small_mesh import RANKS
-from planc.proof.small_stages import with_stages
+from planc.proof.small_mesh import RANKS, with_stages
 from planc.proof.stand_in import Unrepresented, stand_in, variants
 
 if TYPE_CHECKING:
@@ -45,10 +41,9 @@ class SmallModel:
     """The model that is built and run instead of the original one.
 
     Args:
-        values: the small configuration; empty for a user's own model.
+        values: the small configuration; empty for a user's own model, of which `own` is copied.
         code: the factory of a user's own model, or the folder with the code of its class.
         kept: the layers that the small ones stand for, as of `Shrunk`.
-        own: a user's own model, of which copies are run.
         dropout: whether a user's own model keeps its dropout; a configuration says it itself.
     """
 
@@ -70,14 +65,10 @@ class SmallModel:
         return builder_of(self.values, self.code, self.own, dropout=self.dropout)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
-        """The facts of the small model, or None after a finding.
+        """The facts of the small model, or None after a finding (PL60x).
 
-        They state the original's dropout and jitter, which the values leave out: ranks draw random
-        numbers as the real ones do, since some models draw whatever their configuration says.
-
-        Args:
-            model: the facts of the original model.
-            sink: receives the findings (PL60x).
+        They state the original's dropout and jitter, which the values leave out: some models draw
+        anyway.
         """
         if self.own is not None or (self.code and not self.values):
             return model
@@ -99,11 +90,9 @@ def small_model(
     """The small model for a model, or the reason why there is none.
 
     Args:
-        facts: the facts of the model.
         ranks: what heads, widths and experts must be divisible by, by the role of a mesh axis; by
             default one tensor axis of `RANKS`.
-        plan: for the model; layers on which other rules act are then kept apart, and heads that do
-            not divide by its tensor ranks stay so.
+        plan: layers on which other rules act are kept apart, and heads that do not divide stay so.
     """
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
     if facts.code and not Path(facts.code).is_absolute():
@@ -130,15 +119,11 @@ def small_model(
 def small_case(
     compiled: Compiled, sizes: Mapping[str, int], *, checks: Sink | None = None
 ) -> SmallCase | Unrepresented:
-    """The plan for a small model on a small mesh, or the reason why there is none.
+    """The plan for a small model on a mesh of small sizes, or the reason why there is none.
 
     The plan is elaborated again for the real model, with only the numbers in arguments taken from
-    the small one; then small modules take the place of the real ones that they stand for.
-
-    Args:
-        compiled: the plan for the original model.
-        sizes: the sizes of the small mesh by axis.
-        checks: receives the findings of the checks, which then do not stop the compiler.
+    the small one; then small modules take the place of the real ones that they stand for. `checks`
+    receives the findings of checks, which then do not stop the compiler.
     """
     assert compiled.facts is not None and compiled.plan is not None
     ranks: dict[str, int] = {}

@@ -1,12 +1,13 @@
-"""Reduces the mesh of a run to a few processes."""
+"""The meshes and stages of a few ranks that stand for those of the real plan."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
-from planc.plan.expert_mesh import legal_sizes
-from planc.plan.ir import Mesh
+from planc.plan.experts import legal_sizes
+from planc.plan.ir import Mesh, Plan
 
 RANKS = 2
 """The size of a simulated axis in the first run: errors on 8 ranks show on 2, and heads stay
@@ -21,16 +22,12 @@ MOST = 8
 
 
 def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterator[dict[str, int]]:
-    """The small meshes on which layout flow simulates a plan.
+    """The small meshes on which layout flow simulates a plan; none if every axis has one rank.
 
-    First every axis of more than one rank with 2 ranks, or 3 if it has that many. Then, without the
-    data axes, each longer tensor axis in turn with 4 ranks or 3, since 2 ranks cannot tell a swap
-    from a reversal, or 1/n from 1/2; the other tensor axes stay as they were, if `MOST` ranks
-    suffice, else they have one. Nothing if every axis has one rank.
-
-    Args:
-        axes: the axes of the original mesh.
-        split: those of tensor parallelism.
+    First every axis of more than one rank with 2 ranks, or 3 if it has that many. Then, without
+    data axes, each longer tensor axis (`split`) in turn with 4 ranks or 3, since 2 ranks cannot
+    tell a swap from a reversal, or 1/n from 1/2; the others stay, if `MOST` ranks suffice, or have
+    one.
     """
     axes = tuple(axes)
     first = {a.name: min(a.size, 3 if a.size == 3 else RANKS) for a in axes}
@@ -45,25 +42,15 @@ def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterato
     tensor = {name: size if name in split else 1 for name, size in first.items()}
     for axis in axes:
         if axis.name in split and axis.size > 3:
-            longer = {axis.name: _other_degree(axis.size)}
+            # the second number of ranks for a tensor axis: 4, or 3 if only that divides its size
+            longer = {axis.name: (3 if axis.size % 4 and axis.size % 3 == 0 else 4)}
             both = {**tensor, **longer}
             yield both if prod(both.values()) <= MOST else {**alone, **longer}
 
 
-def _other_degree(size: int) -> int:
-    """The second number of ranks for a tensor axis: 4, or 3 if only that divides its size."""
-    return 3 if size % 4 and size % 3 == 0 else 4
-
-
 def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:
-    """The size of each axis on a few processes.
-
-    Axes of more than one rank keep more than one while there are processes left; the remaining
-    factors are distributed in turn. A mesh that already fits is unchanged.
-
-    Args:
-        axes: the axes of the original mesh.
-        processes: the number of processes.
+    """The size of each axis on a few processes: axes keep more than one rank while processes are
+    left; the remaining factors are distributed in turn. A mesh that fits is unchanged.
     """
     axes = tuple(axes)
     inner_first = axes[::-1]
@@ -123,7 +110,6 @@ def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:
 
 
 def _factors(number: int) -> list[int]:
-    """The prime factors, largest first."""
     out = []
     factor = 2
     while number > 1:
@@ -132,3 +118,16 @@ def _factors(number: int) -> list[int]:
             number //= factor
         factor += 1
     return sorted(out, reverse=True)
+
+
+def with_stages(plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """The plan with the stages of a small mesh's ranks, as many each; none for one rank."""
+    if plan.pipeline is None:
+        return plan
+    op = plan.pipeline.op
+    ranks = sizes[op.axis]
+    if ranks == 1:
+        return replace(plan, pipeline=None)
+    count = ranks * (op.stages // plan.mesh.size(op.axis))
+    cut = tuple(op.bounds[i * op.stages // count] for i in range(count + 1))
+    return replace(plan, pipeline=replace(plan.pipeline, op=replace(op, bounds=cut)))

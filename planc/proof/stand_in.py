@@ -19,31 +19,20 @@ from planc.model.small.depth import edges
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
-from planc.plan.ir import (
-    AdapterRule,
-    ExpertRule,
-    Fsdp,
-    Ignored,
-    LossRule,
-    PipelineRule,
-    Plan,
-    SpreadRule,
-    TensorRule,
-    Unit,
-)
+from planc.plan import ir
 from planc.source import Span
 
 Ruled = TypeVar(
     "Ruled",
-    TensorRule,
+    ir.TensorRule,
     Checkpoint,
     Compile,
     Freeze,
-    LossRule,
-    ExpertRule,
-    AdapterRule,
-    Ignored,
-    SpreadRule,
+    ir.LossRule,
+    ir.ExpertRule,
+    ir.AdapterRule,
+    ir.Ignored,
+    ir.SpreadRule,
 )
 Rules = frozenset[tuple[Span, tuple[Any, ...]]]
 """The lines of a plan that act on a layer, with the path inside the layer."""
@@ -51,22 +40,14 @@ Rules = frozenset[tuple[Span, tuple[Any, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrepresented:
-    """Why no small model decides a plan.
-
-    Args:
-        reason: for a message.
-        origins: the lines of the plan that act on something that no small module stands for.
-    """
+    """Why no small model decides a plan, and the lines that act on what nothing stands for."""
 
     reason: str
     origins: tuple[Span, ...] = ()
 
 
-def variants(plan: Plan, facts: Facts) -> dict[int, list[str]]:
-    """Which rules act on each block, by the length of its list, as an argument of `shrink`.
-
-    Lists in which the kind of a block alone decides which rules act on it are left out.
-    """
+def variants(plan: ir.Plan, facts: Facts) -> dict[int, list[str]]:
+    """Which rules act on each block, by its list's length; none where its kind alone decides."""
     found: dict[int, list[str]] = {}
     for at in block_lists(facts.model):
         kinds, rules = _classes(at, plan, facts)
@@ -78,21 +59,15 @@ def variants(plan: Plan, facts: Facts) -> dict[int, list[str]]:
 
 
 def stand_in(
-    plan: Plan,
+    plan: ir.Plan,
     facts: Facts,
     small: Facts,
     *,
     kept: Mapping[int, Sequence[tuple[int, ...]]],
     sizes: Mapping[str, int],
-) -> Plan | Unrepresented:
-    """A plan with the modules of a small model and the sizes of a small mesh.
-
-    Args:
-        plan: elaborated for the real model, with the numbers of the small one.
-        facts: the real model.
-        small: the small model.
-        kept: the real layers that the small ones stand for (`Shrunk.kept`).
-        sizes: the sizes of the small mesh, by axis.
+) -> ir.Plan | Unrepresented:
+    """A plan, with the numbers of a small model, on that model's modules and a small mesh's sizes;
+    `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
     """
     state = _StandIn(plan, facts, small, kept)
     made = replace(
@@ -117,8 +92,7 @@ def stand_in(
     return state.problems[0] if state.problems else made
 
 
-def _acting(plan: Plan) -> Iterator[tuple[Span, Modules]]:
-    """Each line of a plan that acts on modules, with the modules."""
+def _acting(plan: ir.Plan) -> Iterator[tuple[Span, Modules]]:
     fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
     rules = plan.adapters.rules if plan.adapters else ()
     whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss, plan.experts)
@@ -130,8 +104,7 @@ def _acting(plan: Plan) -> Iterator[tuple[Span, Modules]]:
             yield unit.origin, modules
 
 
-def _classes(at: Modules, plan: Plan, facts: Facts) -> tuple[list[Kind], list[Rules]]:
-    """The kind of each block of a list, and the rules that act on it or inside it."""
+def _classes(at: Modules, plan: ir.Plan, facts: Facts) -> tuple[list[Kind], list[Rules]]:
     kinds = list(entry_kinds(at, facts, facts).values())
     n = len(at.path)
     bits: dict[tuple[Span, tuple[Any, ...]], int] = {}
@@ -147,7 +120,7 @@ def _classes(at: Modules, plan: Plan, facts: Facts) -> tuple[list[Kind], list[Ru
     return kinds, rules
 
 
-def _pipeline(plan: Plan, state: _StandIn) -> PipelineRule | None:
+def _pipeline(plan: ir.Plan, state: _StandIn) -> ir.PipelineRule | None:
     """The stages of the small blocks: those of the blocks that they stand for."""
     if plan.pipeline is None:
         return None
@@ -170,7 +143,6 @@ def _pipeline(plan: Plan, state: _StandIn) -> PipelineRule | None:
 
 
 def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
-    """For each block, the number of its set of rules among those of its kind."""
     known: dict[Kind, list[Rules]] = {}
     for kind, own in zip(kinds, rules, strict=True):
         if own not in known.setdefault(kind, []):
@@ -178,8 +150,8 @@ def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
     return [known[kind].index(own) for kind, own in zip(kinds, rules, strict=True)]
 
 
-def _fsdp(section: Fsdp, state: _StandIn) -> Fsdp:
-    units: list[Unit] = []
+def _fsdp(section: ir.Fsdp, state: _StandIn) -> ir.Fsdp:
+    units: list[ir.Unit] = []
     for unit in section.units:
         members = tuple(state.all(unit.members, unit))
         if unit.group and members:
@@ -196,14 +168,9 @@ def _fsdp(section: Fsdp, state: _StandIn) -> Fsdp:
 
 @dataclass(slots=True)
 class _StandIn:
-    """Finds the small modules that stand for real ones.
+    """Finds the small modules that stand for real ones, and the problem where none does."""
 
-    Args:
-        plan, facts, small, kept: as of `stand_in`.
-        problems: what nothing stands for.
-    """
-
-    plan: Plan
+    plan: ir.Plan
     facts: Facts
     small: Facts
     kept: Mapping[int, Sequence[tuple[int, ...]]]
@@ -269,7 +236,6 @@ class _StandIn:
         return [kinds.index(kind) for kind in there]
 
     def _neighbors(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
-        """Checks that blocks follow each other in the small model as in the real one."""
         wanted: Any = edges(classes)  # type: ignore[arg-type]
         if edges([classes[i] for i in found]) == wanted:  # type: ignore[misc]
             return
@@ -347,7 +313,6 @@ def _step(at: Modules, segment: str | Indices) -> Modules:
 
 
 def _differing(blamed: Iterable[Rules], every: Iterable[Rules]) -> tuple[Span, ...]:
-    """The lines in which some blocks differ from the others, in the plan's order."""
     every = list(every)
     common = frozenset[Any].intersection(*every)
     found = {o for rules in blamed for o, _ in rules - common}

@@ -18,7 +18,7 @@ from planc.proof.layout_flow import UNSEEN, is_megatron
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.stand_in import Unrepresented
-from planc.proof.verify_findings import report_difference, report_failure, report_unknown
+from planc.proof.verify_report import report_difference, report_failure, report_unknown
 from planc.runtime.known_verdict import Level
 from planc.trial import certificate as store
 from planc.trial import verdict_store
@@ -35,12 +35,7 @@ _CHOOSES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The result of a proof.
-
-    Args:
-        verdict: `verified`, `refuted`, or `unknown`.
-        certificate: the document, None if the plan did not compile.
-    """
+    """`verified`, `refuted` or `unknown`, and the certificate, None if the plan did not compile."""
 
     verdict: str
     certificate: store.Certificate | None = None
@@ -86,14 +81,11 @@ def verify(
     """Proves on real processes, with a small model of the family, that a plan trains the same.
 
     Args:
-        model: as for `planc.model.load.load`.
-        plan: a path, `-`, the name of a shipped plan, or `REV:path`.
+        model, plan: as for `planc.model.load.load` and `planc.syntax.plan_files.read`.
         sink: receives the findings: those of the compiler, and PL520 (the numbers differ), PL521 (a
             rank failed), PL522 (timeout), PL523 (unknown).
         world_size: the number of ranks of the run to prove; by default `processes`.
         processes: the number of processes on this machine; at most as many as ranks.
-        settings: `name=value` for options and mesh axes.
-        allow_code: whether planc may run code that the model or the plan names.
         timeout: seconds for all processes, including their start.
         precision: whether the plan's own mixed precision runs; the result is not stored.
     """
@@ -130,10 +122,7 @@ def verify(
 def _compiled(
     files: Files | None, facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
 ) -> _Case | None:
-    """The plan compiled for the original model, or None after findings.
-
-    Errors of the checks do not stop the proof, which tests whether they are right.
-    """
+    """The plan compiled for the original model, errors of checks included; None after findings."""
     checks = Sink()
     done = compiler.compile(files, facts, sink, world_size=world, settings=given, checks=checks)
     if done.facts is None or done.lowered is None:
@@ -148,7 +137,6 @@ def _compiled(
 
 
 def _codes(checks: Sink) -> tuple[str, ...]:
-    """The codes of the errors that the checks find."""
     return tuple(sorted({d.code for d in checks if d.severity == "error"}))
 
 

@@ -1,16 +1,25 @@
-"""Renders a proof for people and for programs."""
+"""What `planc verify` reports."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Sink
+from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize
+from planc.plan.ir import Plan
+from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.report.json_document import document as findings
+from planc.source import Span
 from planc.trial.certificate import Certificate, number, summary
+from planc.trial.launcher import Comparison, TrialFailure
 
 if TYPE_CHECKING:
     from planc.proof.verify import Proof
+
 
 _KINDS = {
     "logits": "logits",
@@ -64,3 +73,74 @@ def _what(certificate: Certificate) -> str:
     width = next((config[n] for n in ("hidden_size", "n_embd", "d_model") if n in config), None)
     made = f"{layers} layers of width {width} on {mesh}" if layers and width else f"on {mesh}"
     return f"{text}\nsmall model: {made}, seeds {', '.join(map(str, certificate['seeds']))}"
+
+
+_WORDS = {
+    "logits": "the logits",
+    "loss": "the loss",
+    "gradients": "a gradient",
+    "norm": "the norm of the gradients",
+    "parameters": "a parameter after two steps",
+}
+
+
+def report_unknown(
+    sink: Sink, reason: str, help: str | None = None, origins: tuple[Span, ...] = ()
+) -> None:
+    """Reports PL523, at the lines that cannot be proved if there are any."""
+    sink.error("PL523", f"this plan cannot be proved: {reason}", *origins, help=help)
+
+
+def report_difference(
+    found: Comparison, plan: Plan, lowered: Lowered, sink: Sink
+) -> tuple[str, tuple[str, ...]]:
+    """Reports PL520; returns its message and the responsible lines."""
+    limits = found.limits
+    beyond = [k for k, limit in limits.items() if not found.errors[k] <= limit]
+    first = found.first
+    difference = f"{_WORDS[beyond[0]]} is off by {number(found.errors[beyond[0]])}"
+    name = ""
+    if first is not None:
+        name = first["name"] if first["what"] == "output" else first["name"].rpartition(".")[0]
+        what = "the output of" if first["what"] == "output" else "the gradient of"
+        difference = f"{what} {first['name']} is the first to differ, by {number(first['error'])}"
+    message = f"the plan trains another model: {difference}"
+    labels = [*rule_labels(name, plan), *unit_labels(name, plan)]
+    facts = [
+        f"{kind} {number(found.errors[kind])}  (limit {number(limits[kind])})" for kind in limits
+    ]
+    if found.errors["gradients"] > limits["gradients"]:
+        facts.append(f"worst gradient: {found.worst['gradients']}")
+    styled = any(isinstance(op, Parallelize) for op in lowered.ops)
+    if styled and not any(r.modules.has(name) for r in plan.tensor):
+        facts.append(f"no tensor rule covers {name or 'the model'}")
+    sink.error("PL520", message, *labels, facts=facts)
+    return message, tuple(dict.fromkeys(label.span.place for label in labels))
+
+
+def report_failure(
+    failure: TrialFailure, plan: Plan, lowered: Lowered, sink: Sink
+) -> tuple[str, str]:
+    """Reports PL521 to PL523; returns the verdict (exceptions refute, signals do not) and why."""
+    if failure.kind == "single":
+        reason = f"the small model does not train in one process: {failure.message}"
+        report_unknown(sink, reason, "planc can prove only models that return a loss for `labels`")
+        return "unknown", reason
+    detail = list(_frames(failure)) or failure.detail.splitlines()[-4:]
+    if failure.kind == "time":
+        hint = "ranks that wait for each other never return; --timeout sets a longer limit"
+        sink.error("PL522", failure.message, facts=detail, help=hint)
+        return "unknown", failure.message
+    who = f"rank {failure.rank}" if failure.rank >= 0 else "a rank"
+    doing = {"apply": " while the plan was applied", "parallel": " in the parallel model"}
+    message = f"{who} failed{doing.get(failure.phase, '')}: {failure.message}"
+    sink.error("PL521", message, facts=detail)
+    refuted = bool(failure.frames) and failure.phase in ("apply", "parallel", "compare")
+    return ("refuted" if refuted else "unknown"), message
+
+
+def _frames(failure: TrialFailure) -> Iterator[str]:
+    """Yields the last frame in the model's code and the last of all."""
+    outside = [f for f in failure.frames if "/torch/" not in f[0] and "/planc/" not in f[0]]
+    for path, line, function, code in dict.fromkeys((*outside[-1:], *failure.frames[-1:])):
+        yield f"{Path(path).name}:{line}, in {function}: {code}".rstrip(": ")

@@ -11,10 +11,9 @@ class Reason:
     """One decision of one line of the plan.
 
     Args:
-        what: the decision, as text.
         target: the module that the line is about: the one asked for, an ancestor or a submodule.
-        place: `name:line`; empty for what planc adds by itself.
-        text: the text of the line, where the plan is available.
+        place, text: `name:line`, empty for what planc adds, and the line, where the plan is
+            available.
         op: the index of the operation in the lowered plan.
     """
 
@@ -30,16 +29,9 @@ class ParameterAnswer:
     """One parameter, on the rank with the largest shard.
 
     Args:
-        name: in its module.
-        shape: in the model.
-        dtype: its torch dtype.
-        trainable: whether it requires a gradient.
-        local: its shape after tensor parallelism.
+        local: its shape after tensor parallelism; `shard` is that at rest, after FSDP.
         spread: (ranks, size) along the dim of tensor parallelism, in order, where ranks differ.
-        shard: its shape at rest, after FSDP.
-        at_rest: bytes on one rank.
-        gathered: bytes while its unit is all-gathered, in the dtype of `computed`.
-        computed: the dtype that it is all-gathered in.
+        at_rest, gathered: bytes on one rank, and while its unit is all-gathered as `computed`.
         ties: names of the parameters that are the same tensor.
     """
 
@@ -58,28 +50,18 @@ class ParameterAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All decisions about one module, or about one of its parameters.
+    """All decisions about one module (`root` is the model), or about one of its parameters.
 
     Args:
-        name: in torch; `root` for the model itself.
-        parameter: the parameter's name in the module, None where the module was asked for.
-        cls: the module's class.
-        kind: `linear`, `norm` and so on.
         like: the set of equal modules that contains the module.
-        parameters: of the module itself, or the one that was asked for.
-        count: the number of elements in all its parameters, those of submodules included.
-        load: how weights are loaded, and their dtype.
-        adapter: the adapter on the layer, or the one that contains the module.
-        tensor: styles on the module itself.
-        around: styles on its ancestors, which redistribute inputs and outputs there.
-        inside: styles on its submodules.
+        parameters, count: its own, or the one asked for; the elements of all, submodules included.
+        adapter: on the layer, or the one that contains the module.
+        tensor, around, inside: styles on the module, on ancestors (at whose bounds tensors are
+            redistributed) and on submodules.
         checkpoint, compile: of the module, of its ancestors and of its submodules.
-        experts: how tokens come to its experts, which ranks divide.
-        loss: how the loss is computed in it.
-        unit: the unit that contains it, then the units inside it.
+        unit, unit_bytes: the unit that contains it, at rest on one rank and gathered; units inside.
         training: what freezes or unfreezes it.
         draws: how ranks draw random numbers in the module and after it.
-        unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.
     """
 

@@ -10,13 +10,9 @@ _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.|\.(?:_orig_m
 
 
 def found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | None] | None:
-    """The module of a name, and the parameter where the name is one's, or None after PL130.
+    """The module of a name, and the parameter where it is one's, or None after PL130.
 
-    Args:
-        name: with or without the names of wrappers, and `layers[3]` for `layers.3`; `root` or the
-            empty string is the model itself.
-        facts: the model.
-        sink: receives PL130 for an unknown name.
+    Names may have those of wrappers, and `layers[3]`; `root` or an empty name is the model itself.
     """
     plain = re.sub(r"\[(\d+)\]", r".\1", _WRAPPERS.sub("", name)).removeprefix(".")
     plain = "" if plain == "root" else plain
@@ -52,7 +48,6 @@ def _unknown(name: str, missing: str, facts: Facts, sink: Sink) -> None:
 
 
 def _below(at: Modules) -> list[str]:
-    """The names that may follow a module's name."""
     names = [p.name for p in at.module.parameters]
     for child in at.module.children:
         names += [child.name] if child.indices is None else map(str, child.indices)

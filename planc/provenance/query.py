@@ -1,7 +1,5 @@
-"""`planc why`: the lines of the plan that decide a module or a parameter.
-
-The answer is built from the lowered plan, which is what `apply` runs. The IR adds the rules that
-lowering drops because they have no effect, and the text of each line.
+"""`planc why`: the lines of a plan that decide a module, from the lowered plan and, for rules that
+lowering drops, from the IR.
 """
 
 from collections.abc import Iterator
@@ -39,14 +37,8 @@ _LONGEST = 100
 
 
 def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
-    """The decisions about a module or a parameter; None after PL130, or where the plan was not
-    lowered.
-
-    Args:
-        name: a module or a parameter as torch names it, with or without the names of wrappers;
-            `root` or the empty string is the model itself.
-        compiled: the plan for a model; a plan that was read from JSON has operations only.
-        sink: receives PL130 for an unknown name.
+    """The decisions about a module or a parameter, by its torch name or as `found` takes it; None
+    after PL130, or where nothing was lowered. A plan from JSON has operations only.
     """
     facts, lowered = compiled.facts, compiled.lowered
     if facts is None or lowered is None:
@@ -57,7 +49,6 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
 
 
 def _adapted(facts: Facts, lowered: Lowered) -> Facts:
-    """The model with the adapters of a lowered plan that was read from JSON."""
     rules = []
     for op in (o for o in lowered.ops if isinstance(o, Adapt)):
         for members in op.members:
@@ -150,7 +141,6 @@ class _Question:
         return self._reason(what, target, op)
 
     def _part(self, length: int) -> str:
-        """The name of the ancestor whose path has that length."""
         return next(Modules(self.at.path[:length], self.at.module).names())
 
     def _inside(self) -> Iterator[Reason]:
@@ -193,7 +183,6 @@ class _Question:
         return max(around, key=lambda pair: pair[0])[1] if around else None
 
     def _units(self) -> Iterator[Reason]:
-        """The unit, its settings, and the units inside the module."""
         op = self.shard
         if op and self.ignored:
             line = op.origin_of(f"ignored.{op.ignored.index(self.ignored)}") or NOWHERE
@@ -252,7 +241,6 @@ class _Question:
         return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:
-        """What freezes or unfreezes the module; the last one is in force."""
         ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
         return [op for op in ops if self.at.inside(op.modules) is not None]
 
@@ -264,7 +252,6 @@ class _Question:
     def _on(
         self, kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts]
     ) -> Iterator[Reason]:
-        """The operations of a kind on the module itself."""
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):
                 yield self._reason(op.headline(self.lowered), self.name, op)
@@ -277,7 +264,6 @@ class _Question:
                 yield self._reason("tied again after tensor parallelism", op.parameter, op)
 
     def _missing(self, section: str) -> str:
-        """Why nothing decides, as text."""
         match section:
             case "tensor":
                 return self._untouched()
@@ -358,7 +344,6 @@ def _wrapped(op: Checkpoint | Compile) -> str:
 
 
 def _after(inner: Modules, outer: Modules) -> str:
-    """The path of modules relative to another module."""
     return str(inner).removeprefix(str(outer)).removeprefix(".") if outer.path else str(inner)
 
 

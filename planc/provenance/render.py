@@ -123,7 +123,6 @@ def _head(title: str, text: str) -> list[Segment]:
 
 
 def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
-    """Reasons with the same text and line of the plan, merged with braces."""
     alike: dict[tuple[str, ...], list[Reason]] = {}
     for reason in reasons:
         key = (reason.what, reason.place, phrases.parent(reason.target))

@@ -1,8 +1,5 @@
-"""Renders findings for people, editors, programs and GitHub.
-
-`full` is for people, `concise` has one line per finding, `json` is a document with a schema,
-`github` annotates a pull request, and `sarif` is for code scanners. All formats show the findings
-in the same order (`sorting.sorted_findings`).
+"""Renders findings in one order: `full` and `concise` for people, `json` for programs, `github` for
+pull requests, `sarif` for code scanners.
 """
 
 from __future__ import annotations
@@ -31,14 +28,9 @@ def render(
     """The findings as text that ends with a newline, or is empty.
 
     Args:
-        diagnostics: the findings, in any order.
         format: one of `FORMATS`.
-        color: whether to use ANSI colors; for `full` and `concise`.
-        width: the line width in terminal cells; for `full`.
+        color, width: ANSI colors (`full`, `concise`), and terminal cells of a line (`full`).
         also: fields beside the findings, such as a verdict; for `json`.
-
-    Raises:
-        ValueError: there is no such format.
     """
     found = tuple(diagnostics)
     match format:

@@ -83,10 +83,9 @@ def mark(label: Label, *, style: str, primary: bool) -> Mark:
 
 
 def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
-    """The source line and the labels below it, within `room` cells.
+    """The source line and the labels below it, within `room` cells; a list of rows per window.
 
-    A long line is cut to a window around its marks. Marks that do not fit into one window get one
-    window each: the result has a list of rows per window, the source line first.
+    A long line is cut to a window around its marks, or to one window each.
     """
     shown = cells(text)
     total = sum(size for _, size in shown)
@@ -105,7 +104,6 @@ def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
 
 
 def _groups(marks: Sequence[Mark], reach: int) -> list[list[Mark]]:
-    """The marks from left to right, grouped by the window they fit into."""
     out: list[list[Mark]] = []
     for one in sorted(marks, key=lambda m: m.start):
         if out and one.end - out[-1][0].start <= reach:

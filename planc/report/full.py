@@ -16,14 +16,7 @@ _NARROWEST = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """The layout of one block.
-
-    Args:
-        gutter: the width of a line number, in cells.
-        room: the width of a line, in cells.
-        main: the primary label.
-        style: the style of its underline.
-    """
+    """The layout of one block: cells of a line number and a line, main label and its style."""
 
     gutter: int
     room: int
@@ -36,12 +29,8 @@ class _Frame:
 
 
 def render(diagnostics: Iterable[Diagnostic], *, color: bool, width: int) -> str:
-    """The blocks, each followed by a blank line, and the summary.
-
-    Args:
-        diagnostics: the findings, in any order.
-        color: whether to use ANSI colors.
-        width: the line width in cells; only locations and unbreakable words exceed it.
+    """The blocks, each followed by a blank line, and the summary; only locations and unbreakable
+    words exceed the width, which is in terminal cells.
     """
     found = sorted_findings(diagnostics)
     spans = [label.span for d in found for label in labels_with_source(d)]
@@ -95,7 +84,6 @@ def where(span: Span) -> str:
 
 
 def _lines(source: Source, labels: Sequence[Label], frame: _Frame) -> list[Row]:
-    """The excerpts of one source, in the order of its lines."""
     rows: list[Row] = []
     ordered = sorted(labels, key=lambda label: label.span.line)
     before = None
@@ -110,7 +98,6 @@ def _lines(source: Source, labels: Sequence[Label], frame: _Frame) -> list[Row]:
 
 
 def _excerpt(source: Source, number: int, labels: Sequence[Label], frame: _Frame) -> list[Row]:
-    """One line of a source with its labels."""
     marks = []
     for label in labels:
         primary = label is frame.main

@@ -40,7 +40,6 @@ def render(diagnostics: Iterable[Diagnostic], also: Mapping[str, Any] | None = N
 
 
 def _edit(diagnostic: Diagnostic) -> dict[str, Any]:
-    """The correction of a misspelled name, if there is one."""
     if diagnostic.edit is None:
         return {}
     span, text = diagnostic.edit

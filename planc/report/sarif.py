@@ -50,7 +50,6 @@ def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
-    """3.27: the first label is the location, the others are related locations."""
     labels = labels_with_source(diagnostic)
     files = [label for label in labels if is_file(label.span)]
     lines = [diagnostic.message]

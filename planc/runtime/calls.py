@@ -27,11 +27,7 @@ from planc.plan.unit_lists import entries, of_entry
 
 
 def resolve(path: str) -> Any:
-    """The object that `package.module:name` names.
-
-    Raises:
-        Exception: any exception of the import.
-    """
+    """The object that `package.module:name` names; raises whatever the import raises."""
     module, _, name = path.partition(":")
     home = f"planc.runtime.{module}" if module.startswith("standalone.") else module
     return attrgetter(name)(importlib.import_module(home))
@@ -47,14 +43,7 @@ def function_of(call: FunctionCall) -> Callable[..., Any]:
 
 
 class Values:
-    """Evaluates values; a value that calls share is evaluated once.
-
-    Args:
-        variables: `mesh` and `model`, if a value names them.
-        modules: the current modules by name.
-        mesh: returns the mesh of some axes.
-        known: shared values that were evaluated already.
-    """
+    """Evaluates values, shared ones once (`known`): `mesh`, `model` modules by name, submeshes."""
 
     def __init__(
         self,

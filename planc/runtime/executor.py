@@ -22,16 +22,15 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.runtime import compiled_attention, input_embeddings, megatron_fsdp
+from planc.runtime import input_embeddings, megatron_fsdp, preconditions
 from planc.runtime.calls import Values, function_of, resolve
-from planc.runtime.context import same_batches
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.other_libraries import guard_saving
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
-from planc.runtime.same_inputs import watch
+from planc.runtime.same_inputs import same_batches, watch
 
 _log = logging.getLogger("planc")
 
@@ -51,21 +50,18 @@ def apply_lowered(
     It uses the default process group, or starts one: torchrun's, or a group of one rank.
 
     Args:
-        model: a model on meta, CPU or CUDA that is not parallel yet.
-        lowered: the operations.
+        model: on meta, CPU or CUDA, not parallel yet.
         digest: the digest of `lowered`, which must be equal on all ranks.
-        device_type: `cpu` or `cuda`; by default the model's device, or for a model on meta `cuda`
-            if it is available.
+        device_type: `cpu` or `cuda`; by default the model's, or for one on meta `cuda` if
+            available.
         describe: returns the text of `Run.describe`.
-        allow_code: whether custom styles of the plan may be imported.
         safeguards: what is asked beyond the operations.
 
     Raises:
         PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL485
             (compiled attention on the CPU), PL490 (world size), PL491 (digests differ), PL493
             (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
-            (Megatron-FSDP cannot run), all before the model is changed; PL492 (torch refused an
-            operation).
+            (Megatron-FSDP cannot run), before the model is changed; PL492 (torch refused).
     """
     began = time.perf_counter()
     before = tuple(weakref.ref(p) for p in model.parameters())
@@ -111,14 +107,13 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
         _code(lowered, allow_code)
         require_packages(lowered)
         megatron_fsdp.require(lowered, device)
-        compiled_attention.require(model, lowered, device)
+        preconditions.require_recomputable(model, lowered, device)
     except Exception as error:
         announce(error, device)
         raise
 
 
 def _code(lowered: Lowered, allowed: bool) -> None:
-    """Imports the custom styles of a plan before the model is changed."""
     for path in lowered.code:
         if not allowed:
             message = f"the plan has a custom style, {path}, which is code"
@@ -163,14 +158,8 @@ def _prepare(
 
 
 class Worker:
-    """Runs the calls of operations on one model.
-
-    Args:
-        model: the model that owns `modules`.
-        modules: every module under its original name, whatever was wrapped since.
-        meshes: the mesh and its submeshes; None if no operation uses one.
-        lowered: the plan.
-        at: the names that the current call works on, for error messages.
+    """Runs the calls of operations on a model, whose modules keep their names whatever wraps them;
+    `at` are those that the current call works on, for messages.
     """
 
     def __init__(

@@ -16,13 +16,8 @@ from planc.runtime.preconditions import stop
 
 
 def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
-    """Watches the calls of the model: `inputs_embeds` skip the embedding, and with it the rule that
-    shards its output, so every rank would take the full sequence for its shard.
-
-    Args:
-        model: as it was before the plan.
-        modules: its modules by name; adapters, which the plan adds, are not among them.
-        lowered: the plan.
+    """Watches the calls of a model: `inputs_embeds` skip the embedding, and with it the rule that
+    shards its output, so that every rank would take the full sequence for its shard.
     """
     get = getattr(model, "get_input_embeddings", None)
     try:
@@ -39,7 +34,6 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
 
 
 def _of_sequence(style: Style) -> bool:
-    """Whether a style shards its module's output along the sequence."""
     layout: Layout | None = None
     match style:
         case Colwise() | Rowwise():

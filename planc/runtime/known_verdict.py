@@ -10,28 +10,23 @@ Required = Literal["nothing", "proved", "verified"]
 """What `planc.apply` can be told to require: `proved`, by layout flow or on processes; `verified`,
 on processes; `nothing`, so that a plan runs even if it is known to be refuted."""
 
+
 Level = Literal["unproved", "undecided", "proved", "verified", "refuted"]
+
+
 _LEVELS = get_args(Level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownVerdict:
-    """The verdict that a rank found for a lowered plan, by its digest.
-
-    Args:
-        level: `unproved`, no one has asked; `undecided`, layout flow could not tell; the others as
-            their names say.
-        text: for the log, such as `verified on 4 processes`.
-    """
+    """What a rank knows of a lowered plan: `unproved` is not asked, `undecided` not answered."""
 
     level: Level
     text: str
 
 
 def strongest(found: Iterable[KnownVerdict | None]) -> KnownVerdict | None:
-    """The verdict of all ranks together: each machine has a cache of its own, and what is known on
-    one holds on all. A plan that one cache knows as refuted is refuted.
-    """
+    """The verdict of all ranks, whose machines have their own caches: refuted by one is refuted."""
     known = [verdict for verdict in found if verdict is not None]
     return max(known, key=lambda v: _LEVELS.index(v.level), default=None)
 
@@ -44,15 +39,7 @@ def known_requirement(require: str | None) -> None:
 
 
 def accept(verdict: KnownVerdict | None, require: Required | None) -> None:
-    """Refuses a plan that is known to be wrong, or of which less is known than is required.
-
-    Args:
-        verdict: the same on all ranks; None where the caller asked for none.
-        require: the least that must be known; None for a plan that is not known to be refuted.
-
-    Raises:
-        PlanError: PL480, the plan is refuted; PL481, it is not proved; PL482, it is not verified.
-    """
+    """Raises PL480 for a refuted plan; else PL481 or PL482 for one that isn't as `require` says."""
     if verdict is None or require == "nothing":
         return
     sink, level = Sink(), verdict.level

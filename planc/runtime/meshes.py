@@ -18,10 +18,8 @@ from planc.runtime.calls import Values
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
-    """The type of the device that a model will run on.
-
-    It is `asked`; else CUDA if the process group uses NCCL; else the model's device; for a model
-    on meta, CUDA if it is available and the process group does not use gloo, else the CPU.
+    """The device type to run on: `asked`; else CUDA under NCCL; else the model's; for a model on
+    meta CUDA if available and the process group is not of gloo, else the CPU.
     """
     if asked:
         return asked
@@ -36,11 +34,7 @@ def device_of(model: nn.Module, asked: str | None) -> str:
 
 
 def start(device_type: str) -> bool:
-    """Starts the default process group if there is none: torchrun's, or a group of one rank.
-
-    Returns:
-        Whether it was started here, so that the caller can destroy it after an error.
-    """
+    """Starts the process group (torchrun's, or of one rank) if there is none; returns if it did."""
     if distributed.is_initialized():
         return False
     local = os.environ.get("LOCAL_RANK")
@@ -57,11 +51,7 @@ def start(device_type: str) -> bool:
 
 @dataclass(slots=True, weakref_slot=True)
 class _Made:
-    """A mesh and the submeshes that were requested.
-
-    Args:
-        group: the default process group when the mesh was created.
-    """
+    """A mesh, its default process group, and the submeshes that were requested."""
 
     group: distributed.ProcessGroup | None
     root: DeviceMesh
@@ -73,10 +63,8 @@ _MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], _Made] = Wea
 
 
 def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
-    """The mesh of these axes; plans with equal meshes share one while any of them is alive.
-
-    A process group keeps its threads and buffers until it is destroyed. Without sharing, a teacher
-    and a student in one process would have two sets of them.
+    """The mesh of these axes, shared while a plan is alive: process groups keep threads and
+    buffers.
     """
     group = distributed.group.WORLD
     known = _MADE.get((sizes, device_type))
@@ -91,10 +79,8 @@ def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
 
 
 class Meshes:
-    """The mesh of a lowered plan, and its submeshes.
-
-    The first request for a submesh of several axes creates process groups, so every rank must make
-    it. The one that every training loop needs, `dp`, is created at the start.
+    """The mesh of a lowered plan, and its submeshes, whose first request makes process groups, so
+    that every rank must make it; `dp` is made at the start.
     """
 
     def __init__(self, lowered: Lowered, device_type: str) -> None:
@@ -139,11 +125,7 @@ class Meshes:
         raise KeyError(f"the mesh has no {name!r}; its axes are {one_of(self._sizes, last='and')}")
 
     def part(self, *axes: str) -> DeviceMesh:
-        """One dimension: an axis, or several flattened to one, outermost first.
-
-        Raises:
-            KeyError: the mesh has no such axis.
-        """
+        """One dimension: an axis, or several flattened, outermost first; raises KeyError."""
         unknown = [a for a in axes if a not in self._sizes]
         if unknown or not axes:
             known = one_of(self._sizes, last="and")

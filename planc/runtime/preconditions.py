@@ -1,4 +1,4 @@
-"""Checks before a model is changed: on this rank, and across ranks."""
+"""What must hold on every rank before a plan is applied, and before its modules are compiled."""
 
 import os
 from collections.abc import Iterator
@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from torch import distributed, nn
 
 from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
-from planc.model.facts import Modules
+from planc.model.facts import Modules, below
 from planc.model.module_table import already_parallel
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
+from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.fsdp import FullyShard
 from planc.ops.load import Load
@@ -37,11 +39,7 @@ def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
 
 
 def require_not_parallel(model: nn.Module) -> None:
-    """Checks that no parallelism was applied to a model.
-
-    Raises:
-        PlanError: PL493, the model is parallel already.
-    """
+    """Raises PL493 if a model is parallel already."""
     if found := already_parallel(model):
         message = f"this model is already parallel: {found}"
         raise stop("PL493", message, help="apply a plan once, to a model that is not parallel yet")
@@ -51,19 +49,12 @@ def ready(
     model: nn.Module, lowered: Lowered, digest: str, also: Any = None
 ) -> tuple[dict[str, nn.Module], list[Any]]:
     """The modules of a model by name, once every rank has checked that the plan fits; and what each
-    rank says besides, by rank.
-
-    A finding on one rank raises on every rank, so that no rank waits for another forever.
-
-    Args:
-        model: unchanged by this.
-        lowered: the plan that will be applied.
-        digest: the digest of `lowered` on this rank.
-        also: what this rank says to the others besides.
+    rank says (`also`) besides, by rank. A finding on one rank raises on every rank, so that none
+    waits forever.
 
     Raises:
         PlanError: PL490, another number of ranks; PL491, the digests differ; PL493, the model is
-            parallel already; PL494, the plan was lowered for another model. On every rank.
+            parallel already; PL494, the plan was lowered for another model.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     findings = list(_world(lowered)) or list(_fits(model, lowered, modules))[:_MOST]
@@ -71,14 +62,9 @@ def ready(
 
 
 def announce(error: Exception, device_type: str) -> None:
-    """Tells the other ranks why this one cannot apply its plan; they wait for it in `ready`.
+    """Tells other ranks, which wait in `ready`, which error this one is about to raise.
 
-    A no-op where there are no others: outside a process group that exists or that torchrun asks
-    for. The caller raises the error afterwards.
-
-    Args:
-        error: what this rank is about to raise.
-        device_type: where the process group works, if it has to be started for this.
+    Nothing outside a process group that exists or that torchrun asks for, on that type of device.
     """
     others = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     if not (distributed.is_initialized() or others):
@@ -219,10 +205,7 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _RankStatus:
-    """The digest of one rank, and its findings in one line.
-
-    The digest is empty on a rank without a lowered plan, the others without a finding.
-    """
+    """The digest (empty without a lowered plan) and the findings, in one line, of one rank."""
 
     digest: str
     code: str
@@ -239,9 +222,7 @@ def of_all_ranks(own: T) -> list[T]:
 
 
 def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:
-    """Raises on every rank unless all ranks have the same digest and no findings; returns what
-    each rank says besides, by rank.
-    """
+    """Raises on every rank unless digests are equal without findings; returns the ranks' words."""
     first = findings[0] if findings else None
     mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings), also)
     everyone = of_all_ranks(mine)
@@ -260,7 +241,6 @@ def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[An
 
 
 def _in_one_line(findings: list[Diagnostic]) -> str:
-    """The first finding with its line, for the other ranks."""
     if not findings:
         return ""
     labels = findings[0].labels
@@ -278,3 +258,56 @@ def _digests(digests: list[str]) -> Iterator[str]:
         ranks = [i for i, d in enumerate(digests) if d == digest]
         names = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
         yield f"{digest[:length]} on rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+_ON_CPU = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> None:
+    """Checks that no compiled module recomputes torch's own attention beside DTensors on the CPU.
+
+    Observed with torch 2.13 on two processes: `AssertionError: expected all
+    tensors_saved_with_vc_check to be Tensors` in the first forward. That attention counts as
+    random, so it is recomputed with the random state of the forward, which `functionalize_rng_ops`
+    (torch/_functorch/partitioners.py) returns behind the device mesh that DTensors keep for the
+    backward, where the caller looks for the mesh. On CUDA the state is no output of the graph.
+    All of these run: attention that is saved, or eager; a checkpoint without attention; one rank; a
+    compiled module inside a checkpointed one.
+
+    Raises:
+        PlanError: PL485.
+    """
+    if device != "cpu":
+        return
+    split = [n for op in lowered.ops if isinstance(op, Parallelize) for n in op.modules.names()]
+    modules = dict(model.named_modules())
+    for op, compiled, name, outer in _recomputed(lowered):
+        inner = modules.get(name)
+        if inner and _attends(inner) and any(n == outer or below(n, outer) for n in split):
+            raise stop(
+                "PL485",
+                f"torch cannot run the compiled {outer} ({compiled.place}) on the CPU: {name} "
+                f"({op.place}) recomputes its attention, beside DTensors",
+                help="save the attention, with `ops(save = [attention])` in the checkpoint "
+                "section; or compile on CUDA alone, where this runs",
+            )
+
+
+def _recomputed(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
+    """(checkpoint, compilation, names of both modules) where compiled attention is recomputed."""
+    every = (op for op in lowered.ops if isinstance(op, Compile))
+    compiled = [(op, name) for op in every for name in op.modules.names()]
+    for op in lowered.ops if compiled else ():
+        if isinstance(op, Checkpoint) and not any(_ON_CPU in saved.ops for saved in op.save):
+            for name in op.modules.names():
+                for by, outer in compiled:
+                    if name == outer or below(name, outer):
+                        yield op, by, name, outer
+
+
+def _attends(module: nn.Module) -> bool:
+    return any(
+        "Attention" in type(m).__name__
+        and getattr(getattr(m, "config", None), "_attn_implementation", None) == "sdpa"
+        for m in module.modules()
+    )

@@ -1,7 +1,5 @@
 """The handle of a run, for training scripts."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +17,8 @@ from planc.notebook import InNotebooks
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients, megatron_fsdp
-from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.meshes import Meshes
-from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.same_inputs import FirstPasses, rank_part, sequence_parts
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
@@ -123,10 +120,7 @@ class Run(InNotebooks):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate gradients; the next one after reduces the sum.
-
-        Megatron-FSDP still reduce-scatters sharded gradients in each pass.
-        """
+        """Backward passes inside accumulate gradients; the next one after reduces the sum."""
         if megatron_fsdp.uses_megatron(self.lowered):
             return megatron_fsdp.no_sync(self.model)
         return gradients.no_sync(self.model)
@@ -189,10 +183,7 @@ class Run(InNotebooks):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """The mean loss over all tokens of some batches, without gradients or dropout.
-
-        Arguments, result and errors are those of `forward_backward`.
-        """
+        """The mean loss over all tokens of batches, without gradients; as `forward_backward`."""
         trained = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -225,10 +216,7 @@ class Run(InNotebooks):
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
-        """The full state dict with the model's original names, on rank 0 or on all ranks.
-
-        Every rank calls it. 4-bit weights are left out.
-        """
+        """The full state dict without 4-bit weights, on rank 0 or all; every rank calls it."""
         return gradients.full_state_dict(self.model, every_rank=every_rank)
 
     # weights: planc/runtime/weights/loading.py, saving.py

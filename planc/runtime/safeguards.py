@@ -1,7 +1,6 @@
-"""What `planc.apply` asks for beyond a plan's operations: verdicts, equal weights, equal inputs.
+"""What `planc.apply` asks for besides a plan: verdicts, equal weights and inputs.
 
-All ranks say what they know in the exchange that compares the lowered plans, so that they go on or
-stop together.
+The exchange of the ranks that compares lowered plans says it, so that all go on or stop together.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ class Safeguards:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What one rank says.
-
-    Args:
-        asked: what it asks for, and the verdict on the plan that it found.
-        sums: of the weights that it has built, None where nobody compares them.
-    """
+    """What one rank says: what it asks for, its verdict, sums of its weights if compared."""
 
     asked: Safeguards
     sums: WeightSums | None

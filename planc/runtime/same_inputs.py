@@ -1,12 +1,9 @@
-"""The first forward passes: ranks compare the inputs that they read.
-
-Ranks that split one layer must compute on the same rows. Where they read different ones, torch
-says nothing: each rank adds its part of one product to another rank's part of another. Ranks of a
-data axis should read different rows; where all read the same, the step is that of one rank.
+"""The first forward passes: ranks that split one layer must read the same rows, which torch does
+not check, and ranks of a data axis should read different ones, or the step is that of one rank.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 from planc.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
+from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime.checksums import plain, tensor_sum, text_sum
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
+from planc.runtime.same_weights import plain, tensor_sum, text_sum
+from planc.runtime.standalone.context import CONTEXT
+from planc.runtime.standalone.context_tokens import ContextError
 
 _log = logging.getLogger("planc")
 
@@ -35,14 +35,8 @@ Leaves = list[tuple[str, Any]]
 
 @dataclass(slots=True)
 class FirstPasses:
-    """What is compared before the model runs for the first times, and then never again.
-
-    Args:
-        passes: the number of forward passes whose inputs are still to be compared.
-        mesh: the ranks that must read the same inputs, None if no other rank must.
-        data: ranks that should read different inputs, None if there are none.
-        different_weights: what to raise in the first pass, unless weights are loaded before it.
-        splits: what the ranks of the mesh split.
+    """What is compared before the first `passes` of a model: the inputs of ranks that must read the
+    same (`mesh`) or should read different ones (`data`), and weights, unless they are loaded.
     """
 
     passes: int = 0
@@ -63,12 +57,7 @@ class FirstPasses:
         return not compares and self.different_weights is None
 
     def before(self, args: Any, kwargs: Any) -> None:
-        """Before a forward pass.
-
-        Raises:
-            PlanError: PL483 or PL545, the inputs differ; PL484, the weights do. On every rank of
-                the mesh.
-        """
+        """Before a forward pass: raises PL483, PL545 or PL484 on all ranks if they differ."""
         if self.different_weights is not None:
             raise self.different_weights
         self.seen += 1
@@ -94,18 +83,13 @@ _ALIKE = (
 
 
 def data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
-    """The ranks along the innermost data axis, which has a process group in every plan; None
-    without any.
-    """
+    """The ranks along the innermost data axis, which has a process group in every plan; or None."""
     axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
     return meshes.part(axes[-1]) if axes else None
 
 
 def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
-    """The ranks that split the layers of one copy of the model, over all tensor axes.
-
-    None if there are none, or if a style of the model itself says what each rank passes.
-    """
+    """The ranks that split the layers of one copy; None where the model's own style says inputs."""
     axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
     styled = (op for op in lowered.ops if isinstance(op, Parallelize))
     if not axes or any(not op.modules.path for op in styled):
@@ -114,10 +98,9 @@ def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
 
 
 def watch(model: nn.Module, first: FirstPasses) -> None:
-    """Calls `first.before` before each forward pass of the model, until it is done.
+    """Calls `first.before` on the inputs of each forward pass of the model, until it is done.
 
-    The hook runs before all others, on the inputs as the script passes them. Where a script
-    compiles the model as a whole, its hooks are compiled with it, and there nothing is compared.
+    Hooks of a model that a script compiles as a whole compare nothing.
     """
     if first.done:
         return
@@ -157,10 +140,7 @@ def _rows(leaves: Leaves, mesh: DeviceMesh) -> list[list[int]]:
 
 
 def _row(leaves: Leaves, device: str) -> Tensor:
-    """What is in the arguments, as int64: their names, types and shapes, and then each by itself.
-
-    A DTensor is a part of its value, and other objects have no bytes: only their type counts.
-    """
+    """What is in the arguments, as int64: names, types, shapes, values; else the type."""
     columns = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(_ARGUMENTS)]
     told = ""
     for i, (name, leaf) in enumerate(leaves):
@@ -197,8 +177,35 @@ def _different(
             f"the ranks {told} of {axes} split the same sequences {differ.format('batch')}",
             help=f"{help}context axis read the same rows",
         )
-    return stop(
-        "PL483",
-        f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}",
-        help=f"{help}tensor axis read the same rows",
-    )
+    message = f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}"
+    return stop("PL483", message, help=f"{help}tensor axis read the same rows")
+
+
+def sequence_parts(lowered: Lowered) -> int:
+    """The number of ranks that planc splits a sequence over."""
+    ops = [op for op in lowered.ops if isinstance(op, ContextParallel)]
+    return lowered.axis_size(*(op.axis for op in ops))
+
+
+def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> FirstPasses:
+    """Compares the first batches over the ranks that share sequences."""
+    axes = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
+    return FirstPasses(passes, meshes.part(*axes) if axes and passes else None, splits="sequences")
+
+
+def rank_part(model: nn.Module, batch: Mapping[str, Any], first: FirstPasses) -> dict[str, Any]:
+    """This rank's part of a batch, as of `Run.batch`."""
+    context = model.__dict__.get(CONTEXT)
+    if context is None:
+        return dict(batch)
+    if not first.done:
+        first.before((), dict(batch))
+    try:
+        part: dict[str, Any] = context.batch(batch)
+    except ContextError as error:
+        raise stop(
+            "PL544",
+            f"the batch cannot be split over the context axis: {error}",
+            help="pad or pack rows to a length that divides; `balance = none` needs no factor 2",
+        ) from error
+    return part

@@ -1,8 +1,6 @@
-"""The weights that ranks have built, compared before the plan distributes them.
+"""Checksums of the weights that ranks have built, compared before the plan distributes them.
 
-Each rank keeps its part of what it has built itself. Where the ranks have built different weights,
-from another seed, the parts are of different models: copies are never equal again, and shards do
-not belong together.
+Parts of different models, from another seed, do not belong together.
 """
 
 import hashlib
@@ -10,24 +8,70 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from planc.diagnostic import Diagnostic, one_of
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
-from planc.runtime.checksums import model_sums, plain
 from planc.runtime.preconditions import of_all_ranks, problem
+
+_CHUNK = 1 << 20
+"""The bytes that are hashed at once: they take twice as much memory."""
+_MULTIPLIER = 6364136223846793005
+"""Of the MMIX generator: odd, with bits in all places (Knuth, The Art of Computer Programming,
+volume 2, 3.3.4)."""
+
+
+def text_sum(text: str) -> int:
+    """A text as an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], signed=True)
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether the tensor has bytes of its own here: not on meta, no subclass such as DTensor."""
+    own = type(tensor) in (Tensor, nn.Parameter)
+    return own and not tensor.is_meta and tensor.layout is torch.strided
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def tensor_sum(tensor: Tensor) -> Tensor:
+    """A checksum of the bytes of a plain tensor: a scalar of int64 on its device, without waiting.
+
+    Words are multiplied by odd numbers by place, modulo 2 ** 64: values that change places change
+    it.
+    """
+    data = tensor.detach()
+    flat = (torch.view_as_real(data) if data.is_complex() else data).contiguous().view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    most = min(_CHUNK, flat.numel() * flat.element_size()) // 8 + 8
+    places = torch.arange(most, dtype=torch.int64, device=flat.device) * _MULTIPLIER | 1
+    for chunk in flat.view(torch.uint8).split(_CHUNK):
+        whole = chunk.numel() // 8 * 8
+        words = chunk[:whole] if chunk.storage_offset() % 8 == 0 else chunk[:whole].clone()
+        total = total * _MULTIPLIER + (words.view(torch.int64) * places[: whole // 8]).sum()
+        if rest := chunk.numel() - whole:
+            total = total + (chunk[whole:].to(torch.int64) * places[-8:][:rest]).sum()
+    return total
+
+
+def model_sums(model: nn.Module) -> dict[str, int]:
+    """A checksum of parameters and buffers by name, tied ones once; those on meta count as such."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sums = {n: tensor_sum(t) for n, t in named if plain(t)}
+    kinds = {n: "meta" if t.is_meta else type(t).__name__ for n, t in named}
+    marks = {n: text_sum(f"{kinds[n]} {t.dtype} {tuple(t.shape)}") for n, t in named}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, total in sums.items():
+        by_device.setdefault(total.device, []).append(name)
+    for names in by_device.values():  # one transfer for each device
+        values = torch.stack([sums[n] for n in names]).tolist()
+        marks |= {n: marks[n] ^ value for n, value in zip(names, values, strict=True)}
+    return marks
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSums:
-    """What one rank has built.
-
-    Args:
-        by_name: a checksum of each parameter and buffer.
-        total: of them all.
-        meta: whether one of them is on meta.
-    """
+    """Checksums of what a rank has built, by name and in total; whether some of it is on meta."""
 
     by_name: dict[str, int]
     total: str
@@ -45,19 +89,9 @@ def weight_sums(model: nn.Module) -> WeightSums:
 def unequal(
     model: nn.Module, lowered: Lowered, own: WeightSums, totals: Sequence[str], device: str
 ) -> Diagnostic | None:
-    """Whether the ranks have different weights; a collective if they have.
-
-    Under a plan with `load { weights = rank0 }` the others get those of rank 0.
-
-    Args:
-        model: not parallel yet.
-        own: of this rank.
-        totals: of all ranks.
-        device: the type of the device on which ranks communicate.
-
-    Returns:
-        PL484, to be raised unless weights are loaded before the first forward pass; None if the
-        weights are equal now.
+    """PL484 if the ranks (`totals`) have different weights, to be raised unless weights are loaded;
+    a collective then. Under `load { weights = rank0 }` rank 0 gives all its own, and they are
+    equal.
     """
     if len(set(totals)) == 1:
         return None
@@ -83,7 +117,6 @@ def unequal(
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _send(model: nn.Module, device: str) -> None:
-    """Rank 0 sends each parameter and buffer to all others."""
     for tensor in (*model.parameters(), *model.buffers()):
         if plain(tensor):
             sent = tensor.detach().to(device).contiguous()

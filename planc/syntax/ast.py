@@ -207,12 +207,7 @@ class Style(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section(Node):
-    """`NAME on AXES, replicate on AXES { ... }`.
-
-    Args:
-        axes: the mesh axes that the section works over, outermost first; `a * b` names two.
-        replicate: the axes of `replicate on`, for fsdp.
-    """
+    """`NAME on AXES, replicate on AXES { ... }`; axes are outermost first, `a * b` names two."""
 
     name: str
     name_origin: Span = field(compare=False, repr=False)

@@ -17,8 +17,6 @@ Method = Callable[[Any, Meta, list[Any]], ast.Node]
 
 
 def _of_children(kind: type[ast.Node], *fields: str) -> Method:
-    """Builds a node whose fields are the children of its rule, in order."""
-
     def method(self: Any, meta: Meta, children: list[Any]) -> ast.Node:
         return kind(origin=self.span(meta), **dict(zip(fields, children, strict=True)))
 
@@ -26,8 +24,6 @@ def _of_children(kind: type[ast.Node], *fields: str) -> Method:
 
 
 def _definition(kind: type[ast.Option] | type[ast.Let]) -> Method:
-    """Builds an option or a let."""
-
     def method(self: Any, meta: Meta, children: list[Any]) -> ast.Node:
         override, name, value = children
         named = {"name": str(name), "name_origin": self.at(name)}

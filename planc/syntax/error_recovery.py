@@ -1,8 +1,5 @@
-"""Finds unmatched brackets in a text before it is parsed.
-
-A parser notices a missing brace only at the end of the file, or at the first statement that is
-invalid inside the block. The indentation shows where the block should have ended; it decides only
-where a mistake is reported and how the rest is read.
+"""Finds unmatched brackets before parsing: indentation shows where a block should have ended. It
+decides only where a mistake is reported and how the rest is read.
 """
 
 from __future__ import annotations
@@ -26,12 +23,8 @@ def masked(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unclosed:
-    """An opening bracket without a closing one.
-
-    Args:
-        start: its offset.
-        end: the offset where the missing `}` of a block is assumed: the start of a line, or the end
-            of the text. None for a bracket inside a statement.
+    """An opening bracket without a closing one: its offset, and where a block's `}` is assumed, the
+    start of a line or the end of the text; None inside a statement.
     """
 
     start: int
@@ -47,12 +40,7 @@ class _Open:
 
 @dataclass(slots=True)
 class Brackets:
-    """The unmatched brackets of a masked text.
-
-    Args:
-        unclosed: opening brackets without a closing one, in order.
-        lonely: offsets of closing brackets without an opening one.
-    """
+    """The unmatched brackets of a masked text: openings in order, and offsets of closing ones."""
 
     text: str
     unclosed: list[Unclosed] = field(default_factory=list)
@@ -60,19 +48,8 @@ class Brackets:
     _stack: list[_Open] = field(default_factory=list)
 
     def _lose(self, end: int) -> None:
-        """The innermost open bracket is never closed."""
         one = self._stack.pop()
         self.unclosed.append(Unclosed(start=one.start, end=end if one.block else None))
-
-    def _indented(self, start: int, line: str) -> None:
-        """A block ends before a line that is indented no more than the block's head."""
-        shift = line.lstrip().startswith("}")
-        while self._stack and self._stack[-1].block:
-            if _indent(line) + shift > self._stack[-1].indent:
-                break
-            if len(self._stack) == 1 and not _STATEMENT.match(line):
-                break
-            self._lose(start)
 
     def _close(self, position: int, line: int) -> None:
         opener = _OPENERS[self.text[position]]
@@ -94,7 +71,14 @@ class Brackets:
                 if self._stack and self._stack[-1].block:
                     self._stack.pop()
             if indented and line.strip():
-                self._indented(start, line)
+                # a block ends before a line that is indented no more than the block's head
+                shift = line.lstrip().startswith("}")
+                while self._stack and self._stack[-1].block:
+                    if _indent(line) + shift > self._stack[-1].indent:
+                        break
+                    if len(self._stack) == 1 and not _STATEMENT.match(line):
+                        break
+                    self._lose(start)
             for match in _BRACKET.finditer(line):
                 position = start + match.start()
                 in_block = not self._stack or self._stack[-1].block
@@ -118,12 +102,7 @@ class Brackets:
 
 
 def brackets(text: str, ends: Collection[int] = ()) -> Brackets:
-    """Finds the unmatched brackets of a masked text.
-
-    Args:
-        text: without comments and strings.
-        ends: offsets of lines before which one `}` each is assumed.
-    """
+    """The unmatched brackets of a text without strings; a `}` is assumed before `ends`."""
     plain = Brackets(text).scan(ends, indented=False)
     if not any(u.end is not None for u in plain.unclosed):
         return plain
@@ -174,10 +153,7 @@ def ends(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def statement(text: str, position: int) -> tuple[int, int]:
-    """The lines [start, end) of a masked text that hold the statement at a position.
-
-    A statement continues over the lines that its ( ) and [ ] span.
-    """
+    """The lines [start, end) of a masked text of the statement at a position, brackets and all."""
     merged: list[tuple[int, int]] = []
     for first, last in _groups(text):
         start, end = _lines(text, first, last)

@@ -35,10 +35,7 @@ class _Brackets:
 
 @cache
 def parser() -> Lark:
-    """The parser, from the shipped table if that matches this grammar and this version of lark.
-
-    Building the table takes a quarter of the time of a warm check.
-    """
+    """The parser, from the shipped table if it is of this grammar and lark: much faster."""
     text = (GRAMMARS / "plan.lark").read_text(encoding="utf-8")
     try:
         return _from_table((GRAMMARS / _TABLE).read_text(encoding="utf-8"), text)
@@ -58,11 +55,7 @@ def _build(text: str) -> Lark:
 
 
 def _from_table(stored: str, text: str) -> Lark:
-    """The parser of a stored table.
-
-    Raises:
-        ValueError: the table belongs to another grammar or another version of lark.
-    """
+    """The parser of a stored table; raises ValueError if it is of another grammar or lark."""
     content = json.loads(stored)
     if content["made_from"] != _made_from(text):
         raise ValueError("the table is stale")

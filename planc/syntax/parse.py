@@ -31,12 +31,7 @@ _NESTING = frozenset((*_NESTED_BLOCKS, *_NESTED_VALUES))
 
 
 def parse(source: Source, sink: Sink) -> ast.File:
-    """The AST of a source; invalid statements are reported and left out.
-
-    Args:
-        source: the text of a `.plan` file. A leading byte order mark is ignored.
-        sink: receives PL001 to PL005.
-    """
+    """The AST of a source, perhaps with a byte order mark, but for what PL001 to PL005 report."""
     empty = ast.File(origin=source.span(0, len(source.text)), statements=())
     if not _readable(source, sink):
         return empty
@@ -119,11 +114,8 @@ def _shallow(source: Source, sink: Sink) -> bool:
 
 
 def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]]:
-    """Reports opening brackets without a closing one.
-
-    Returns:
-        The text without the statements that contain them, and the offsets at which the parser
-        inserts a missing `}`.
+    """Reports opening brackets without a closing one; returns the text without their statements,
+    and the offsets at which the parser inserts a missing `}`.
     """
     ends = []
     for one in error_recovery.brackets(error_recovery.masked(text)).unclosed[:MAX_ERRORS]:
@@ -152,11 +144,7 @@ def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
 
 
 def _parsed(text: str, ends: Sequence[int]) -> Parsed:
-    """The parse tree of a text with a `}` inserted on a line of its own at each of some offsets.
-
-    Raises:
-        UnexpectedInput: the text does not match the grammar.
-    """
+    """The tree of a text with a `}`, on a line of its own, at offsets; raises UnexpectedInput."""
     if not ends:
         return parser().parse(text)
     session = parser().parse_interactive(text)
@@ -204,10 +192,7 @@ def _recovered(
 def _forgotten(
     span: Span, source: Source, text: str, ends: tuple[int, ...]
 ) -> list[error_recovery.Unclosed]:
-    """The blocks before a misplaced `{` that, by the indentation, should end before it.
-
-    Their missing `}` does not show in the number of braces if there is an extra one elsewhere.
-    """
+    """The blocks that, by indentation, end before a misplaced `{`; counting braces may miss it."""
     if span.text != "{":
         return []
     line = text.rfind("\n", 0, span.start) + 1
@@ -241,7 +226,6 @@ def _too_deep(parsed: Parsed) -> int | None:
 
 
 def _place(error: UnexpectedInput, source: Source) -> Span:
-    """The span of the unexpected token."""
     start = error.pos_in_stream or 0
     end = start + 1
     if isinstance(error, UnexpectedToken) and error.token.end_pos is not None:
@@ -252,7 +236,6 @@ def _place(error: UnexpectedInput, source: Source) -> Span:
 
 
 def _lacks_brace(error: UnexpectedInput) -> bool:
-    """Whether a block's head ended without its `{`."""
     return (
         isinstance(error, UnexpectedToken)
         and error.token.type == "_NL"
@@ -261,12 +244,8 @@ def _lacks_brace(error: UnexpectedInput) -> bool:
 
 
 def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool = False) -> str:
-    """The text, of the same length, without the statement at a position.
-
-    Args:
-        text: with an error at `position`.
-        lonely: offsets of closing braces without an opening one, which can be dropped.
-        head: whether the statement should have ended with a `{`.
+    """The text, of the same length, without the statement with an error at a position; `lonely`
+    braces can be dropped, and `head` means that it should have ended with a `{`.
     """
     shape = error_recovery.masked(text)
     start, end = error_recovery.statement(shape, position)

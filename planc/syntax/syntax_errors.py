@@ -33,15 +33,7 @@ def at_end(error: UnexpectedInput) -> bool:
 
 
 def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lonely: bool) -> None:
-    """Reports a syntax error.
-
-    Args:
-        error: what the parser raised.
-        span: the unexpected token.
-        source: the text.
-        sink: receives PL001, PL003, PL004 or PL005.
-        lonely: whether the token is a closing bracket without an opening one.
-    """
+    """Reports an error at a token as PL001, PL003, PL004 or PL005; `lonely` ones close nothing."""
     found = span.text
     if found.startswith('"') and isinstance(error, UnexpectedCharacters):
         unclosed_string(source, span.start, sink)

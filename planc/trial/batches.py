@@ -34,12 +34,7 @@ COUNT = "num_items_in_batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward and backward pass over the rows of all data ranks.
-
-    Args:
-        name: a description for messages, such as `padding`; empty for a plain batch.
-        inputs: the arguments of forward, rows outermost.
-    """
+    """A forward and backward pass over all data ranks' rows; its name says what it shows."""
 
     name: str = ""
     inputs: Inputs
@@ -51,13 +46,9 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """The batches of all steps.
+    """The passes of each step, over the rows of so many data ranks.
 
-    Args:
-        steps: the passes of each step.
-        counted: whether the model divides its loss by a given number of valid tokens.
-        ranks: the number of data ranks that share the rows.
-        gradients_alone: whether no optimizer steps.
+    `counted`: the model divides its loss by a given number of tokens. `gradients_alone`: no steps.
     """
 
     steps: tuple[tuple[Pass, ...], ...]
@@ -95,14 +86,7 @@ def valid_labels(labels: torch.Tensor) -> int:
 
 
 def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool = False) -> Batches:
-    """The batches for one seed of weights and data.
-
-    Args:
-        builder: builds the small model.
-        lowered: the plan for it.
-        seed: of the tokens.
-        quick: one step of one pass, with padding.
-    """
+    """The batches for one seed of weights and tokens; `quick` is one padded pass."""
     ranks = lowered.axis_size(*lowered.data)
     parts = lowered.pipeline.microbatches if lowered.pipeline else 1
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)

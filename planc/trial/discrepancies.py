@@ -14,9 +14,14 @@ from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.trial.batches import Batches
-from planc.trial.implicit_redistribution import Implicit
 from planc.trial.numerics import FLOOR, relative
-from planc.trial.observed_layouts import agrees, observed_layouts, resized_inputs, stated_inputs
+from planc.trial.observed_layouts import (
+    Implicit,
+    agrees,
+    observed_layouts,
+    resized_inputs,
+    stated_inputs,
+)
 from planc.trial.outcome import LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
 from planc.trial.program import RankResult, Reference
 from planc.trial.prove import Errors, compare
@@ -49,13 +54,7 @@ class Runs:
 
 @dataclass(slots=True)
 class View:
-    """One pass over the rows of one data rank.
-
-    Args:
-        name: the pass.
-        right: of the single process.
-        mine: of the ranks.
-    """
+    """One pass over a data rank's rows: of the single process (`right`), and of the ranks."""
 
     name: str
     right: Trace

@@ -20,13 +20,7 @@ Take = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
 def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
-    """The first output of each module, by name, in the order in which they end.
-
-    Args:
-        model: run forward once.
-        take: maps an output to the tensor to keep, or None.
-        inputs: the inputs of the forward.
-    """
+    """The first output of each module, by name, as modules end; `take` picks a tensor, or None."""
     found: Outputs = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -47,11 +41,7 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
 
 
 def first_difference(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | None:
-    """The first module whose output differs by more than the limit, and the error.
-
-    An output with another shape than the right one, a shard in a layout that no rule states, is
-    left out because it cannot be compared.
-    """
+    """The first module whose output differs by more than the limit (shapes agree); the error."""
     for name, value in mine.items():
         expected = right.get(name)
         if expected is None or expected.shape != value.shape:
@@ -63,11 +53,7 @@ def first_difference(right: Outputs, mine: Outputs, limit: float) -> tuple[str, 
 
 
 def whole_outputs(run: Run, lowered: Lowered) -> Take:
-    """A function that gathers outputs of a parallel model.
-
-    A DTensor has its layout; for a module with a style, the plan states the layout of its local
-    output. Gathering is a collective that all ranks join, because they run the same code.
-    """
+    """A collective that gathers outputs, by a DTensor's layout or the module's style's."""
     stated = dict(_stated(lowered))
 
     def take(name: str, value: torch.Tensor) -> torch.Tensor | None:

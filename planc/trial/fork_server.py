@@ -1,9 +1,7 @@
 """The fork server of a proof: `python -m planc.trial.fork_server`.
 
-Importing torch and transformers takes seconds, so one process imports them while the command still
-compiles. Then it reads its job, one line of JSON, and forks one process per rank. It starts no
-thread before that, so forking is safe. Standard input stays open as long as the command runs: when
-it closes, for whatever reason, every process ends.
+It imports torch while the command compiles, reads its job, one line of JSON, and forks a process
+per rank, safely because it starts no thread. When standard input closes, every process ends.
 """
 
 import gc
@@ -14,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from planc.trial.job_message import Job
+from planc.trial.launcher import Job
 
 GRACE = 3.0
 """Seconds for the other ranks to report after one has died."""

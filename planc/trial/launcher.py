@@ -1,8 +1,9 @@
 """Runs a proof on processes of this machine, from the command; imports no torch.
 
-The processes are a session of their own, started by `fork_server`. However a proof ends, by a
-verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
+They are a session, started by `fork_server`, and end before `compare` returns, whatever happens.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
@@ -14,14 +15,46 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import one_of
 from planc.ops.document import digest, dumps
 from planc.ops.lowered import Lowered
-from planc.trial.job_message import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The job of a proof: a small model (`config`, or a user's own, `code`) and its plan as JSON.
+
+    Args:
+        seeds: of weights and data, one comparison each.
+        limits: the largest errors that pass: `logits`, `loss`, `gradients`, `parameters`.
+        folder: the folder in which each rank writes its result, `<rank>.json`.
+        seconds: the timeout of a collective.
+        precision: whether the plan's mixed precision runs; the ranks then derive the limits.
+    """
+
+    config: dict[str, Any]
+    lowered: str
+    digest: str
+    ranks: int
+    seeds: tuple[int, ...]
+    limits: dict[str, float]
+    folder: str
+    seconds: float
+    code: str = ""
+    precision: bool = False
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Job:
+        values = json.loads(text)
+        return cls(**{**values, "seeds": tuple(values["seeds"])})
+
 
 LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "norm": 1e-4, "parameters": 1e-3}
 """The largest relative errors in float32 that count as the same; parameters are those after two
@@ -36,9 +69,8 @@ class TrialFailure:
     Args:
         kind: `rank` (it raised or died), `time` (timeout), `single` (the small model does not train
             in one process).
-        message: one line.
-        rank: the rank that failed first, -1 if not known.
-        phase: its phase: build, single, apply, parallel, compare, locate.
+        rank, phase: which failed first (-1: unknown), in build, single, apply, parallel, compare or
+            locate.
         detail: the last lines of the log, if no exception ended the rank.
         frames: file, line, function and source line of each call, innermost last, if an exception
             ended the rank; those of its causes come first.
@@ -54,16 +86,12 @@ class TrialFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of comparing the parallel model with the single one.
+    """The result of comparing the parallel model with the single one, on a kind of device.
 
     Args:
-        errors: the largest error of each kind over ranks and seeds.
+        errors, limits: by kind, the largest error over ranks and seeds, and that which passes.
         worst: the names of the gradient and the parameter with the largest error.
-        first: where the models diverge: `what` (output or gradient), `name`, `error`; None if they
-            do not.
-        seconds: the duration.
-        device: the device of the processes, `cpu` or `cuda`.
-        limits: the largest errors that pass, of the kinds that were compared.
+        first: where the models diverge: `what` (output or gradient), `name`, `error`; or None.
         chooses: whether the model selects experts by numbers that are rounded.
     """
 

@@ -1,18 +1,17 @@
-"""Compares tensors of a parallel model with those of a single process.
-
-Errors are relative: the largest absolute difference of a tensor over the largest absolute value of
-the right one. For a tensor that is negligible among its kind (a gradient that is zero up to
-rounding), the divisor is a floor.
+"""Compares tensors of a parallel model with those of a single process: the largest difference over
+the largest value of the right one, with a floor. docs/proof.md derives what precision allows.
 """
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from planc.ops.fsdp import Divide
+from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime.standalone.shards import plain_name
 
@@ -65,3 +64,55 @@ def errors_by_name(
         else math.inf
         for name in dict.fromkeys((*right, *mine))
     }
+
+
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+"""Half the distance from 1 to the next number: what rounding a result can change it by."""
+DEVIATIONS = 3.0
+"""How many standard deviations of the sum of rounding errors count as rounding."""
+
+NEGLIGIBLE = 1e-2
+"""The least divisor of a gradient's error, as a fraction of the largest gradient: one that is zero
+up to rounding (the bias of a key, behind a softmax) is nothing but rounding."""
+
+_EXACT = frozenset({"_unsafe_view", "clone", "cat", "stack", "copy_", "where", "neg", "embedding"})
+"""Operations that copy numbers and are no views."""
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
+    """Counts the operations of a pass that round; `chooses` where it also selects by rounded
+    numbers, as a router does, which no tolerance covers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: int = 0
+        self.chooses = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        computed = isinstance(first, torch.Tensor) and first.is_floating_point()
+        name = getattr(func, "overloadpacket", func).__name__
+        self.chooses = self.chooses or (computed and name == "topk")
+        self.count += computed and not func.is_view and name not in _EXACT
+        return out
+
+
+def tolerance(lowered: Lowered, operations: int) -> float:
+    """The largest relative error, in a tensor's 2-norm, of `operations` that round in a forward."""
+    units = [op for op in lowered.ops if isinstance(op, FullyShard)]
+    compute = max((UNIT_ROUNDOFF[op.param or "float32"] for op in units), default=0.0)
+    reduce = max((UNIT_ROUNDOFF[op.reduce or op.param or "float32"] for op in units), default=0.0)
+    sums = math.log2(max(2, lowered.world_size))
+    variance = (3 * operations * compute**2 + sums * reduce**2) / 3
+    return DEVIATIONS * math.sqrt(variance)
+
+
+def norm_error(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:
+    """The relative error in the 2-norm, or infinity; a tensor below `floor` counts as zero."""
+    if mine.shape != right.shape:
+        return math.inf
+    difference = (mine.double() - right.double()).norm()
+    value = float(difference / right.double().norm().clamp_min(floor))
+    return value if math.isfinite(value) else math.inf

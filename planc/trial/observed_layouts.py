@@ -1,20 +1,23 @@
-"""Compares the layouts that arrive at modules with those that the plan states.
+"""Layouts that arrive at modules, against those that the plan states, and redistributions of none.
 
-A style declares the layout of a local tensor, and torch does not check it. In the simulation, the
-tensors of all ranks and the full tensor of the plain run are available, so the layout follows from
-the values. A DTensor has its layout.
+torch checks neither. The values of all ranks and of the plain run tell a local tensor's layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import distributed
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.trial.numerics import relative
-from planc.trial.trace import ModuleCall, Seen
+from planc.trial.trace import ModuleCall, Seen, Trace, caller
 
 
 def stated_inputs(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
@@ -89,10 +92,7 @@ def agrees(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
 def resized_inputs(
     mine: ModuleCall, right: ModuleCall
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yields integer inputs (positions, ids) whose size differs from that of the plain run.
-
-    The model's code derives them from tensor sizes, and the size of a local shard is wrong.
-    """
+    """Yields integer inputs (positions, ids) of another size: that of a local shard."""
     for which, value in mine.inputs.items():
         wanted = right.inputs.get(which)
         if wanted is None or wanted.tensor.is_floating_point() or value.placements:
@@ -101,3 +101,63 @@ def resized_inputs(
         rows = int(len(wanted.tensor) == 1) if wanted.tensor.dim() > 1 else 0
         if value.tensor.shape[rows:] != wanted.tensor.shape[rows:]:
             yield which, value.tensor, wanted.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implicit:
+    """An implicit redistribution by a torch op in a module; `before`: the leaf that ended last."""
+
+    module: str
+    line: str
+    source: str
+    target: str
+    op: str
+    before: str
+
+
+@contextmanager
+def redistributions(
+    current: Callable[[], Trace | None], styled: Collection[str], found: list[Implicit]
+) -> Iterator[None]:
+    """Records, once each, redistributions of rank 0 that communicate outside of `styled` modules.
+
+    It hooks torch's `ExplicitRedistributionContext`, which only raises or warns, without a place.
+    """
+    from torch.distributed.tensor import _dispatch, _utils
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    guard = getattr(_dispatch, "ExplicitRedistributionContext", None)
+    cost = getattr(_utils, "redistribute_cost", None)
+    if guard is None or cost is None:  # this torch has no such hook
+        yield
+        return
+
+    def observe(source: Any, target: Any, message: Any) -> None:
+        trace = current()
+        if trace is None or not trace.watching or distributed.get_rank() != 0:
+            return
+        running = trace.running[-1] if trace.running else ""
+        if running in styled or cost(source, target) <= 0:
+            return
+        # torch passes a LazyString whose argument is the op or its schema
+        op = next(iter(getattr(message, "args", ())), "an operation")
+        seen = Implicit(
+            module=running,
+            line=caller(),
+            source=_layout(source),
+            target=_layout(target),
+            before=trace.leaf,
+            op=str(op.op if isinstance(op, OpSchema) else op),
+        )
+        if seen not in found:
+            found.append(seen)
+
+    with patch.object(guard, "observe_redistribution", staticmethod(observe)):
+        yield
+
+
+def _layout(spec: Any) -> str:
+    [placement, *_] = spec.placements
+    if placement.is_replicate():
+        return "replicate"
+    return f"shard({placement.dim})" if placement.is_shard() else "partial"

@@ -48,10 +48,9 @@ class Outcome:
 
     Args:
         verdict: `proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel.
-        reason: why it is unknown.
         discrepancies: in execution order.
-        logits, loss, gradient, norm, parameters: the largest relative errors; `norm` is that of
-            all gradients, `parameters` are those after two steps.
+        logits, loss, gradient, norm, parameters: the largest relative errors; `norm` is that of all
+            gradients, `parameters` are those after two steps.
         modules: the largest error of each module's output and own gradients, by name; None if the
             run did not reach it.
         recomputed: a module that the model's own code runs again in the backward pass, if any.

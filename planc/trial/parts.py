@@ -1,7 +1,5 @@
 """Ranks that have parts of sequences, beside a single process that has whole ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +19,7 @@ def context_axes(run: Run) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a batch that a rank has.
-
-    Args:
-        tokens: the indices of its tokens, `[rows, tokens]`.
-        length: of the whole sequences.
-    """
+    """The part of a batch that a rank has: indices `[rows, tokens]` in sequences of a length."""
 
     tokens: Tensor
     length: int

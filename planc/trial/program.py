@@ -5,32 +5,28 @@ then trains two steps: the first of two accumulated passes, with gradients, thei
 clipping; then the second; then the parameters are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, pad
 
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.runtime.run import Run
+from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
-from planc.trial.numerics import (
-    full_copy,
-    gradient_scale,
-    parameters_by_name,
-)
+from planc.trial.numerics import full_copy, gradient_scale, parameters_by_name
 from planc.trial.parts import Part, mean_of_parts, part_rank, parts_of
 from planc.trial.random_numbers import Recorded, Replayed, Unlike
 from planc.trial.trace import Trace, caller, named_modules
-from planc.trial.whole_loss import with_terms
 
 RATE = 1e-3
 EPSILON = 1e-6
@@ -54,15 +50,13 @@ class RankResult:
     """What one rank computed.
 
     Args:
-        data_rank: the rows that it read.
-        part_rank: the part of their tokens that it has.
+        data_rank, part_rank: the rows that it read, and the part of their tokens that it has.
         parts: these tokens of each pass of the first step; empty where it has all.
         phase: `apply`, `parallel`, then `done`.
-        traces: the calls of modules, for each pass of the first step.
-        logits, losses: of each pass of the first step; no logits where the head computes the loss.
-        gradients: full tensors by name, before clipping, of the first step.
+        traces, logits, losses: of each pass of the first step; no logits where the head computes
+            the loss.
+        gradients, parameters: full tensors by name: of the first step, unclipped; after the last.
         norms: of the gradients of each step.
-        parameters: full tensors by name, after the last step.
         drawn: the random numbers of each forward pass, of all steps.
     """
 
@@ -120,16 +114,10 @@ class Reference:
 def train_single(
     model: nn.Module, batches: Batches, lowered: Lowered, ranks: Sequence[RankResult] = ()
 ) -> Reference:
-    """Trains the model in this process: the same rows, normalized over all of them.
+    """Trains the model, from `alone`, in this process: the same rows, normalized over all of them.
 
-    Args:
-        model: plain, from `alone`.
-        batches: the batches of all data ranks.
-        lowered: the plan, for the factor between its gradients and their mean.
-        ranks: whose random numbers are used again; without any, the process draws its own.
-
-    Raises:
-        SingleError: the model has no loss, no gradient, or a value that is not finite.
+    `ranks` are those whose random numbers are used again; without any, the process draws its own.
+    Raises SingleError: the model has no loss, no gradient, or a value that is not finite.
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
     optimizer, scale = _optimizer(model), gradient_scale(lowered)
@@ -210,15 +198,10 @@ def train_rank(
     traced: bool,
     draws: bool = False,
 ) -> None:
-    """Trains a parallel model on one rank, as a training script does.
+    """Trains a parallel model on one rank, as a script does; what came before an error is in the
+    result.
 
-    Args:
-        model: spread by the plan.
-        run: its handle.
-        batches: the batches of all data ranks.
-        result: filled while the rank runs, so that what came before an error is known.
-        traced: whether to record the inputs and outputs of modules, which gathers DTensors.
-        draws: whether to record random numbers.
+    `traced` records modules' inputs and outputs, gathered, `draws` random numbers.
     """
     result.phase, result.data_rank = "parallel", run.data_rank
     result.part_rank = part_rank(run)
@@ -277,9 +260,7 @@ def _train_stages(
 
 
 def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
-    """The tensors of all stages by name. Of copies on two stages one that is unlike the first is
-    kept, which then is unlike the single process's.
-    """
+    """The tensors of all stages by name; of copies on two, one that is unlike the first is kept."""
     stages = stages_of(model)
     assert stages is not None
     every: list[Any] = [None] * stages.mesh.size()
@@ -347,3 +328,28 @@ def _require_finite(found: Reference) -> None:
     for name, value in {**logits, **losses, **found.gradients}.items():
         if not torch.isfinite(value).all():
             raise SingleError(f"{name} is not finite in one process")
+
+
+def with_terms(model: nn.Module, op: ChunkLoss) -> None:
+    """Gives a plain model the loss that the plan asks for; its own, where nothing is added."""
+    if op.label_smoothing or op.z_loss:
+        model.loss_function = partial(_loss, op.label_smoothing, op.z_loss)
+
+
+def _loss(  # noqa: PLR0917, as transformers calls it
+    smoothing: float,
+    z_loss: float,
+    logits: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    if shift_labels is None:
+        shift_labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    logits, wanted = logits.float().flatten(0, -2), shift_labels.reshape(-1)
+    counted = wanted != IGNORED
+    losses = cross_entropy(logits, wanted, label_smoothing=smoothing, reduction="none")
+    losses = losses + z_loss * torch.logsumexp(logits, -1).square() * counted
+    items = counted.sum() if num_items_in_batch is None else num_items_in_batch
+    return losses.sum() / items

@@ -13,9 +13,8 @@ from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
+from planc.trial import numerics
 from planc.trial.batches import Batches, batches
-from planc.trial.numerics import errors_by_name, relative
-from planc.trial.precision import NEGLIGIBLE, Operations, norm_error, tolerance
 from planc.trial.program import (
     DRAWS_PARTS,
     RankResult,
@@ -29,12 +28,7 @@ from planc.trial.program import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """The relative errors of one rank.
-
-    Args:
-        limits: the largest that pass, by kind; empty for those of float32.
-        chooses: whether the model selects experts by numbers that are rounded.
-    """
+    """The errors of one rank, those that pass by kind, whether rounded numbers choose experts."""
 
     logits: float
     loss: float
@@ -56,19 +50,11 @@ def prove(
     device: str = "cpu",
     precision: bool = False,
 ) -> Errors:
-    """The errors of this process, which is one rank of a process group, for one seed.
+    """The errors of this process, which is one rank of a process group, for one seed of weights and
+    data.
 
-    Args:
-        builder: builds the small model.
-        lowered: the plan for it, for the ranks of this process group.
-        digest: the digest of `lowered`.
-        seed: the seed of weights and data.
-        report: called with each phase: `single`, `apply`, `parallel`, `compare`.
-        device: `cpu` or `cuda` (the current device).
-        precision: whether the plan has its own mixed precision.
-
-    Raises:
-        SingleError: the model does not train in a single process.
+    `report` is called with each phase: `single`, `apply`, `parallel`, `compare`. Raises SingleError
+    if the model does not train in a single process.
     """
     report("single")
     data = batches(builder, lowered, seed).to(device)
@@ -93,10 +79,10 @@ def prove(
     return compare(result, reference)
 
 
-def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> Operations:
+def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> numerics.Operations:
     """The operations of a forward pass."""
     model, first = builder.build(seed), batches.steps[0][0]
-    operations = Operations()
+    operations = numerics.Operations()
     with torch.no_grad(), operations:
         model(**{name: value.cpu() for name, value in first.inputs.items()})
     return operations
@@ -114,31 +100,31 @@ def compare(result: RankResult, reference: Reference) -> Errors:
     if len(result.logits) != len(right.logits):
         raise SingleError("the model gives logits on one side only")
     return Errors(
-        logits=max(map(relative, result.logits, result.of(right.logits)), default=0.0),
-        loss=max(map(relative, result.losses, right.losses)),
-        gradients=errors_by_name(result.gradients, reference.gradients),
-        norm=max(map(relative, result.norms, reference.norms), default=0.0),
-        parameters=errors_by_name(result.parameters, reference.parameters),
+        logits=max(map(numerics.relative, result.logits, result.of(right.logits)), default=0.0),
+        loss=max(map(numerics.relative, result.losses, right.losses)),
+        gradients=numerics.errors_by_name(result.gradients, reference.gradients),
+        norm=max(map(numerics.relative, result.norms, reference.norms), default=0.0),
+        parameters=numerics.errors_by_name(result.parameters, reference.parameters),
     )
 
 
 def compare_rounded(
-    result: RankResult, reference: Reference, lowered: Lowered, operations: Operations
+    result: RankResult, reference: Reference, lowered: Lowered, operations: numerics.Operations
 ) -> Errors:
     """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits."""
     right, gradients = reference.passes[result.data_rank], reference.gradients
-    floor = NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
-    limit = tolerance(lowered, operations.count)
+    floor = numerics.NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
+    limit = numerics.tolerance(lowered, operations.count)
     return Errors(
-        logits=max(map(norm_error, result.logits, result.of(right.logits)), default=0.0),
-        loss=max(map(norm_error, result.losses, right.losses)),
+        logits=max(map(numerics.norm_error, result.logits, result.of(right.logits)), default=0.0),
+        loss=max(map(numerics.norm_error, result.losses, right.losses)),
         gradients={
-            name: norm_error(result.gradients[name], gradients[name], floor)
+            name: numerics.norm_error(result.gradients[name], gradients[name], floor)
             if name in result.gradients and name in gradients
             else math.inf
             for name in dict.fromkeys((*gradients, *result.gradients))
         },
-        norm=norm_error(result.norms[0], reference.norms[0]),
+        norm=numerics.norm_error(result.norms[0], reference.norms[0]),
         limits=dict.fromkeys(("logits", "loss", "gradients", "norm"), limit),
         chooses=operations.chooses,
     )

@@ -1,9 +1,6 @@
-"""Layout flow: checks in one process that a plan trains the same model.
-
-A small model is trained with all ranks as threads of this process, by the same program that
-`planc verify` runs on processes. Nothing is inferred: a missing reduction, a gradient that stays
-partial, a wrong divisor or a mix of local tensors and DTensors shows in the numbers, or as the
-exception of the real code.
+"""Layout flow: checks in one process, with ranks as threads, that a plan trains the same model, by
+the program of `planc verify`. Nothing is inferred: mistakes show in the numbers, or as the real
+code's exception.
 """
 
 from collections.abc import Iterator
@@ -22,18 +19,11 @@ from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.executor import adapted, alone, apply_lowered
 from planc.runtime.lora import missing_peft
+from planc.trial import program
 from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run
-from planc.trial.implicit_redistribution import redistributions
+from planc.trial.observed_layouts import redistributions
 from planc.trial.outcome import Outcome
-from planc.trial.program import (
-    DRAWS_PARTS,
-    RankResult,
-    SingleError,
-    seed_rank,
-    train_rank,
-    train_single,
-)
 from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import RankFailure, busy, run_ranks
 from planc.trial.trace import Trace
@@ -47,13 +37,8 @@ SECONDS = 300.0
 def simulate(
     builder: ModelBuilder, lowered: Lowered, *, quick: bool = False, draws: bool = False
 ) -> Outcome:
-    """Trains a small model with and without the plan, and compares.
-
-    Args:
-        builder: builds the small model and its inputs.
-        lowered: the plan, lowered for this model on few ranks.
-        quick: one step of one pass, with the operations of the tensor axes alone.
-        draws: with the dropout of adapters.
+    """Trains a small model with and without the plan, and compares; `quick` is one pass with the
+    tensor axes alone, `draws` keeps the dropout of adapters.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
@@ -62,14 +47,14 @@ def simulate(
         return Outcome(verdict="unknown", reason=missing)
     try:
         data = batches(builder, lowered, 0, quick=quick)
-        reference = train_single(alone(builder.build(0), lowered), data, lowered)
+        reference = program.train_single(alone(builder.build(0), lowered), data, lowered)
         if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
-            raise SingleError(DRAWS_PARTS)
+            raise program.SingleError(program.DRAWS_PARTS)
         # adapters too are drawn here, one model after the other, from the same seed
         models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
         trained = lowered
         lowered = lowered.map_ops(lambda ops: (op for op in ops if not isinstance(op, Adapt)))
-    except SingleError as error:
+    except program.SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
         reason = f"the small model does not run: {first_line(error)}"
@@ -77,12 +62,12 @@ def simulate(
     if reference.draws and lowered.pipeline is not None:
         reason = "the random numbers of a pipeline's microbatches are not compared"
         return Outcome(verdict="unknown", reason=reason)
-    results = [RankResult() for _ in models]
+    results = [program.RankResult() for _ in models]
     runs = Runs(lowered=lowered, batches=data, reference=reference, results=results)
     failure = _run(models, runs)
     if failure is None and reference.draws:
         plain = alone(builder.build(0), trained)
-        runs.reference = train_single(plain, data, trained, runs.results)
+        runs.reference = program.train_single(plain, data, trained, runs.results)
     return failed_run(failure, runs) if failure else compare_runs(runs)
 
 
@@ -92,11 +77,11 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
 
     def rank(number: int) -> None:
         model, result = models[number], runs.results[number]
-        seed_rank(number)
+        program.seed_rank(number)
         with RankRandom() if runs.reference.draws else nullcontext():
             plan, draws = runs.lowered, runs.reference.draws
             run = apply_lowered(model, plan, digest=name, device_type="cpu", allow_code=True)
-            train_rank(model, run, runs.batches, result, traced=True, draws=draws)
+            program.train_rank(model, run, runs.batches, result, traced=True, draws=draws)
 
     def current() -> Trace | None:
         return runs.results[0].traces[-1] if runs.results[0].traces else None

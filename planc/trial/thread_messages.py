@@ -1,11 +1,7 @@
-"""Send and receive between ranks that are threads, which torch's process group of threads lacks.
+"""Send and receive between threads, which torch's process group of threads lacks.
 
-A message goes from one rank to another in a group. The n-th receive that is posted takes the n-th
-message that is sent, whichever is waited for first: matched when they are waited for, schedules
-that post several receives get each other's.
+The n-th receive that is posted gets the n-th message, whichever is waited for first.
 """
-
-from __future__ import annotations
 
 import sys
 import threading
@@ -37,9 +33,7 @@ class _Channel:
 
 
 class _Receive(distributed.Work):  # type: ignore[misc]
-    """A receive that was posted. Its fields are those of torch's collective of threads, which tell
-    whether its thread waits in vain.
-    """
+    """A posted receive; its fields tell torch's collectives whether a thread waits in vain."""
 
     _count, _world_size = 1, 2
 
@@ -74,12 +68,7 @@ class _Receive(distributed.Work):  # type: ignore[misc]
 
 @contextmanager
 def messages(groups: Any, waits: dict[int, Any]) -> Iterator[None]:
-    """Gives the process group of threads `send` and `recv` while the ranks run.
-
-    Args:
-        groups: its class.
-        waits: what threads wait for, by thread.
-    """
+    """Gives the process group of threads `send` and `recv`; `waits` tells what threads wait for."""
     from torch.testing._internal.distributed.multi_threaded_pg import ret_work
 
     lock = threading.Lock()

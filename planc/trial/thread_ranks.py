@@ -7,8 +7,6 @@ is wrapped here so that every run ends: ranks that call different collectives, a
 while others wait for it, and ranks that all wait become errors.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
@@ -36,13 +34,7 @@ _GRACE = 2.0  # seconds for waiting threads to end after another one has failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """Why the ranks did not end.
-
-    Args:
-        error: what a rank raised first, None if the ranks wait for each other or take too long.
-        rank: the rank that raised, -1 if none did.
-        message: a description if none raised.
-    """
+    """Why the ranks did not end: what a rank (-1: none) raised first, or what they wait for."""
 
     error: Exception | None = None
     rank: int = -1
@@ -57,16 +49,8 @@ def busy() -> str:
 
 
 def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> RankFailure | None:
-    """Runs a program once for each rank, all in one process group.
-
-    Args:
-        count: the number of ranks.
-        program: called with the rank, in a thread of its own; it may use `torch.distributed`.
-        seconds: the time limit for all of them.
-
-    Returns:
-        The failure, None if every rank ended. Threads that still run after the time limit are
-        daemons, and end with the process.
+    """Runs a program once for each rank, in threads of one process group; None if all end in time.
+    Threads that still run are daemons.
     """
     store, failures = distributed.HashStore(), list[RankFailure]()
 
@@ -95,11 +79,7 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
 
 @contextmanager
 def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
-    """Installs the process group of threads.
-
-    Yields:
-        Its class, and the collectives that threads have joined, by thread.
-    """
+    """Installs the process group of threads; yields its class, and joined collectives by thread."""
     from torch.testing._internal.distributed import multi_threaded_pg
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -156,9 +136,7 @@ def _waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _matched(groups: Any) -> Callable[[Any, Any], Any]:
-    """`_start_coll`, which gives ranks their common collective, with a check that it is the same
-    one for all of them.
-    """
+    """`_start_coll`, which gives ranks their common collective, checked to be the same for all."""
     start = groups._start_coll
 
     def checked(collective: Any, group: Any) -> Any:
@@ -177,16 +155,8 @@ def _join(
     failures: list[RankFailure],
     end: float,
 ) -> str:
-    """Waits for the threads; returns why they were given up, empty if they ended.
-
-    After a rank has failed, the others run on to where they wait for it, so that as much is known
-    of them.
-
-    Args:
-        threads: one for each rank.
-        waits: the collectives that threads have joined, by thread.
-        failures: of the ranks that have failed.
-        end: the time limit, as `time.monotonic`.
+    """Waits for the threads; returns why they were given up (`waits` has their collectives), empty
+    if they ended. After a failure others run on to where they wait, so that more is known.
     """
     idle = 0
     while alive := [t for t in threads if t.is_alive()]:
@@ -202,11 +172,7 @@ def _join(
 
 
 def _deadlocked(threads: list[threading.Thread], waits: Mapping[int, Any]) -> bool:
-    """Whether every rank waits in a collective that has not all of its ranks.
-
-    A rank may be on its way into a collective or out of it for as long as other work takes the
-    processor, so time decides nothing: each collective must have counted every rank that waits.
-    """
+    """Whether every rank waits in a collective that lacks ranks and has counted all who wait."""
     joined = [waits.get(t.ident or 0) for t in threads if t.is_alive()]
     return bool(joined) and all(
         one is not None and not one._done and one._count == joined.count(one) < one._world_size

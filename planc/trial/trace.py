@@ -24,12 +24,7 @@ _MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/model
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor that was seen in a run.
-
-    Args:
-        tensor: the local tensor of this rank; of a DTensor the full tensor.
-        placements: those of a DTensor.
-    """
+    """A tensor that was seen in a run: local, of a DTensor full and with placements."""
 
     tensor: torch.Tensor
     placements: tuple[Placement, ...] = ()
@@ -44,13 +39,10 @@ class Seen:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """The first call of a module in a run.
+    """The first call of a module in a run, and the line that called it (`modeling_llama.py:281:
+    ...`).
 
-    Args:
-        name: the torch name of the module.
-        line: the line of the model's code that called it, as `modeling_llama.py:281: ...`.
-        inputs: its input tensors by position (`0`) or by name, before any hook of a style.
-        output: its first output tensor, after all hooks; None until it has ended.
+    `inputs` by position (`0`) or name are before hooks of styles, `output` is after all, or None.
     """
 
     name: str
@@ -61,13 +53,8 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class Trace:
-    """The calls of one run.
-
-    Args:
-        calls: in the order in which they began.
-        finished: the names in the order in which they ended.
-        running: the modules that run now, the outermost first.
-        watching: whether the run is watched now.
+    """The calls of one run in order, the names in the order of ending, those that run (outermost
+    first), and whether the run is watched now.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict)
@@ -126,12 +113,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The names of the modules that a forward pass calls, in order.
-
-    Args:
-        model: plain, on the CPU.
-        inputs: the inputs of its forward.
-    """
+    """The names of the modules that a forward pass of a plain model calls, in order."""
     trace = Trace()
     with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
         warnings.simplefilter("ignore")

@@ -25,16 +25,10 @@ DATA = (FullyShard, Divide, Prefetch)
 def trial_part(
     lowered: Lowered, *, tensor: bool = False, draws: bool = False, precision: bool = False
 ) -> Lowered:
-    """The lowered plan reduced to the operations that a trial runs, with all dtypes float32 unless
-    asked, so that results differ only by rounding.
+    """The operations that a trial runs, in float32 unless `precision`, so that results differ only
+    by rounding; outcomes are cached by its digest.
 
-    Plans with the same part have the same outcome, so outcomes are cached by its digest.
-
-    Args:
-        lowered: the plan for the small model.
-        tensor: leaves out FSDP and replication too, where no data axis has two ranks.
-        draws: keeps the dropout of adapters.
-        precision: keeps the plan's mixed precision.
+    `tensor` leaves out FSDP too, where no data axis has two ranks; `draws` keeps adapters' dropout.
     """
     left_out = (*LEFT_OUT, *(DATA if tensor else ()))
 
@@ -58,11 +52,7 @@ def _small_unit(op: FullyShard, lowered: Lowered, *, precision: bool) -> FullySh
 
 
 def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
-    """The same operations with random adapters, without dropout unless asked, so that errors in
-    them show.
-
-    lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
-    """
+    """The same with random adapters (zeros hide errors), without dropout unless asked."""
 
     def random(op: AnyOp) -> AnyOp:
         if not isinstance(op, Adapt):

@@ -21,7 +21,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.runtime.known_verdict import KnownVerdict, Level, strongest
 from planc.trial import certificate
-from planc.trial.source_digest import digest_of, files
+from planc.trial.certificate import digest_of, files
 
 _FORMAT = 1
 _NEVER = KnownVerdict(
@@ -45,9 +45,7 @@ def remember(
 
 
 def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
-    """What is known of a lowered plan for a model: what processes showed counts more than what
-    layout flow shows, except that a plan that one of them refutes is refuted.
-    """
+    """What is known of a lowered plan: refuted by any; else processes before layout flow."""
     proofs: tuple[Proof, ...] = get_args(Proof)
     return strongest(_verdict(lowered, facts, by) for by in proofs) or _NEVER
 

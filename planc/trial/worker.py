@@ -23,7 +23,7 @@ from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
 from planc.trial.batches import batches
 from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
-from planc.trial.job_message import Job
+from planc.trial.launcher import Job
 from planc.trial.numerics import device_for
 from planc.trial.parts import parts_of, without_labels
 from planc.trial.program import SingleError

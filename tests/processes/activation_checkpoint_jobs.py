@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planc
-from planc.runtime import compiled_attention
+from planc.runtime import preconditions
 from planc.runtime.standalone import activation_checkpoint
 
 
@@ -52,7 +52,7 @@ def partitioned(plan):
 
     with mock.patch.object(numerics, "BACKEND", "aot_eager_decomp_partition"):
         refused = said(step)
-        with mock.patch.object(compiled_attention, "require", lambda *_: None):
+        with mock.patch.object(preconditions, "require_recomputable", lambda *_: None):
             return refused, said(step) if refused else ""
 
 

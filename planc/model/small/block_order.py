@@ -1,9 +1,6 @@
-"""What a model's forward does before, in and after its blocks, seen in a run of a small model.
-
-A pipeline cuts a model between two blocks of a list. Which modules belong to the first stage and
-which to the last one, what a block returns, and which values reach a block from earlier ones
-besides the hidden states is known to the model's own code alone, so the code is run. The answer is
-cached by the configuration and the library versions.
+"""What a forward does before, in and after its blocks, seen in a run of a small model: where a
+pipeline can cut it, what a block returns and which values reach it besides the hidden states.
+Cached by configuration and library versions.
 """
 
 from __future__ import annotations
@@ -32,12 +29,10 @@ class BlockOrder:
     """The order of a forward pass. Names of modules have `*` for indices.
 
     Args:
-        before: modules with parameters that run before the first block.
-        after: those that run after the last one.
+        before, after: modules with parameters that run before the first block, after the last one.
         apart: those that run between two blocks, or before and after them.
         returned: the number of values in the tuple that a block returns; 0 for a plain tensor.
-        crossing: arguments of blocks, besides the hidden states, that earlier modules with
-            parameters have computed.
+        crossing: arguments of blocks, besides hidden states, that modules with parameters computed.
         problem: why the list cannot be cut at all; empty if it can.
     """
 
@@ -55,12 +50,7 @@ def generic(name: str) -> str:
 
 
 def block_order(facts: Facts, blocks: str) -> BlockOrder:
-    """The order in which a model runs its modules around a list of blocks.
-
-    Args:
-        facts: the model; if it has code, running it is allowed.
-        blocks: the torch name of the list, such as `model.layers`.
-    """
+    """The order of a model around a list of blocks (`model.layers`); its code may be run."""
     values: dict[str, Any] = {}
     code = facts.code
     user = facts.own is not None or bool(code and not Path(code).is_absolute())

@@ -1,8 +1,4 @@
-"""Names of configuration fields by meaning, across the families of transformers.
-
-A comment after a row names the families that need it, if known; rows without one are used by most
-families.
-"""
+"""Names of configuration fields by meaning; comments name the families that need a rare one."""
 
 import re
 

@@ -15,17 +15,15 @@ LONGEST = 16
 
 
 class Depth:
-    """Shrinks the depth of the configurations of one model.
+    """Shrinks the depth of the configurations of one model to at least `least` layers, all kinds.
 
     Args:
-        least: the least number of layers; a model with more kinds of layer keeps more.
-        blocks: the structure of each block, by the length of its list.
-        variants: which rules of a plan act on each block, by the length of its list; a list in
-            which they depend on the kind of layer alone is left out.
+        blocks, variants: the structure of each block, and the plan's rules on it, by the length of
+            its list; a list in which rules depend on the kind of layer alone is left out.
 
     Attributes:
-        kept: the layers that the small ones stand for, by the length of a list; several where
-            lists of one length are in different configurations.
+        kept: the layers that the small ones stand for, by the length of a list; several where lists
+            of one length are in different configurations.
     """
 
     def __init__(
@@ -37,13 +35,7 @@ class Depth:
     def shrink(
         self, config: Fields, small: dict[str, Any], inner: Callable[[Fields], dict[str, Any]]
     ) -> None:
-        """Shrinks the depth of one configuration in place.
-
-        Args:
-            config: the original configuration.
-            small: the configuration that is changed.
-            inner: shrinks the configuration of a single layer.
-        """
+        """Shrinks the depth of `config` in `small`; `inner` shrinks that of a single layer."""
         named = [n for n in LAYERS if number(config.get(n))]
         kinds = config.get("layers_block_type")
         if not named and isinstance(kinds, list):  # nemotron_h: only the list states the depth
@@ -141,14 +133,9 @@ def edges(kinds: Sequence[Kind]) -> set[tuple[Kind | None, Kind | None]]:
 
 
 def neighbors(kinds: Sequence[Kind], least: int) -> list[int]:
-    """A few layers in which exactly those kinds follow each other that do so in the whole model.
+    """A few layers, at least `least`, in which kinds follow each other just as in the whole model.
 
-    They include the first and the last layer: where rules differ from layer to layer, what a layer
-    hands to the next one may be right between some of them and wrong between others.
-
-    Args:
-        kinds: the kind of each layer, which includes the rules that act on it.
-        least: the least number of layers.
+    The ends are among them: with rules that differ by layer, each handover counts.
     """
     wanted, depth = edges(kinds), len(kinds)
     first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}
@@ -186,15 +173,8 @@ def _numbered_layers(
 
 
 def _window(kinds: list[Kind], least: int) -> range | None:
-    """The first of the shortest runs of consecutive layers that contain every kind.
-
-    Args:
-        kinds: the kind of each layer: what the configuration states, then the rules of a plan that
-            act on it. Where the rules make more kinds, the same kinds must follow each other.
-        least: the least number of layers.
-
-    Returns:
-        None where there is no shorter run than all layers, or it is too long for such rules.
+    """The first of the shortest runs of layers that contain every kind (configuration, rules), or
+    None if it is all layers. Where rules make more kinds, the same must follow each other.
     """
     depth, every = len(kinds), set(kinds)
     varied = len(every) > len({kind[0] for kind in kinds})

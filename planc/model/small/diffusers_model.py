@@ -40,12 +40,7 @@ DiffusersFields = Mapping[str, Any]
 
 
 def shrink(config: DiffusersFields, *, tp: int) -> dict[str, Any]:
-    """A small configuration of the same class, for which a plan means the same.
-
-    Args:
-        config: the resolved fields (`Facts.config`), including the class.
-        tp: the number of ranks that heads and widths must be divisible by.
-    """
+    """A small configuration of the class of resolved fields: heads and widths divide by `tp`."""
     small = dict(config)
     for name, most in _LIMITS.items():
         if isinstance(small.get(name), int):
@@ -67,11 +62,7 @@ def shrink(config: DiffusersFields, *, tp: int) -> dict[str, Any]:
 
 
 class _RandomInputs:
-    """Random tensors for one batch.
-
-    Args:
-        shape: the rows, and the image tokens per row, a multiple of 8.
-    """
+    """Random tensors for one batch: its rows, and image tokens per row, a multiple of 8."""
 
     def __init__(self, shape: BatchShape) -> None:
         self.rows, self.length = shape.rows, shape.length
@@ -106,10 +97,7 @@ def _wan(config: DiffusersFields, made: _RandomInputs) -> Inputs:
 
 
 def _flux(config: DiffusersFields, made: _RandomInputs) -> Inputs:
-    """Latents [B, L, C], text [B, T, D], pooled text [B, P], timesteps [B], positions [B, .., 3].
-
-    Positions are the same for all rows, so the model takes those of one row.
-    """
+    """Latents [B, L, C], text [B, T, D], pooled text [B, P], timesteps [B], one row's positions."""
     axes = len(config["axes_dims_rope"])
     places = torch.zeros(made.length, axes)
     places[:, 1] = torch.arange(made.length) // 4
@@ -142,9 +130,7 @@ class DiffusersBuilder:
     """Builds the same small diffusers model several times, with the interface of a model with a
     loss: the mean squared error between its output and `target`.
 
-    Raises:
-        PlanError: diffusers is not installed or has no such class.
-        ValueError: the inputs of its forward are not known.
+    Raises PlanError (no diffusers, or no such class), and ValueError if its inputs are unknown.
     """
 
     configuration = None
@@ -175,11 +161,7 @@ class DiffusersBuilder:
         return made.float().train()
 
     def sample(self, shape: BatchShape | None = None) -> Inputs:
-        """Random inputs of the forward and a `target`; rows are the first dim.
-
-        Args:
-            shape: the rows, and the image tokens per row, a multiple of 8.
-        """
+        """Random inputs of the forward and a `target`, rows first; image tokens in eights."""
         return _INPUTS[self._values[CLASS]](self._values, _RandomInputs(shape or BatchShape()))
 
 

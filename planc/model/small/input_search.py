@@ -20,12 +20,9 @@ from planc.model.small.sample_inputs import INPUT_KINDS, InputKind, Inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """The size of the text batch that a model is run on.
+    """The size of the text batch that a model is run on; `length` grows if images need more tokens.
 
     Args:
-        rows: the batch size.
-        length: tokens per row; multiplied if images need more placeholder tokens.
-        seed: the seed of the token ids.
         ends: how many ids at either end of the vocabulary are not used; id 0 never is, because it
             often means padding.
     """
@@ -49,13 +46,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenInput:
-    """An input that reaches a tower.
-
-    Args:
-        kind: the kind of input.
-        tokens: the number of placeholder tokens per row.
-        token: the id of the placeholder token, None if the model has none.
-    """
+    """An input that reaches a tower: its kind, its placeholder `token` if any, and the number."""
 
     kind: InputKind
     tokens: int
@@ -64,12 +55,7 @@ class ChosenInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChoice:
-    """The inputs found for one model.
-
-    Args:
-        chosen: the kinds, in the order of their placeholder tokens in a row.
-        missing: the inputs that were not found, with the reason; empty if none is missing.
-    """
+    """The kinds of input found, in the order of their placeholders, and why others were not."""
 
     chosen: tuple[ChosenInput, ...] = ()
     missing: str = ""
@@ -106,13 +92,7 @@ def takes_more_than_text(model_class: Any) -> bool:
 
 
 def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs]) -> InputChoice:
-    """The kinds of input with which the most parameters of a model get a gradient.
-
-    Args:
-        model: the plain small model; it is run, and its gradients are cleared afterwards.
-        config: its configuration object.
-        text: makes a batch for a choice.
-    """
+    """The kinds of input with which most parameters get a gradient; `text` makes a batch."""
     names = forward_arguments(type(model))
     choice, missing = InputChoice(), []
     best, _ = _reached(model, text, choice)
@@ -183,15 +163,11 @@ def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
 
 
 def _tokens_asked_for(why: str, model: Any) -> int:
-    """The placeholder tokens per row that an error message asks for; 0 if it states none.
+    """The placeholder tokens per row that an error message of transformers asks for, else 0.
 
-    The number is parsed from the message because transformers states it nowhere else: features are
-    counted inside the forward, after masks and merges that are not in the configuration.
-
-    Args:
-        why: transformers' error, such as `Image features and image tokens do not match, tokens: 8,
-            features 16`; some models count feature vectors, others their elements.
-        model: the small model.
+    Nothing else states the number: features are counted inside the forward. Some models count
+    feature vectors (`Image features and image tokens do not match, tokens: 8, features 16`), some
+    elements.
     """
     match = re.search(r"tokens: \d+, features:? (\d+)", why)
     if match is None:
@@ -202,7 +178,6 @@ def _tokens_asked_for(why: str, model: Any) -> int:
 
 
 def _elements(found: Any) -> int:
-    """The number of elements that a tower outputs for the language model."""
     found = getattr(found, "pooler_output", found)
     if isinstance(found, torch.Tensor):
         return int(found.numel())
@@ -240,15 +215,8 @@ class _TowerWithPinpoints:
 
 
 def codebook_inputs(shape: BatchShape, vocabulary: int, codebooks: int) -> Inputs:
-    """Audio codes instead of text: one id per codebook at every position.
-
-    Args:
-        shape: the batch.
-        vocabulary: the size of a codebook.
-        codebooks: how many there are.
-
-    Returns:
-        `input_ids` [rows * codebooks, length] and `labels` [rows, length, codebooks].
+    """Audio codes, one id per codebook at every position: `input_ids` [rows * codebooks, length]
+    and `labels` [rows, length, codebooks].
     """
     made = replace(shape, rows=shape.rows * codebooks).text(vocabulary)
     made["labels"] = made["labels"].view(shape.rows, codebooks, -1).transpose(1, 2).contiguous()
@@ -258,14 +226,7 @@ def codebook_inputs(shape: BatchShape, vocabulary: int, codebooks: int) -> Input
 def add_tower_inputs(
     inputs: Inputs, choice: InputChoice, config: Any, names: tuple[str, ...]
 ) -> Inputs:
-    """The batch of text with the inputs of the towers and their placeholder tokens.
-
-    Args:
-        inputs: `input_ids` and `labels`, [rows, length].
-        choice: the inputs besides text.
-        config: the model's configuration object.
-        names: the argument names of its forward.
-    """
+    """The batch of text, [rows, length], with the towers' inputs that forward has `names` for."""
     made: Inputs = dict(inputs)
     tokens = made["input_ids"]
     for special in _special(config):
@@ -289,19 +250,12 @@ def add_tower_inputs(
 
 
 def _special(config: Any) -> list[int]:
-    """The ids of tokens that stand for something other than text."""
     values = vars(config).items()
     return [v for n, v in values if n.startswith(_SPECIAL) and isinstance(v, int) and "token" in n]
 
 
 def rank_slice(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
-    """The slice of a batch that one rank of a data axis reads.
-
-    Args:
-        inputs: the batch of all ranks.
-        rank: the rank on the data axis.
-        ranks: the size of the data axis; every input's outermost dim is divisible by it.
-    """
+    """The slice of a batch that one rank of a data axis reads; outermost dims are divisible."""
     found: Inputs = {}
     for name, value in inputs.items():
         rows = len(value) // ranks

@@ -1,8 +1,4 @@
-"""Makes the sizes of a small composite model agree, such as a tower's output width and the text's.
-
-Each part of a configuration (`text_config`, `vision_config`) is shrunk separately; this module
-shrinks the sizes that must agree between parts, and those of images.
-"""
+"""Makes the sizes of a small composite model agree between its separately shrunk parts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -75,10 +71,7 @@ def _width_field(config: Mapping[str, Any]) -> str:
 
 
 def _is_output(field: str, config: Mapping[str, Any]) -> bool:
-    """Whether a field is the output width of a tower.
-
-    `hidden_size` is the inner width of a tower, except in towers that state that as `embed_dim`.
-    """
+    """Whether a field is a tower's output width, as `hidden_size` beside an inner `embed_dim`."""
     inside = any(n.endswith(("num_hidden_layers", "depth", "num_heads")) for n in config)
     return field != "hidden_size" or "embed_dim" in config or not inside
 
@@ -92,7 +85,6 @@ def _times(value: Any, config: Mapping[str, Any]) -> int:
 
 
 def _images(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Shrinks images to a few patches."""
     size, patch = _one(config.get("image_size")), _one(config.get("patch_size"))
     if not size or not patch:
         return
@@ -125,7 +117,6 @@ def _tower(config: Mapping[str, Any], small: dict[str, Any]) -> None:
 
 
 def _composite(config: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Shrinks the fields on images at the composite level."""
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping):
         return

@@ -1,8 +1,4 @@
-"""Sample inputs for the towers of a model: images and audio.
-
-Each is derived from the tower's configuration alone. Rows of the batch are the outermost dim of
-every input and have equal sizes, so that a rank of a data axis takes its slice of each.
-"""
+"""Sample images and audio for towers, by their configuration; the batch is the outermost dim."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +19,10 @@ GRID = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputKind:
-    """One format in which models take images or audio.
+    """One format in which models take images or audio (`what`), as `make` makes it.
 
     Args:
-        name: such as `grids`.
-        what: `images` or `sound`.
         needs: the arguments of forward that identify the format.
-        make: makes the inputs.
         tokens: the placeholder tokens per row, from the tower's configuration, for a model without
             a function that returns its tower's output.
     """

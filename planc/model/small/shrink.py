@@ -23,11 +23,10 @@ MOST = 16  # query heads, if at least two share a kv head; more show no further 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrunk:
-    """A small configuration.
+    """A small configuration: fields for `AutoConfig.for_model`, or a diffusers class, with dropout
+    off.
 
     Args:
-        values: fields for `AutoConfig.for_model`: those of the original, smaller, with dropout off.
-            For a diffusers model, the fields of its class.
         kept: the layers that the small ones stand for, in order, by the length of their list;
             several where lists of one length are in different parts of the configuration.
     """
@@ -48,18 +47,15 @@ def shrink(
     """A small configuration of the same family.
 
     Args:
-        config: the fields, including `model_type`: preferably the resolved ones (`Facts.config`),
-            because a field that is left to the family's defaults cannot be shrunk.
-        ranks: the number of ranks by the role of a mesh axis (`AxisRole`); a single number means
-            `tensor`. Heads, widths and vocabulary divide by `tensor`, experts by `expert`.
+        config: preferably resolved (`Facts.config`): what is left to defaults cannot be shrunk.
+        ranks: the number of ranks by the role of a mesh axis (`AxisRole`), or of `tensor`. Heads,
+            widths and vocabulary divide by `tensor`, experts by `expert`.
         real: the number of tensor ranks of the real run: key/value heads and vocabularies that do
             not divide by it do not divide by `ranks` either. Without it, heads that do not divide
             by `ranks` do not, and vocabularies do.
         layers: the least number of layers; a model with more kinds of layer keeps more.
-        blocks: the structure of each block, by the length of its list (`layer_kinds.block_kinds`),
-            for kinds that the configuration does not state, such as dense first layers.
-        variants: which rules of a plan act on each block, by the length of its list; lists in which
-            they depend on the kind of block alone are left out.
+        blocks, variants: as of `Depth`; `layer_kinds.block_kinds` gives kinds that the
+            configuration does not state, such as dense first layers.
     """
     roles = {"tensor": ranks} if isinstance(ranks, int) else dict(ranks)
     if is_diffusers(config):
@@ -81,12 +77,8 @@ def _joined(config: Fields) -> list[int]:
 
 
 class _Shrinker:
-    """Shrinks one configuration.
-
-    Args:
-        tp, ep: what heads and experts must be divisible by.
-        real: what the real heads and vocabularies are, or are not, divisible by.
-        depth: chooses the layers that are kept.
+    """Shrinks one configuration: what heads (`tp`, and as the `real` ones) and experts divide by;
+    `depth` chooses the layers that are kept.
     """
 
     def __init__(self, tp: int, ep: int, real: int | None, depth: Depth) -> None:

@@ -34,15 +34,10 @@ def spread_weights(model: nn.Module, seed: int) -> None:
 
 
 class TransformersBuilder:
-    """Builds the same small model several times; the family's code is imported once.
+    """Builds the same small model several times, of a class in `folder` if the user allowed its
+    code.
 
-    Args:
-        values: the fields of the configuration.
-        folder: of a model whose own code the user allowed, else empty.
-
-    Raises:
-        PlanError: transformers cannot build the configuration (PL60x).
-        Exception: whatever the code in the folder raises.
+    Raises PlanError (PL60x) if transformers cannot build it, and whatever the folder's code raises.
     """
 
     def __init__(self, values: dict[str, Any], folder: str = "") -> None:
@@ -71,11 +66,7 @@ class TransformersBuilder:
         return int(size or 64)
 
     def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in float32, in training mode, with eager attention.
-
-        Args:
-            seed: the seed of the weights; the same seed gives the same weights in every process.
-        """
+        """The model on the CPU in float32, training, with eager attention, by the seed alone."""
         torch.manual_seed(seed)
         with quiet(), isolated():
             # a copy: a plan changes the configuration of its model
@@ -111,11 +102,8 @@ class TransformersBuilder:
         return self._codebooks
 
     def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
-        """A batch for the model: token ids and labels, [rows, length] each (labels of a
-        classifier: [rows]), and the inputs of its towers.
-
-        Args:
-            shape: the batch; a row is at least as long as the placeholder tokens of images require.
+        """Token ids and labels, [rows, length] (a classifier's: [rows]), and inputs of towers; a
+        row is at least as long as the placeholder tokens of images require.
         """
         return self._inputs(self.choice, shape or BatchShape())
 
@@ -132,11 +120,7 @@ class TransformersBuilder:
 
 
 def add_denoising_loss(model: nn.Module) -> None:
-    """Adds a loss, in place, to a block diffusion model, whose forward takes no labels.
-
-    Token ids become the prompt and the shifted labels the canvas, so the whole model runs; the
-    loss is the mean cross entropy of the canvas.
-    """
+    """Adds a loss to a block diffusion model: tokens are the prompt, shifted labels the canvas."""
     plain = model.forward
     names = inspect.signature(plain).parameters
     if "labels" in names or "decoder_input_ids" not in names:

@@ -1,7 +1,8 @@
-"""Builds a user's own model from its factory, to be run in a proof."""
+"""A user's own model, as an object that builds copies of it, its inputs and its loss."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,49 @@ from torch import nn
 from torch.nn import functional
 
 from planc.model.config import is_diffusers
+from planc.model.module_table import already_parallel
 from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.small.input_search import BatchShape, InputChoice
-from planc.model.small.own_module import copies_of
 from planc.model.small.transformers_model import TransformersBuilder, spread_weights
 from planc.model.sources.huggingface import user_factory
+
+
+def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
+    """A factory of copies of a module on the CPU, with random parameters where they were on meta.
+
+    Raises ValueError if it is parallel already, or has a buffer on meta, which its code alone
+    knows.
+    """
+    if reason := already_parallel(module):
+        raise ValueError(f"it is parallel already: {reason}")
+    lost = next((name for name, buffer in module.named_buffers() if buffer.is_meta), None)
+    if lost is not None:
+        raise ValueError(
+            f"its buffer {lost} is on the meta device, and only its own code computes the values: "
+            "build it on the CPU"
+        )
+
+    def make() -> nn.Module:
+        made = copy.deepcopy(module)
+        if torch.get_default_device().type == "meta":  # to be looked at, and not to be run
+            return made
+        known: dict[int, Any] = {}
+        for inner in made.modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    if id(parameter) not in known:
+                        known[id(parameter)] = _filled(parameter)
+                    inner._parameters[name] = known[id(parameter)]
+        return made.to("cpu")
+
+    return make
+
+
+def _filled(parameter: Any) -> Any:
+    wide = parameter.shape[-1] if parameter.dim() > 1 else 1
+    values = torch.randn(parameter.shape) * wide**-0.5
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
 
 LARGEST = 200_000_000
 """The most parameters of a user's model, which cannot be shrunk without a configuration."""
@@ -26,19 +65,11 @@ _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 def builder_of(
     values: dict[str, Any], code: str, module: nn.Module | None = None, *, dropout: bool = False
 ) -> ModelBuilder:
-    """The object that builds a model to be run.
+    """The object that builds a model to be run, from the values of a transformers or diffusers
+    model, the `code` of a factory or folder, or copies of a `module`.
 
-    Args:
-        values: the configuration of a transformers or diffusers model.
-        code: the factory of a user's own model, or the folder with the code of a model that has a
-            configuration; else empty.
-        module: a user's own model, of which copies are run.
-        dropout: whether a user's own model keeps its dropout.
-
-    Raises:
-        PlanError: transformers or diffusers cannot build the configuration.
-        ValueError: the inputs of a diffusers class are not known.
-        Exception: whatever the user's code raises.
+    Raises PlanError (the library cannot build it), ValueError (unknown inputs), and what the code
+    raises.
     """
     if module is not None:
         return UserModelBuilder(copies_of(module), dropout=dropout)
@@ -52,15 +83,8 @@ class UserModelBuilder:
 
     The first argument of its forward is token ids; another may be the target, under one of a few
     names (`labels`, `targets`, ...). The forward then returns a loss and logits: in a tuple, a dict
-    or an object. A model without a target returns logits, and its loss is their cross entropy with
-    the labels.
-
-    Args:
-        make: the factory, which the user allows planc to run.
-        dropout: whether the model keeps its dropout.
-
-    Raises:
-        ValueError: the model is too large, or its forward has no argument.
+    or an object. Without a target it returns logits, whose loss is the labels' cross entropy.
+    Raises ValueError if the model is too large, or its forward has no argument.
     """
 
     configuration = None
@@ -129,7 +153,6 @@ class UserModelBuilder:
 
 
 def _logits(output: Any) -> Any:
-    """The first tensor of features in what a forward returns."""
     found = getattr(output, "logits", None)
     if found is None:
         values = output.values() if isinstance(output, dict) else output

@@ -1,8 +1,4 @@
-"""Builds a diffusers model on the meta device and returns its facts.
-
-The class is looked up by `_class_name` in the installed diffusers; code in a model's folder is
-never run. diffusers is optional: `pip install 'planc[diffusers]'`.
-"""
+"""Builds a diffusers model on the meta device by `_class_name`; no code of a folder is run."""
 
 import contextlib
 import inspect
@@ -22,12 +18,8 @@ _ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
 
 
 def from_config(config: Config, sink: Sink) -> Facts | None:
-    """The facts of the model that diffusers builds from a configuration.
-
-    Args:
-        config: the configuration, not validated yet.
-        sink: receives PL603 (fields), PL606 (diffusers raises), PL675 (no diffusers), PL676
-            (no such class).
+    """The facts of the model that diffusers builds; None after PL603 (fields), PL606 (diffusers
+    raises), PL675 (no diffusers) or PL676 (no such class).
     """
     if not config.valid(sink):
         return None

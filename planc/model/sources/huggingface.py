@@ -1,7 +1,4 @@
-"""Builds a transformers model on the meta device and returns its facts.
-
-Code in a model's folder (`auto_map`) runs only if the user allows it, and only from that folder.
-"""
+"""Builds a transformers model on the meta device; code of its folder (`auto_map`) if allowed."""
 
 import contextlib
 import gc
@@ -24,11 +21,8 @@ _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_
 
 
 def from_config(config: Config, sink: Sink) -> Facts | None:
-    """The facts of the model that transformers builds from a configuration.
-
-    Args:
-        config: the configuration, not validated yet.
-        sink: receives PL603 (fields), PL604 (family), PL605 (class), PL606 (transformers raises).
+    """The facts of the model that transformers builds; None after PL603 (fields), PL604 (family),
+    PL605 (class) or PL606 (transformers raises).
     """
     if not config.valid(sink):
         return None
@@ -47,10 +41,21 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
 def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
     """The class to build and its configuration object, or None after a finding."""
     with quiet(), refusals("transformers", config, sink), isolated():
-        resolved = _resolve(config)
+        # the file's fields over the family's defaults, as transformers' configuration object
+        from transformers import AutoConfig
+
+        values = {k: v for k, v in without_kernels(config.values).items() if k != "model_type"}
+        resolved = AutoConfig.for_model(config.values["model_type"], **values)
         found = _class_of(config, resolved)
         if found is None:
-            _no_class(config, sink)
+            family = config.values["model_type"]
+            named = config.values.get("architectures") or ()
+            message = f"transformers has no causal language model for model_type {family!r}"
+            if named:
+                message += f", and {one_of(named)} is not one of its classes for that family"
+            advice = f"name a class of {family} in `architectures`"
+            facts = [f"{version_of('transformers')}  ({config.name})"]
+            sink.error("PL605", message, facts=facts, help=advice)
             return None
         return found if _complete(config, resolved, sink) else None
     return None
@@ -68,11 +73,8 @@ def refusals(library: str, config: Config, sink: Sink) -> Iterator[None]:
 
 
 def from_folder(config: Config, sink: Sink) -> Facts | None:
-    """The facts of a model whose folder contains its own code; the code is run.
-
-    Args:
-        config: a configuration with an `auto_map`.
-        sink: receives PL603 (fields), PL608 (the code raises), PL609 (the code is elsewhere).
+    """The facts of a model with an `auto_map`, whose code is run; None after PL603 (fields), PL608
+    (the code raises) or PL609 (the code is elsewhere).
     """
     if not config.valid(sink):
         return None
@@ -90,13 +92,8 @@ def from_folder(config: Config, sink: Sink) -> Facts | None:
 
 
 def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Sink) -> Facts | None:
-    """The facts of the class that a model's folder defines, or None after PL608.
-
-    Args:
-        folder: an absolute path.
-        values: the fields of the configuration; None for those of the folder.
-        name: of the configuration, in messages.
-        sink: receives the finding.
+    """The facts of the class that a model's folder (absolute) defines, for the folder's
+    configuration or other values; None after PL608.
     """
     with _importing():
         import transformers  # noqa: F401
@@ -111,15 +108,7 @@ def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Si
 
 
 def prepare_own(folder: str, values: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """The class that a model's folder defines, and its configuration object. Runs the code.
-
-    Args:
-        folder: an absolute path; its `config.json` has an `auto_map`.
-        values: the fields of the configuration object; None for those of the folder.
-
-    Raises:
-        Exception: whatever transformers or the code raises.
-    """
+    """Runs the code of a folder with an `auto_map`: its class, and its configuration object."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -133,12 +122,7 @@ def prepare_own(folder: str, values: Mapping[str, Any] | None) -> tuple[Any, Any
 
 
 def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
-    """The facts of the model that a user's factory builds on the meta device.
-
-    Args:
-        module, factory: a Python module, and a function or class of it without arguments.
-        sink: receives PL608 if importing or calling it fails.
-    """
+    """The facts of the model that `factory` of `module` builds on meta; None after PL608."""
     with _importing():
         import torch
     name = f"{module}:{factory}"
@@ -156,11 +140,7 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
 
 
 def user_factory(code: str) -> Callable[[], Any]:
-    """What `package.module:factory` names, which the user allows planc to run.
-
-    Raises:
-        Exception: whatever importing the module raises; the current folder is searched first.
-    """
+    """What `package.module:factory` names, in the current folder first; raises what it raises."""
     module, _, factory = code.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -178,11 +158,9 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Disables garbage collection while torch is imported.
-
-    The import creates millions of objects that are never freed; collecting among them takes a
-    third of the time, and so does the collection at exit unless they are frozen. A no-op if
-    torch was imported before: its objects are then the user's to freeze.
+    """Disables garbage collection while torch is imported, and freezes what it made: a third of the
+    time and more at exit. Nothing if torch was imported before: its objects are the user's to
+    freeze.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -221,7 +199,6 @@ def lacks(config: Config, field: str, default: str, library: str, sink: Sink) ->
 
 
 def _known(config: Config, sink: Sink) -> bool:
-    """Whether the installed transformers has the family."""
     import_models()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -237,19 +214,9 @@ def _known(config: Config, sink: Sink) -> bool:
     return False
 
 
-def _resolve(config: Config) -> Any:
-    """The file's fields over the family's defaults, as transformers' configuration object."""
-    from transformers import AutoConfig
-
-    values = {k: v for k, v in without_kernels(config.values).items() if k != "model_type"}
-    return AutoConfig.for_model(config.values["model_type"], **values)
-
-
 def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
-    """The class to build and the (part of the) configuration that it takes.
-
-    The class is the first of `architectures` that transformers has, else the family's causal
-    language model. None if there is neither, or the class belongs to another family.
+    """The class, the first of `architectures` that transformers has or the family's causal model,
+    and its (part of the) configuration; None if there is none or it is of another family.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -273,22 +240,8 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
     return None
 
 
-def _no_class(config: Config, sink: Sink) -> None:
-    family = config.values["model_type"]
-    named = config.values.get("architectures") or ()
-    message = f"transformers has no causal language model for model_type {family!r}"
-    if named:
-        message += f", and {one_of(named)} is not one of its classes for that family"
-    advice = f"name a class of {family} in `architectures`"
-    facts = [f"{version_of('transformers')}  ({config.name})"]
-    sink.error("PL605", message, facts=facts, help=advice)
-
-
 def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
-    """Whether the file states the fields whose family defaults would mean another model.
-
-    A composite configuration (`text_config`) is not checked: those on the hub rely on defaults.
-    """
+    """Whether a file has the fields whose defaults would mean another model (composites do not)."""
     names = getattr(type(resolved), "attribute_map", {})
     defaults = resolved.to_dict()
     complete = True
@@ -303,7 +256,6 @@ def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
 
 
 def _on_meta(make: Any) -> Any:
-    """Builds a model on the meta device, without initializing weights, and ties its weights."""
     import torch
 
     with torch.device("meta"), contextlib.ExitStack() as stack:
@@ -319,9 +271,7 @@ def _on_meta(make: Any) -> Any:
 
 
 def one_sequence_a_row() -> contextlib.AbstractContextManager[None]:
-    """Each row of a batch counts as one sequence: to find several, transformers reads data, which
-    fake tensors do not have.
-    """
+    """Each row counts as one sequence: to find several needs data, which fake tensors lack."""
     from transformers import masking_utils
 
     return replaced(masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None)

@@ -10,16 +10,10 @@ from planc.model.indices import Indices
 def by_size(
     facts: Facts, least: int, taken: Sequence[Modules], ignored: Sequence[Modules]
 ) -> tuple[Modules, ...]:
-    """The smallest modules with at least a number of parameters, not counting units inside them.
+    """The smallest modules with at least `least` parameters, outside of units inside them, of those
+    that the plan has `taken`, and around none that is ignored.
 
-    This is the rule of `size_based_auto_wrap_policy` in torch.distributed.fsdp.wrap, which
-    accelerate's `SIZE_BASED_WRAP` uses: children first, never a container without a forward.
-
-    Args:
-        facts: the model.
-        least: the minimum number of parameters of a unit.
-        taken: the units that the plan names; modules inside them are skipped.
-        ignored: modules that no unit may contain.
+    The rule of torch's `size_based_auto_wrap_policy`: children first, never a container.
     """
     search = _SizeSearch(facts, least, (*taken, *ignored))
     search.left(facts.model)
@@ -50,14 +44,7 @@ class _SizeSearch:
 def by_dtype(
     facts: Facts, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
 ) -> tuple[Modules, ...]:
-    """The largest modules whose parameters all have a dtype and that the plan does not name.
-
-    Args:
-        facts: the model.
-        dtype: a torch dtype name.
-        taken: the units that the plan names; modules inside them are considered.
-        kept: the dtype of a parameter after `load`.
-    """
+    """The largest modules whose parameters all have a dtype after `load`, but those `taken`."""
     return tuple(_uniform(facts.model, dtype, taken, kept))
 
 

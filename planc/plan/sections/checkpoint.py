@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from planc.diagnostic import did_you_mean, one_of
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.aten_operators import GROUPS, Save, like, listed, seen
+from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save, like, listed, seen
 from planc.ops.compile import Compile
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import evaluate
@@ -56,12 +55,7 @@ def _claim(
     known: tuple[str, ...],
     read: Callable[[ast.Call], tuple[T] | None],
 ) -> None:
-    """Claims the modules of the rules of all sections with one name.
-
-    Args:
-        known: the actions that a rule can have.
-        read: returns the operation of an action in a tuple, or None after a finding.
-    """
+    """Claims the modules of all sections of a name; `read` gives an action's operation."""
     for section in program.named(name):
         no_axes(section, program)
         for rule, placed in rules_of(section, known, f"way to {name}", program):

@@ -1,13 +1,11 @@
 """The context sections -> how the ranks of an axis compute parts of each sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.ops.context import ContextParallel
 from planc.plan.ir import ContextRule
-from planc.plan.overrides import Settings
 from planc.plan.program import Program
+from planc.plan.rule_conflicts import Settings
 from planc.plan.sections.word_settings import word_settings
 from planc.syntax import ast
 
@@ -19,20 +17,15 @@ WORDS = {
 
 
 def context(program: Program) -> Iterator[ContextRule]:
-    """The rules of the context sections; with `attention = script` the training script slices the
-    sequences, and its attention exchanges keys and values.
-    """
+    """The rules of the context sections; `attention = script` leaves it to the training script."""
     settings, sections = Settings(program.sink), [*program.named("context")]
     axes = [axis for section in sections for axis in (*section.axes, *section.replicate)]
     for section in sections:
         word_settings(section, WORDS, settings, program, "attention = all_gather")
         if not section.axes or len({axis.path for axis in axes}) > 1:
-            program.sink.error(
-                "PL305",
-                "a context section works over one axis of the mesh",
-                section.name_origin,
-                help="write `context on cp {`",
-            )
+            message = "a context section works over one axis of the mesh"
+            hint = "write `context on cp {`"
+            program.sink.error("PL305", message, section.name_origin, help=hint)
             return
     if sections:
         yield from _rule(axes[0].path, sections[0], settings, program)
@@ -54,12 +47,8 @@ def _rule(
         )
     elif attention == _SCRIPT:
         if "balance" in lines:
-            program.sink.error(
-                "PL012",
-                "`balance` says which tokens planc gives a rank; here the script slices",
-                lines["balance"].origin,
-                help="remove it",
-            )
+            message = "`balance` says which tokens planc gives a rank; here the script slices"
+            program.sink.error("PL012", message, lines["balance"].origin, help="remove it")
         yield ContextRule(axis=axis, op=None, origin=origin)
     elif attention is not None:
         op = ContextParallel(

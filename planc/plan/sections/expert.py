@@ -1,7 +1,5 @@
 """The expert section -> fused experts that ranks divide among them."""
 
-from __future__ import annotations
-
 from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
 from planc.plan.call_arguments import Arguments, unknown, word
 from planc.plan.ir import ExpertRule
@@ -19,7 +17,10 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
     """The rules of the expert sections, in the plan's order."""
     claims: Claims[str] = Claims(program.sink)
     for section in program.named("expert"):
-        _on_one_axis(section, program)
+        if len(section.axes) != 1 or section.replicate:
+            message = "an expert section works over the ranks that divide experts"
+            hint = f"write `expert on {EXPERTS} {{`"
+            program.sink.error("PL305", message, section.name_origin, help=hint)
         for placed in flatten(section, program.scope):
             rule = rule_of(placed, "expert", program)
             if rule is None:
@@ -33,16 +34,6 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
     return tuple(
         ExpertRule(modules=c.modules, dispatch=c.value, origin=c.origin) for c in claims.claims
     )
-
-
-def _on_one_axis(section: ast.Section, program: Program) -> None:
-    if len(section.axes) != 1 or section.replicate:
-        program.sink.error(
-            "PL305",
-            "an expert section works over the ranks that divide experts",
-            section.name_origin,
-            help=f"write `expert on {EXPERTS} {{`",
-        )
 
 
 def _way(call: ast.Call, program: Program) -> str | None:

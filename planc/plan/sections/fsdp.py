@@ -7,20 +7,10 @@ from typing import Any
 from planc.diagnostic import Label
 from planc.plan.ir import Fsdp, Ignored, SpreadRule
 from planc.plan.mesh_axes import expanded
-from planc.plan.overrides import Settings
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, Placed, flatten
+from planc.plan.rule_conflicts import Claims, Placed, Settings, flatten
 from planc.plan.scope import Scope
-from planc.plan.sections import fsdp_policies, megatron_fsdp
-from planc.plan.sections.fsdp_units import (
-    FOUND,
-    SpreadTerms,
-    Terms,
-    found_units,
-    rule,
-    spread,
-    units,
-)
+from planc.plan.sections import fsdp_policies, fsdp_units, megatron_fsdp
 from planc.plan.selectors import select
 from planc.syntax import ast
 
@@ -37,9 +27,9 @@ class _Section:
     """The state of a section while its items are read."""
 
     program: Program
-    claims: Claims[Terms]
+    claims: Claims[fsdp_units.Terms]
     ignored: Claims[bool]
-    spreads: Claims[SpreadTerms]
+    spreads: Claims[fsdp_units.SpreadTerms]
     settings: Settings
     found: list[Placed] = field(default_factory=list)
 
@@ -66,14 +56,14 @@ def fsdp(program: Program) -> Fsdp | None:
             _item(placed, section.name, state)
     kept = [c.modules for c in state.ignored.claims]
     for placed in sorted(state.found, key=_dtypes_first):
-        found_units(placed, state.claims, kept, program.scope)
+        fsdp_units.found_units(placed, state.claims, kept, program.scope)
     shard, replicate = _spread(first, program)
     values = state.settings.values
     return Fsdp(
         shard=shard,
         replicate=replicate,
         precision=values.get("precision"),
-        units=tuple(units(state.claims)),
+        units=tuple(fsdp_units.units(state.claims)),
         ignored=tuple(Ignored(modules=c.modules, origin=c.origin) for c in state.ignored.claims),
         prefetch=values.get("prefetch"),
         offload=values.get("offload"),
@@ -126,11 +116,11 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
     scope = state.program.scope
     match item:
         case ast.Rule() if item.action.name == "spread":
-            spread(item, placed, state.spreads, scope)
-        case ast.Rule(target=ast.Call(name=name)) if name in FOUND:
+            fsdp_units.spread(item, placed, state.spreads, scope)
+        case ast.Rule(target=ast.Call(name=name)) if name in fsdp_units.FOUND:
             state.found.append(placed)
         case ast.Rule():
-            rule(item, placed, state.claims, scope)
+            fsdp_units.rule(item, placed, state.claims, scope)
         case ast.Ignore():
             found = select(item.target, placed.bases, scope, optional=item.optional)
             state.ignored.add(found, "ignoring", True, item.origin, override=False)

@@ -30,12 +30,7 @@ SpreadTerms = tuple[tuple[str, ...] | None, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The arguments of `unit(...)`, and their line.
-
-    Args:
-        group: whether all modules of the line are one unit.
-        entry: the list entry where lists are grouped entry by entry, -1 for one group.
-    """
+    """The arguments of `unit(...)`, and their line; a `group` is one unit, of an `entry` or all."""
 
     reshard: bool | int | str = True
     precision: Precision | None = None
@@ -94,11 +89,7 @@ def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
 
 
 def _staged(scope: Scope) -> bool:
-    """Whether the mesh has pipeline stages.
-
-    Each microbatch would all-gather what the previous one resharded, so units keep their parameters
-    gathered by default: torchtitan's rule (`reshard_after_forward = "default"`).
-    """
+    """Whether units stay gathered for a pipeline's microbatches, by torchtitan's default."""
     mesh = scope.solve()
     return mesh is not None and any(a.size > 1 for a in mesh.of_role(AxisRole.STAGE))
 
@@ -186,10 +177,7 @@ def _parts(
 def found_units(
     placed: Placed, claims: Claims[Terms], ignored: Sequence[Modules], scope: Scope
 ) -> None:
-    """Adds the units of `auto(min_params = 100M) : unit` and `dtype(fp32) : unit`.
-
-    They come after all rules that name modules, and leave what those decide unchanged.
-    """
+    """Adds the units of `auto(...)` and `dtype(...)`, after those of named modules."""
     item = placed.item
     assert isinstance(item, ast.Rule) and isinstance(item.target, ast.Call)
     if item.action.name != "unit":

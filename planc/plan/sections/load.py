@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from planc.model.facts import Facts, Modules
 from planc.ops.load import Load
-from planc.plan.overrides import Settings
 from planc.plan.program import Program
+from planc.plan.rule_conflicts import Settings
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.sections.tensor import no_axes
 from planc.plan.sections.word_settings import word_settings

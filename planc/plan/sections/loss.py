@@ -19,7 +19,13 @@ def loss(program: Program) -> tuple[LossRule, ...]:
     """The rules of the loss sections, in the plan's order."""
     claims: Claims[tuple[ChunkLoss, str | None]] = Claims(program.sink)
     for section in program.named("loss"):
-        axis = _axis(section, program)
+        # the axis that shards the vocabulary; a section without one needs none
+        axes = (*section.axes, *section.replicate)
+        if len(axes) > 1:
+            message = "a loss section works over one axis of the mesh"
+            help = "write `loss on tp {`, or `loss {` where the vocabulary is not sharded"
+            program.sink.error("PL305", message, section.name_origin, help=help)
+        axis = axes[0].path if axes else None
         for rule, placed in rules_of(section, (_ACTION,), "loss", program):
             found, op = modules_of(rule, placed, program.scope), _op(rule.action, program)
             if op is not None:
@@ -30,21 +36,8 @@ def loss(program: Program) -> tuple[LossRule, ...]:
     )
 
 
-def _axis(section: ast.Section, program: Program) -> str | None:
-    """The axis that shards the vocabulary; a section without one needs none."""
-    axes = (*section.axes, *section.replicate)
-    if len(axes) > 1:
-        message = "a loss section works over one axis of the mesh"
-        help = "write `loss on tp {`, or `loss {` where the vocabulary is not sharded"
-        program.sink.error("PL305", message, section.name_origin, help=help)
-    return axes[0].path if axes else None
-
-
 def _op(call: ast.Call, program: Program) -> ChunkLoss | None:
-    """`cross_entropy(...)` on the whole model, or None after a finding.
-
-    What the model does with its logits is read from its configuration, where the plan says nothing.
-    """
+    """`cross_entropy(...)`, by the model's configuration where the plan is silent; or None."""
     arguments = Arguments(call, program.scope, _TERMS)
     config = program.facts.config
     chunks = arguments.integer("chunks", 1)

@@ -1,7 +1,5 @@
 """The pipeline section -> the stages of the model's blocks, and the schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.diagnostic import did_you_mean, one_of
@@ -14,9 +12,8 @@ from planc.ops.pipeline import SCHEDULES, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word
 from planc.plan.evaluate import describe, evaluate
 from planc.plan.ir import PipelineRule
-from planc.plan.overrides import Settings
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import flatten
+from planc.plan.rule_conflicts import Settings, flatten
 from planc.plan.scope import Failed, Scope
 from planc.plan.selectors import select
 from planc.syntax import ast
@@ -86,12 +83,8 @@ def _axis(section: ast.Section, program: Program) -> str | None:
     if found is not None and found.role is AxisRole.STAGE:
         return found.name
     if found is not None or len(names) != 1:
-        program.sink.error(
-            "PL305",
-            "a pipeline section works over the axis of the stages",
-            section.name_origin,
-            help="write `pipeline on pp {`",
-        )
+        message = "a pipeline section works over the axis of the stages"
+        program.sink.error("PL305", message, section.name_origin, help="write `pipeline on pp {`")
     return None
 
 
@@ -115,7 +108,6 @@ def _settings(program: Program) -> Settings:
 
 
 def _value(item: ast.Setting, program: Program) -> object:
-    """The value of a setting, None after a finding; `stages` is read with the mesh."""
     if item.name == "stages":
         return True
     value = word(item.value, program.scope)
@@ -200,10 +192,7 @@ def _counted(call: ast.Call, ranks: int, scope: Scope) -> tuple[Modules, Bounds]
 
 
 def _even(count: int, stages: int, first: int, last: int) -> list[int]:
-    """The blocks of each stage: as many each, but for the first and the last one.
-
-    Blocks that remain go to the stages in the middle, which have no embedding and no head.
-    """
+    """The blocks of each stage, but for the ends; stages in the middle take those that remain."""
     each, rest = divmod(count - first - last, stages)
     sizes = [each] * stages
     for i in [*range(1, stages - 1), 0, stages - 1][:rest]:
@@ -280,9 +269,7 @@ def _list_of(
 def _rest(
     facts: Facts, blocks: Modules, order: BlockOrder
 ) -> tuple[tuple[Modules, ...], tuple[Modules, ...]] | str:
-    """The modules of the first and of the last stage besides their blocks, or why a module is in
-    neither.
-    """
+    """The first and the last stage's modules besides blocks, or why a module is in neither."""
     inputs: list[Modules] = []
     outputs: list[Modules] = []
     for modules in _holders(facts, blocks):

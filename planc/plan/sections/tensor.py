@@ -9,8 +9,7 @@ from planc.plan.ir import TensorRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, flatten
 from planc.plan.scope import Scope
-from planc.plan.sections.tensor_styles import STYLES, custom, style_of
-from planc.plan.sections.transformers_styles import equivalent
+from planc.plan.sections.tensor_styles import STYLES, custom, equivalent, style_of
 from planc.plan.selectors import select
 from planc.syntax import ast
 

@@ -1,4 +1,4 @@
-"""The styles of a plan -> styles of the IR."""
+"""The styles of a tensor section, with their arguments; transformers' names in terms of these."""
 
 from typing import get_args
 
@@ -9,16 +9,51 @@ from planc.plan.evaluate import evaluate, size
 from planc.plan.scope import Failed, Scope
 from planc.syntax import ast
 
+_EXPERTS = "experts(gate_up_proj = shard(1, parts = 2), down_proj = shard(2))"
+_EXPERT_PARALLEL = "`dispatch(all_to_all)` in a section `expert on ep`; over a tensor axis it is"
+
+_STYLES = {
+    "colwise_rep": "`colwise(-> replicate)`",
+    "colwise_gather_output": "`colwise(-> replicate)`",
+    "rowwise_rep": "`rowwise(replicate -> replicate)`",
+    "rowwise_split_input": "`rowwise(replicate -> replicate)`",
+    "embedding_rowwise": "`rowwise`",
+    "embedding_colwise": "`colwise(-> replicate)`",
+    "local_colwise": "`colwise`",
+    "local_rowwise": "`rowwise`",
+    "packed_colwise": f"`colwise(parts = 2)`; of fused experts `{_EXPERTS}`",
+    "packed_rowwise": "`rowwise(parts = 2)`",
+    "local_packed_rowwise": "`rowwise(parts = 2)`",
+    "sequence_parallel": "`sequence(local = true)`",
+    "gather": "`output(partial -> replicate)`",
+    "all_reduce": "`output(partial -> replicate)`",
+    "replicated_with_grad_allreduce": "`replicate(gradient = sum)`",
+    "mla_kv_a_proj": "`mla_kv(rope = config.qk_rope_head_dim)`",
+    "moe_tp_experts": f"`{_EXPERTS}`",
+    "moe_experts_allreduce": f"`{_EXPERTS}`",
+    "moe_identity_expert": 'a style of your own: `style NAME = python "package.module:Class"`',
+    "local": "`parameters(weight = shard(0))`, with the names and dims of its parameters",
+    "local_params": "`parameters(sinks = shard(0))`, with the names of its parameters",
+    "grouped_gemm": f"{_EXPERT_PARALLEL} `{_EXPERTS}`",
+    "ep_dispatch_experts": f"{_EXPERT_PARALLEL} `{_EXPERTS}`",
+    "ep_router": f"{_EXPERT_PARALLEL} `replicate`",
+}
+"""Source: `ALL_PARALLEL_STYLES` of transformers 4.50 to 5. `colwise`, `rowwise` and `replicate`
+have the same name in both languages."""
+
+
+def equivalent(name: str) -> str | None:
+    """The help for a style of transformers: what a plan writes in its place; None for any other."""
+    told = _STYLES.get(name)
+    return f"`{name}` of transformers is, in a plan, {told}" if told else None
+
+
 STYLES = tuple(kind_of(cls) for cls in get_args(get_args(ir.Style)[0]) if cls is not ir.Custom)
 
 
 def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> ir.Style | None:
-    """A style of the IR, or None after a finding.
-
-    Args:
-        call: its name is one of STYLES.
-        kind: of the modules: on an `embedding` a bare rowwise is replicate -> replicate, and the
-            weight of a `conv1d` is transposed.
+    """A style of the IR, or None after a finding. On an `embedding` bare rowwise is replicate ->
+    replicate; the weight of a `conv1d` is transposed.
     """
     match call.name:
         case "colwise" | "rowwise":

@@ -1,15 +1,12 @@
 """Sections of settings whose values are words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from planc.diagnostic import did_you_mean, one_of
 from planc.plan.call_arguments import word
 from planc.plan.evaluate import describe
-from planc.plan.overrides import Settings
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import flatten
+from planc.plan.rule_conflicts import Settings, flatten
 from planc.plan.scope import Failed
 from planc.syntax import ast
 
@@ -20,15 +17,7 @@ Words = Mapping[str, Mapping[str, str]]
 def word_settings(
     section: ast.Section, words: Words, settings: Settings, program: Program, example: str
 ) -> None:
-    """Adds the settings of a section.
-
-    Args:
-        section: holds nothing else.
-        words: all settings that it may have.
-        settings: receives them.
-        program: the plan, whose sink receives PL011, PL012 and PL105.
-        example: a setting, for the help.
-    """
+    """Adds the settings (of `words`) of a section; reports PL011, PL012 and PL105."""
     for placed in flatten(section, program.scope):
         item = placed.item
         if not isinstance(item, ast.Setting) or placed.nested:

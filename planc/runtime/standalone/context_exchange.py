@@ -1,7 +1,4 @@
-"""Collectives of context parallelism, with their gradients.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Collectives of context parallelism, with their gradients."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
 
 
 class HeadsForTokens(torch.autograd.Function):  # type: ignore[misc]
-    """From all heads of a part of the tokens to a part of the heads of all, or back.
-
-    `[rows, heads, tokens, features]` in both cases.
-    """
+    """All heads of a part <-> some heads of all: [rows, heads, tokens, features]."""
 
     @staticmethod
     def forward(

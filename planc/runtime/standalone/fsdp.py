@@ -1,7 +1,4 @@
-"""How FSDP shards parameters, and settings of its units.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""How FSDP shards parameters, and settings of its units."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,10 +20,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 
 
 def along(dim: int, ranks: int) -> Split:
-    """A `shard_placement_fn` that shards `dim` of parameters where it is divisible.
-
-    Other parameters are sharded on dim 0. Shapes are local under tensor parallelism.
-    """
+    """A `shard_placement_fn`: `dim` where its local size is divisible, else dim 0."""
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         shape = getattr(parameter, "_local_tensor", parameter).shape
@@ -47,13 +41,8 @@ def placements(*spreads: Spread) -> dict[nn.Parameter, tuple[Split | None, Any]]
 def spread(
     placed: dict[nn.Parameter, tuple[Split | None, Any]], rest: Split | None = None
 ) -> Callable[[nn.Parameter], Any]:
-    """A `shard_placement_fn` for units with parameters on several meshes.
-
-    torch supports them since 2.12.
-
-    Args:
-        placed: the result of `placements`.
-        rest: the sharding of the unit's other parameters.
+    """A `shard_placement_fn` for units on several meshes, as of torch 2.12: by
+    `placements`, else `rest`.
     """
 
     def placement(parameter: nn.Parameter) -> Any:
@@ -82,11 +71,8 @@ def divide_gradients(model: nn.Module, factor: float, device_type: str) -> None:
 
 
 def prefetch_forward(depth: int, *units: Units) -> None:
-    """Makes each entry of a list all-gather the units of the next `depth` entries too.
-
-    Args:
-        depth: the number of entries ahead.
-        units: (entry, unit) of each unit, in the order in which an entry runs them.
+    """Each entry of a list all-gathers the units of the next `depth` entries too; units
+    are (entry, unit) in the order in which an entry runs them.
     """
     for first, ahead in _with_next(units, depth, backward=False):
         first.set_modules_to_forward_prefetch(ahead)

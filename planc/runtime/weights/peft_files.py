@@ -17,7 +17,7 @@ from planc.ops.lowered import Lowered
 from planc.runtime.lora import NAME, adapts
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
-from planc.runtime.standalone.lora_init import adapter_layers
+from planc.runtime.standalone.lora import adapter_layers
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
 from planc.runtime.standalone.shards import (
     four_bit_layers,
@@ -40,12 +40,10 @@ another kind."""
 
 
 def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors`. Every rank calls it.
+    """Writes peft's two files, with other trainable modules as `modules_to_save`; every rank calls
+    it.
 
-    Other trainable modules are saved as peft's `modules_to_save`.
-
-    Raises:
-        PlanError: PL189, PL497; PL688, a layer trains beside its own adapter. On every rank.
+    Raises PL189, PL497, or PL688, a layer trains beside its own adapter, on every rank.
     """
     raise_on_all_ranks([*_require_adapters(lowered, "to save"), *_trained_with_adapter(model)])
     reshard(model)
@@ -58,18 +56,16 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     failed: list[Diagnostic] = []
     if distributed.get_rank() == 0:
         try:
-            _write(model, lowered, folder, full)
+            folder.mkdir(parents=True, exist_ok=True)
+            _config(model, lowered).save_pretrained(str(folder))
+            write_tensors(folder / WEIGHTS, full)
         except OSError as error:
             failed.append(problem("PL497", f"{folder} could not be written: {error}"))
     raise_on_all_ranks(failed)
 
 
 def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
-    """Fills the adapters; each rank reads its own slices. Every rank calls it.
-
-    Raises:
-        PlanError: PL189, PL496, PL497. On every rank.
-    """
+    """Fills the adapters, each rank its slices. Raises PL189, PL496, PL497, on every rank."""
     findings = _require_adapters(lowered, "to load")
     reshard(model)
     tensors, order = dict(named_tensors(model)), rank_orders(model)
@@ -119,18 +115,11 @@ def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
 
 
 def _peft_name(name: str) -> str:
-    """The name in peft's files, which leave out the adapter's name."""
     kept = name.removesuffix(f".{NAME}") if name.endswith(f".{NAME}") else name
     return f"{_PREFIX}{kept.replace(f'.{NAME}.weight', '.weight')}"
 
 
 # The configuration -------------------------------------------------------------------------------
-
-
-def _write(model: nn.Module, lowered: Lowered, folder: Path, full: dict[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    _config(model, lowered).save_pretrained(str(folder))
-    write_tensors(folder / WEIGHTS, full)
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -254,10 +243,7 @@ def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
 
 
 def change(layer: Any) -> Tensor:
-    """The change of a layer's weight by its adapter; a collective if the adapter is sharded.
-
-    The arithmetic is that of peft's `get_delta_weight`, in the adapter's dtype.
-    """
+    """What an adapter adds to a weight (`get_delta_weight`); a collective if it is sharded."""
     embedding = bool(layer.lora_embedding_A)
     if embedding:
         a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]

@@ -1,8 +1,4 @@
-"""Tensors that a checkpoint stores in another form than the model, and slices of them.
-
-Only `Run.load` reads these, because transformers defines the conversions and emitted scripts
-do not import it.
-"""
+"""Tensors in another form than the model's, after transformers; read by `Run.load` alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +15,10 @@ from planc.runtime.standalone.shards import Runs, blocks_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A tensor of a file that is a block of a tensor of the model.
+    """A tensor of a file that is a block of a tensor of the model, at `start`, of a size by its
+    dims.
 
     Args:
-        entry: the tensor in the file.
-        start: the offset of the block in each dim of the model's tensor.
-        size: the size of the block in each dim of the model's tensor.
         dims: for each dim of the model's tensor, the dim of the file's tensor; None if the file's
             tensor lacks it, and then the block has size 1.
     """
@@ -36,12 +30,7 @@ class Piece:
 
 
 class ConvertedTensor(StoredTensor):
-    """A tensor of the model that is assembled from several, or transposed, stored tensors.
-
-    Args:
-        pieces: blocks that cover the tensor.
-        shape: the full shape.
-    """
+    """A tensor of the model of this full shape, put together from pieces that cover it."""
 
     def __init__(self, pieces: Iterable[Piece], shape: tuple[int, ...]) -> None:
         self.pieces = tuple(pieces)
@@ -60,7 +49,6 @@ class ConvertedTensor(StoredTensor):
 
 
 def _copy(target: Tensor, source: Any, piece: Piece, ranges: Sequence[Runs]) -> None:
-    """Copies the part of a piece that is in the ranges of the full tensor."""
     for inner, outer in blocks_of(ranges):
         both = [_both(piece, dim, part) for dim, part in enumerate(outer)]
         if any(start >= stop for start, stop in both):
@@ -79,7 +67,6 @@ def _both(piece: Piece, dim: int, part: slice) -> tuple[int, int]:
 
 
 def _read(source: Any, piece: Piece, both: Sequence[tuple[int, int]]) -> Tensor:
-    """The values at positions of the full tensor, with its dims in order."""
     own: dict[int, slice] = {}
     for dim, at, (start, stop) in zip(piece.dims, piece.start, both, strict=True):
         if dim is not None:

@@ -13,14 +13,7 @@ from planc.syntax.plan_files import PlanFile, quotable, text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormattedFile:
-    """A plan as it is and in its canonical layout.
-
-    Args:
-        name: the user's name for it.
-        path: the file, or None for standard input.
-        before: its text.
-        after: its text in the canonical layout, or None where it does not parse.
-    """
+    """A plan by its name and path (None: standard input), its text, and its layout if it parses."""
 
     name: str
     path: Path | None
@@ -43,11 +36,7 @@ class FormattedFile:
         return "".join(f"{line}\n" for line in lines)
 
     def write(self, sink: Sink) -> bool:
-        """Writes the new layout into the file and returns whether that succeeded.
-
-        Args:
-            sink: receives PL020 where the file cannot be written; it is then unchanged.
-        """
+        """Writes the layout into the file; returns whether that succeeded (else PL020)."""
         assert self.path is not None and self.after is not None
         try:
             atomic_write.write(self.path, self.after)
@@ -59,13 +48,7 @@ class FormattedFile:
 
 
 def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]:
-    """The layout of each plan, in order.
-
-    Args:
-        names: files, folders (for the `.plan` files at any depth in them, but
-            in no hidden folder), `-` for standard input.
-        sink: receives PL006 for what can't be read, and the findings of the parser.
-    """
+    """The layout of each plan in files, folders (any depth, not hidden) or `-`; reports PL006."""
     for name in names:
         folder = Path(name)
         if name != "-" and folder.is_dir():

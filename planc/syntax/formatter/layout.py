@@ -35,14 +35,10 @@ _MODIFIERS = ("OPTIONAL", "OVERRIDE")
 
 
 def formatted(source: Source, sink: Sink) -> str | None:
-    """The text of a plan in its canonical layout, or None where it does not parse.
+    """A plan in its canonical layout, with its first line's ending, or None where it does not
+    parse.
 
-    Args:
-        source: the text of a `.plan` file, with any line endings; those of its first line are kept.
-        sink: receives the parser's findings.
-
-    Raises:
-        RuntimeError: the layout would change the plan, which is a bug of this module.
+    Raises RuntimeError if that would change the plan: a bug of this module.
     """
     errors = sink.errors
     before = parse(source, sink)
@@ -64,11 +60,7 @@ def _comments(text: str) -> list[str]:
 
 
 def laid_out(text: str) -> str:
-    """A text that parses, in its canonical layout.
-
-    Raises:
-        UnexpectedInput: the text is not in the grammar.
-    """
+    """A text in its canonical layout; raises UnexpectedInput if it is not in the grammar."""
     rows: list[_Row] = []
     lines = TokenReader(tokens_of(text + "\n")).read()
     pads = _pads(lines)
@@ -86,7 +78,6 @@ def laid_out(text: str) -> str:
 
 
 def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
-    """Which part of each line is followed by padding for alignment, and by how many spaces."""
     runs: list[list[tuple[int, int, int]]] = []
     last: tuple[object, ...] | None = None
     for at, line in enumerate(lines):
@@ -193,7 +184,6 @@ def _inside(group: BracketGroup, indent: int) -> list[_Row]:
 
 
 def _flat(parts: Sequence[TokenOrGroup]) -> str:
-    """The parts in one line, brackets and all."""
     text = ""
     for before, part in zip([None, *parts], parts, strict=False):
         text += _space(before, part) if before is not None else ""
@@ -207,7 +197,6 @@ def _flat(parts: Sequence[TokenOrGroup]) -> str:
 
 
 def _space(before: TokenOrGroup, part: TokenOrGroup) -> str:
-    """The space between two parts of one line."""
     if isinstance(part, BracketGroup):
         tight = part.call
     else:

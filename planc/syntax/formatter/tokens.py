@@ -1,8 +1,4 @@
-"""A plan's tokens and comments, grouped by lines and brackets: the formatter's input.
-
-The tokens are the parser's own, so the syntax is defined in one place; comments are found in the
-text between tokens.
-"""
+"""The parser's own tokens, and the comments between them, grouped by lines and brackets."""
 
 from __future__ import annotations
 
@@ -24,15 +20,7 @@ _OPERANDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanToken:
-    """A token or a comment.
-
-    Args:
-        kind: the token's type, or `#`.
-        text: as written; a comment without trailing spaces.
-        fresh: whether it is the first of its line.
-        blank: whether a blank line precedes it.
-        unary: whether it is a sign, not a subtraction.
-    """
+    """A token or `#` comment: `fresh` in its line, `blank` follows an empty line; `unary`: sign."""
 
     kind: str
     text: str
@@ -72,11 +60,9 @@ class BracketGroup:
     """Brackets and their content.
 
     Args:
-        open: the opening bracket.
         call: whether the content is the arguments of a name.
         items: separated by commas or, in parentheses, by `and` and `or`.
         tail: comments before the closing bracket.
-        close: the closing bracket.
     """
 
     open: PlanToken
@@ -107,14 +93,7 @@ def commented(parts: list[TokenOrGroup]) -> bool:
 
 @dataclass(slots=True)
 class OutputLine:
-    """A line of the result: a statement, the head or the end of a block, or a comment.
-
-    Args:
-        indent: the number of enclosing blocks.
-        blank: whether a blank line precedes it.
-        parts: empty for a comment on its own.
-        comment: on its own, or after the parts.
-    """
+    """A line of the result: a statement, the head or end of a block, or a comment (no parts)."""
 
     indent: int
     blank: bool
@@ -135,11 +114,7 @@ def _is(part: TokenOrGroup, kind: str) -> bool:
 
 
 def tokens_of(text: str) -> Iterator[PlanToken]:
-    """The tokens and comments of a text, in order.
-
-    Raises:
-        UnexpectedInput: the text is not in the grammar.
-    """
+    """The tokens and comments of a text; raises UnexpectedInput if it is not in the grammar."""
     session = parser().parse_interactive(text)
     tokens = [t for t in session.exhaust_lexer() if t.type != "_NL"]
     end = 0
@@ -219,7 +194,12 @@ class TokenReader:
                 break
             if token.kind == "#":
                 self.take()
-                self._inside(token, item, group)
+                if item.parts:
+                    item.comment(token)
+                elif group.items and not token.starts_line:
+                    group.items[-1].comment(token)
+                else:
+                    item.lead.append(token.text)
             elif token.kind == "COMMA":
                 self.take()
                 item.lead += item.pending
@@ -238,11 +218,3 @@ class TokenReader:
         else:
             group.tail += item.lead
         return group
-
-    def _inside(self, token: PlanToken, item: BracketItem, group: BracketGroup) -> None:
-        if item.parts:
-            item.comment(token)
-        elif group.items and not token.starts_line:
-            group.items[-1].comment(token)
-        else:
-            item.lead.append(token.text)

@@ -1,4 +1,4 @@
-"""PL442, PL443, PL381 to PL383: axes and shard dims that a unit cannot have."""
+"""PL381 to PL383, PL417, PL442, PL443, PL447, PL450: axes and options that a unit cannot have."""
 
 from math import prod
 
@@ -8,17 +8,59 @@ from planc.model.facts import Facts, Modules
 from planc.ops.styles import Replicated, style_name
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
-from planc.plan.local_shapes import split_dim
+from planc.plan.local_shapes import held, split_dim
 from planc.plan.parameter_owners import Owned, owned
-from planc.plan.shard_dim_auto import held
+from planc.source import Span
+
+
+def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`reshard = N` takes a non-trivial divisor of the ranks of a unit, as `fully_shard` does."""
+    if plan.fsdp is None:
+        return
+    spread = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
+    pairs: list[tuple[Unit, Unit | SpreadRule]] = [(u, u) for u in plan.fsdp.units]
+    for unit, part in dict.fromkeys([*pairs, *spread]):
+        shard, _ = plan.fsdp.axes(part)
+        size = plan.mesh.size(*shard)
+        count = unit.reshard
+        if isinstance(count, bool) or (1 < count < size and size % count == 0):
+            continue
+        if size == 1 and plan.mesh.assumed:
+            continue
+        choices = [n for n in range(2, min(size, 1024)) if size % n == 0]
+        axes = (a for a in plan.mesh.axes if a.name in shard)
+        labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes]
+        words = {
+            1: "the shard of one rank would be the full parameter: write `never`",
+            size: "write `always`",
+        }
+        told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
+        told = words.get(count) or (told if choices else "write `always`, or `never`")
+        told = "write `always`, or `never`" if size == 1 else told
+        sink.error(
+            "PL417",
+            f"{size} rank{'s' if size > 1 else ''} cannot reshard to {count}{_why(count, size)}",
+            Label(span=unit.origin),
+            *([Label(span=part.origin, text="shards over other axes")] if part is not unit else []),
+            *labels,
+            help=told,
+        )
+
+
+def _why(count: int, size: int) -> str:
+    if size == 1:
+        return ": there is nothing to reshard"
+    if count == size:
+        return ": the unit is sharded over that many ranks already"
+    return f": it does not divide {size}" if count > 1 else ""
 
 
 def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """`on` takes a subset of the section's axes, and `shard_dim` a dim that the parameters have.
 
-    Over other axes nothing would average a unit's gradients, except those of tensor parallelism,
-    whose ranks have equal gradients of unstyled parameters. torch shards dim 0 unevenly and any
-    other dim only evenly, so parameters that do not divide stay sharded on dim 0.
+    Over other axes nothing averages a unit's gradients, but for tensor parallelism, whose ranks
+    have equal ones. torch shards dim 0 unevenly, others evenly: what does not divide stays on dim
+    0.
     """
     section = plan.fsdp
     if section is None or "fsdp" in plan.broken:
@@ -63,10 +105,8 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
 def _styled(
     part: Unit | SpreadRule, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
 ) -> None:
-    """PL381: FSDP cannot shard over an axis that a style already uses for the same parameters.
-
-    Styled parameters are DTensors on their axis' mesh, which FSDP places beside its own
-    (`_init_sharding_spec_tp` in torch's `_fsdp_param`); the two cannot share an axis.
+    """PL381: styled parameters are DTensors on their axis' mesh, which FSDP puts beside its own:
+    they cannot share an axis. Source: `_init_sharding_spec_tp` in torch's `_fsdp_param`.
     """
     beyond = [a for a in section.extra_axes(part) if plan.mesh.size(a) > 1]
     if not beyond or "tensor" in plan.broken:
@@ -130,10 +170,7 @@ _LARGE = 2**20
 
 
 def _short(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
-    """PL383: fewer rows than ranks, which FSDP pads on every rank.
-
-    Source: `padded_sharded_param_size` of torch's `FSDPParam` is what a collective sends.
-    """
+    """PL383: fewer rows than ranks, which FSDP pads on every rank (`padded_sharded_param_size`)."""
     short = [
         (name, shape)
         for name, shape in own
@@ -152,4 +189,54 @@ def _short(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
         part.origin,
         facts=[f"it is {list(shape)}, sharded on dim 0"],
         help="`shard_dim = auto` shards another dim where there are too few rows",
+    )
+
+
+def replicate_options(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Torch's `replicate` keeps whole parameters: it gathers, reshards and places nothing."""
+    section = plan.fsdp
+    if section is None or section.shard or "fsdp" in plan.broken:
+        return
+    said: list[tuple[str, Span]] = []
+    for unit in section.units:
+        if unit.reshard is not True:
+            said.append(("reshard", unit.origin))
+        if unit.shard is not None:
+            said.append(("on", unit.origin))
+        if unit.shard_dim:
+            said.append(("shard_dim", unit.origin))
+    said += [("spread", spread.origin) for spread in section.spreads]
+    if section.prefetch is not None:
+        said.append(("prefetch", section.prefetch.origin))
+    for name, origin in dict.fromkeys(said):
+        sink.error(
+            "PL450",
+            f"`{name}` has no effect where parameters are replicated on every rank",
+            Label(span=origin),
+            Label(span=section.origin, text="replicates the model"),
+            help=f"remove `{name}`, or write an fsdp section",
+        )
+
+
+def cpu_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """An offloaded unit frees its shards after forward, unless it is not resharded; if none is
+    resharded, the whole model is on the device at once and offloading only adds copies.
+    """
+    section = plan.fsdp
+    if section is None or section.offload is None or "fsdp" in plan.broken:
+        return
+    if not section.shard:
+        labels = [Label(span=section.origin, text="keeps full parameters on every rank")]
+    elif section.units and all(unit.reshard is False for unit in section.units):
+        labels = [
+            Label(span=u.origin, text="keeps its parameters gathered") for u in section.units[:3]
+        ]
+    else:
+        return
+    sink.error(
+        "PL447",
+        "`offload` has no effect: every unit stays gathered from forward to backward",
+        Label(span=section.offload.origin, text="offloads parameters"),
+        *labels,
+        help="shard the model, and let units reshard after forward",
     )

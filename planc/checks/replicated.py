@@ -1,14 +1,17 @@
-"""PL161, PL162: norms without a rule whose input is sharded."""
+"""PL161, PL162, PL204: norms and parameters that tensor parallelism leaves replicated."""
 
 import re
 from collections.abc import Iterator
 
-from planc.checks.queries import active, around, several, splits_output
+from planc.checks.queries import active, around, ranks, several, split_dim, splits_output
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.phrases import braced
 from planc.ops.styles import Rowwise, Sequence, Shard
+from planc.plan.apply_adapters import styles
+from planc.plan.experts import expert_styles
 from planc.plan.ir import Plan, TensorRule
+from planc.plan.parameter_owners import owned
 from planc.source import Span
 
 Spans = tuple[Span, ...]
@@ -18,7 +21,6 @@ _OF_HEADS = re.compile(r"(^|_)[qkv](_|$)|query|key|value")
 def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A replicated weight applied to a shard of heads or of the sequence gets a partial gradient.
 
-    Without a rule nothing all-reduces these gradients, and the copies of the weight diverge.
     Observed on qwen3 (tp 2, torch 2.13) without a rule for q_norm: losses look right, and after
     three steps the copies of the weight differ by 4%.
     """
@@ -39,7 +41,14 @@ def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     for spans, norms in on_heads.items():
         _on_heads(norms, spans, sink)
     for spans, norms in on_sequence.items():
-        _on_sequence(norms, spans, sink)
+        sink.warning(
+            "PL162",
+            f"{several(norms)} {_verb(norms, 'gets', 'get')} sequence-sharded activations and "
+            f"{_verb(norms, 'has', 'have')} no rule",
+            *(Label(span=s, text="these have one") for s in spans),
+            facts=[_replicated_weights(norms)],
+            help=f"`{_last(norms)} : sequence`",
+        )
 
 
 def _spans(rules: list[TensorRule]) -> Spans:
@@ -58,9 +67,7 @@ def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modu
 def _replicated_input(norm: Modules, parent: Modules, split: list[TensorRule]) -> bool:
     """Whether a norm runs before a sharded layer, and after none whose output stays sharded.
 
-    The order is that of definition: the last linear layer before such a norm, if there is one,
-    returns all features, and the next one takes them. A norm of queries or keys always has a
-    sharded input, and so may a norm that is defined last.
+    The order is that of definition. Norms of queries or keys always have a sharded input.
     """
     if _OF_HEADS.search(str(norm.path[-1])):
         return False
@@ -74,10 +81,7 @@ def _replicated_input(norm: Modules, parent: Modules, split: list[TensorRule]) -
 
 
 def _is_block(parent: Modules) -> bool:
-    """Whether attention is a submodule: norms beside it see the residual stream, not heads.
-
-    OPT's blocks hold the two linears of their MLP directly.
-    """
+    """Whether attention is a submodule: its norms see no heads. OPT's blocks hold MLP linears."""
     return any(
         below.module.kind == "linear" and len(below.path) > len(parent.path) + 1
         for below in parent.below()
@@ -85,7 +89,6 @@ def _is_block(parent: Modules) -> bool:
 
 
 def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
-    """Whether some submodule outputs a sharded sequence, as under sequence parallelism."""
     split = (r for r in rules if isinstance(r.style, Rowwise) and r.style.output == Shard(1))
     return any(r.modules.within(parent) for r in split)
 
@@ -98,17 +101,6 @@ def _on_heads(norms: list[Modules], split: Spans, sink: Sink) -> None:
         *(Label(span=s, text="split here") for s in split),
         facts=[_replicated_weights(norms)],
         help=f"`{_last(norms)} : replicate(gradient = sum)`",
-    )
-
-
-def _on_sequence(norms: list[Modules], sequence: Spans, sink: Sink) -> None:
-    sink.warning(
-        "PL162",
-        f"{several(norms)} {_verb(norms, 'gets', 'get')} sequence-sharded activations and "
-        f"{_verb(norms, 'has', 'have')} no rule",
-        *(Label(span=s, text="these have one") for s in sequence),
-        facts=[_replicated_weights(norms)],
-        help=f"`{_last(norms)} : sequence`",
     )
 
 
@@ -128,3 +120,45 @@ def _replicated_weights(norms: list[Modules]) -> str:
 def _last(norms: list[Modules]) -> str:
     """The last names of the modules, as a rule inside their parent writes them."""
     return braced(list(dict.fromkeys(str(n.path[-1]) for n in norms)))
+
+
+def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """An info: the share of parameters that every rank of the tensor axis holds in full."""
+    rules = (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
+    every = (*rules, *expert_styles(plan))
+    if not rules or "tensor" in plan.broken:
+        return
+    whole: list[tuple[int, str]] = []
+    shared = _shared(rules[0].axis, plan, facts)
+    for modules in facts.model.below():
+        for parameter in modules.module.parameters:
+            left: list[Modules] = list(modules.outside(shared))
+            for rule in every:
+                if split_dim(rule, parameter) is not None:
+                    left = [rest for part in left for rest in part.minus(rule.modules)]
+            whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
+    total = facts.root.count
+    kept = sum(count for count, _ in whole)
+    if not kept:
+        return
+    share = 100 * kept / total
+    largest = sorted(whole, reverse=True)[:3]
+    names = ", ".join(f"{name} {count:,}" for count, name in largest)
+    sink.info(
+        "PL204",
+        f"{_percent(share)} of the parameters are replicated over {rules[0].axis} = "
+        f"{ranks(plan, rules[0])}",
+        facts=[f"the largest: {names}"],
+    )
+
+
+def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
+    section = plan.fsdp
+    if section is None or not any(section.extra_axes(part) for part in section.parts):
+        return []
+    own = ((o.modules, o.spread or o.unit) for o in owned(plan, facts))
+    return [m for m, part in own if part and axis in section.axes(part)[0]]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"

@@ -1,4 +1,4 @@
-"""PL401, PL402: tied parameters that the plan would separate."""
+"""PL401, PL402, PL440, PL441, PL451 to PL453: tied, ignored and frozen parameters."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,10 @@ from typing import ClassVar
 from planc.checks.queries import active, axis_label, holds, split_dim, unit_of
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules, Parameter
-from planc.plan.ir import Plan, TensorRule, Unit
+from planc.ops.freeze import Freeze
+from planc.ops.styles import Attributes, Input, Output
+from planc.plan.ir import Ignored, Plan, TensorRule, Unit
+from planc.plan.parameter_owners import owned
 
 Half = tuple[str, Modules, Parameter]
 
@@ -25,13 +28,7 @@ class _Parted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedStyles:
-    """Two names of one tensor that the plan shards differently.
-
-    Args:
-        names: of the parameter.
-        labels: the rules that shard it, and the size of their axis.
-        replicated: the names that no rule shards.
-    """
+    """Two names of one tensor with unlike styles: the rules' marks, and the names without rules."""
 
     HELP: ClassVar[str] = (
         "shard both on the vocabulary: `rowwise` on the embedding with `colwise(-> replicate)` on "
@@ -53,11 +50,7 @@ class TiedStyles:
 
 
 def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Tied parameters must be sharded alike and belong to one unit.
-
-    torch's `fully_shard` refuses a parameter that is in two groups; two styles would make two
-    tensors of the model's one.
-    """
+    """Tied parameters have one unit, as `fully_shard` requires, and one style."""
     for pair in split_apart(plan, facts) if "tensor" not in plan.broken else ():
         sink.warning("PL401", pair.message, *pair.labels, facts=pair.facts, help=TiedStyles.HELP)
     parted: list[_Parted] = []
@@ -170,3 +163,87 @@ def _heads(one: str, two: str) -> tuple[str, str]:
         mine.pop()
         other.pop()
     return ".".join(mine), ".".join(other)
+
+
+def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """FSDP neither shards nor reduces its `ignored_params`: on several ranks they are frozen."""
+    section = plan.fsdp
+    if section is None or not section.ignored:
+        return
+    for one in section.ignored:
+        _decided(one, plan, sink)
+    if plan.mesh.size(*section.shard, *section.replicate) == 1 or "train" in plan.broken:
+        return
+    found: dict[Ignored, list[str]] = {}
+    for own in owned(plan, facts):
+        if own.ignored is not None:
+            trained = [p for p in own.modules.module.parameters if own.trains(p)]
+            found.setdefault(own.ignored, []).extend(f"{own.modules}.{p.name}" for p in trained)
+    for one, names in found.items():
+        if names:
+            more = ", ..." if len(names) > 3 else ""
+            shown = ", ".join(f"`{n}`" for n in names[:3]) + more
+            message = f"FSDP does not reduce the gradients of {shown}, which are ignored and train"
+            help = f"freeze them: `train {{` and in it `{one.modules} : frozen`"
+            sink.error("PL440", message, one.origin, help=help)
+
+
+def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
+    """A style makes weights DTensors and a unit shards them: that rule or `ignore` is wrong."""
+    assert plan.fsdp is not None
+    units = ((member, u.origin) for u in plan.fsdp.units for member in u.members)
+    said = [(member, origin, "a unit") for member, origin in units if member.path]
+    rules = (r for r in plan.tensor if not isinstance(r.style, Attributes | Input | Output))
+    said += [(rule.modules, rule.origin, "a style") for rule in rules]
+    for modules, origin, what in said:
+        if modules.within(one.modules):
+            sink.error(
+                "PL441",
+                f"`{modules}` is ignored, and has {what}",
+                Label(span=one.origin, text=f"ignores `{one.modules}`"),
+                Label(span=origin, text=f"sets {what}"),
+                help="keep one of the two",
+            )
+
+
+def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A train rule must match parameters, and some parameter must stay trainable."""
+    if not plan.train or "train" in plan.broken:
+        return
+    found = list(owned(plan, facts))
+    heard = {own.training for own in found if own.training is not None}
+    for rule in plan.train:
+        if rule not in heard:
+            word = "trainable" if rule.trainable else "frozen"
+            empty = not rule.modules.module.count
+            other = "other rules decide all parameters inside it"
+            reason = "it has no parameters" if empty else other
+            message = f"`{rule.modules} : {word}` has no effect: {reason}"
+            sink.error("PL451", message, rule.origin, help="remove the rule")
+    for group in facts.ties:
+        _tied(group, plan, facts, sink)
+    if not any(own.trains(p) for own in found for p in own.modules.module.parameters):
+        sink.error(
+            "PL452",
+            "every parameter of the model is frozen: nothing trains",
+            *(rule.origin for rule in plan.train if not rule.trainable),
+            help="make some modules trainable: `override ... : trainable`",
+        )
+
+
+def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Tied parameters are one tensor with one `requires_grad`, so their rules must agree."""
+    said = [(name, *facts.find(name)) for name in group]
+    rules = [(n, p, _around(m, plan)) for n, m, p in said]
+    states = {p.trainable if rule is None else rule.trainable for _, p, rule in rules}
+    if len(states) > 1:
+        frozen = [n for n, p, r in rules if not (p.trainable if r is None else r.trainable)]
+        other = next(n for n in group if n not in frozen)
+        labels = [Label(span=r.origin, text=f"decides {n}") for n, _, r in rules if r is not None]
+        message = f"`{frozen[0]}` and `{other}` are tied, and only the first is frozen"
+        sink.error("PL453", message, *labels, help=f"freeze `{other.rpartition('.')[0]}` too")
+
+
+def _around(modules: Modules, plan: Plan) -> Freeze | None:
+    inside = [t for t in plan.train if modules.within(t.modules)]
+    return inside[-1] if inside else None  # outer ones come first

@@ -1,30 +1,54 @@
-"""The ranks that divide experts: no axis of the mesh, but some of the ranks along several."""
-
-from __future__ import annotations
+"""What expert sections mean for parameters, and the mesh of the ranks that divide experts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 from planc.diagnostic import Label, one_of
+from planc.model.facts import Module
+from planc.model.module_table import BATCHED_EXPERTS, FUSED_EXPERTS
 from planc.ops.base import AxisRole
 from planc.ops.lowered import ExpertMesh, MeshAxis
-from planc.plan.ir import Mesh
+from planc.ops.styles import ParameterLayout, Parameters, Shard
+from planc.plan.ir import ExpertRule, Mesh, Plan, TensorRule
 from planc.plan.mesh_axes import EXPERT_AXES, EXPERT_REST, EXPERTS
 from planc.plan.program import Program
+
+
+def dividing(plan: Plan) -> tuple[ExpertRule, ...]:
+    """The rules with an effect: over more than one rank."""
+    return plan.experts if plan.mesh.experts else ()
+
+
+def expert_styles(plan: Plan) -> list[TensorRule]:
+    """The layouts of divided experts, by which local shapes are computed like those of styles."""
+    experts = plan.mesh.experts
+    rest = ParameterLayout(layout=Shard(0))
+    return [
+        TensorRule(
+            modules=rule.modules,
+            axis=experts.ranks.name,
+            style=Parameters(layouts=tuple((p.name, rest) for p in rule.modules.module.parameters)),
+            origin=rule.origin,
+        )
+        for rule in dividing(plan)
+        if experts is not None
+    ]
+
+
+def expert_count(module: Module) -> int | None:
+    """The number of fused experts of a module; None where it is no such module."""
+    found = module.fact(FUSED_EXPERTS)
+    return module.fact(BATCHED_EXPERTS) if found is None else found
+
 
 _LISTED = 12  # legal sizes that a message lists
 
 
 def expert_mesh(mesh: Mesh, ranks: MeshAxis, program: Program) -> Mesh:
-    """The mesh with the ranks that divide experts, innermost ranks first.
-
-    `dp_shard * cp * tp = ep_shard * ep`, as in torchtitan. So that ranks of one tensor axis stay
-    together, `ep` is the size of whole inner axes times a divisor of the next one.
-
-    Args:
-        mesh: of the axes, without them.
-        ranks: their number, more than one.
+    """The mesh with the ranks that divide experts, innermost first: `dp_shard * cp * tp = ep_shard
+    * ep`, as in torchtitan. Ranks of one tensor axis stay together: `ep` is whole axes and a
+    divisor.
     """
     axes = [a for a in mesh.axes if a.name in EXPERT_AXES]
     total = prod(a.size for a in axes)

@@ -1,0 +1,174 @@
+"""PL430 to PL432, PL434, PL435, PL473, PL670 to PL672: checkpoints, torch.compile, randomness."""
+
+from collections.abc import Iterator, Sequence
+
+from planc.checks.queries import active, axis_label, ranks
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts
+from planc.model.indices import Indices
+from planc.model.randomness import layer_drop_fields
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
+from planc.ops.styles import Custom, Replicate, Rowwise
+from planc.plan.ir import Plan, TensorRule
+from planc.plan.random_numbers import drawing_fields, split_axes
+
+
+def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A module inside another checkpointed module would be computed three times."""
+    _nested(plan.checkpoint, "PL430", "checkpointed", sink)
+    _nested(plan.compile, "PL431", "compiled", sink)
+
+
+def _nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: Sink) -> None:
+    for inner in rules:
+        for outer in rules:
+            deeper = len(inner.modules.path) > len(outer.modules.path)
+            if deeper and inner.modules.within(outer.modules):
+                sink.error(
+                    code,
+                    f"`{inner.modules}` is {word}, and so is `{outer.modules}`, which contains it",
+                    Label(span=inner.origin, text="inside"),
+                    Label(span=outer.origin, text="contains it"),
+                    help="keep one of the two, or exclude entries with `override ... : none`"
+                    if code == "PL430"
+                    else "keep one of the two",
+                )
+
+
+def activation_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A compiled graph decides what it saves; hooks on saved tensors are no part of it."""
+    for rule in plan.checkpoint:
+        if not rule.offload:
+            continue
+        for compiled in plan.compile:
+            if rule.modules.within(compiled.modules) or compiled.modules.within(rule.modules):
+                sink.error(
+                    "PL473",
+                    f"`{rule.modules}` cannot offload activations that `{compiled.modules}` "
+                    "compiles",
+                    Label(span=rule.origin, text="its activations go to the CPU"),
+                    Label(span=compiled.origin, text="compiled"),
+                    help="remove `offload = cpu`, or compile other modules",
+                )
+
+
+def _first_block(rule: Compile) -> bool:
+    """Whether the first block, which takes the embedding, is compiled as a whole: else right."""
+    last = rule.modules.path[-1] if rule.modules.path else ""
+    return isinstance(last, Indices) and 0 in last
+
+
+def compile_embedding_gradient(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """torch 2.13 loses the gradient of a vocabulary-parallel embedding in this arrangement.
+
+    Observed on four gloo processes with the aot_eager and inductor backends: the forward pass and
+    all other gradients are right, and the embedding's gradient is 0. Under sequence parallelism
+    (the output stays a DTensor) and with a colwise embedding it is right. It is right in gemma3
+    too, which scales its embeddings before the first block, but the module table does not show
+    that, so gemma3 is reported as well.
+    """
+    first = next((r for r in plan.compile if _first_block(r)), None)
+    if first is None:
+        return
+    for rule in active(plan):
+        style = rule.style
+        if rule.modules.module.kind != "embedding" or not isinstance(style, Rowwise):
+            continue
+        if style.local and isinstance(style.output, Replicate):
+            sink.error(
+                "PL432",
+                f"torch loses the gradient of `{rule.modules}` where compiled blocks follow it",
+                Label(span=rule.origin, text="its output is a sum over the ranks"),
+                Label(span=first.origin, text="compiled"),
+                facts=["torch 2.13: the embedding's gradient is 0, all others are right"],
+                help="use sequence parallelism (`rowwise(-> shard(1), local = false)`), or "
+                "`colwise(-> replicate)` where the embedding is not tied",
+            )
+
+
+def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """FSDP's hooks break a graph; fake tensors cannot index a vocabulary-parallel weight.
+
+    Observed on four processes (torch 2.13), also with sequence parallelism.
+    """
+    for compiled in plan.compile if "compile" not in plan.broken else ():
+        for unit in plan.fsdp.units if plan.fsdp and compiled.fullgraph else ():
+            for member in unit.members:
+                deeper = len(member.path) > len(compiled.modules.path)
+                if deeper and member.module.count and member.within(compiled.modules):
+                    sink.error(
+                        "PL434",
+                        f"`{compiled.modules}` cannot be one graph: it contains the unit "
+                        f"`{member}`",
+                        Label(span=compiled.origin, text="fullgraph"),
+                        Label(span=unit.origin, text="its hooks break the graph"),
+                        help="remove `fullgraph = true`, or make the unit as large as the graph",
+                    )
+        for rule in active(plan):
+            rowwise = isinstance(rule.style, Rowwise) and rule.modules.module.kind == "embedding"
+            if rowwise and rule.modules.within(compiled.modules):
+                sink.error(
+                    "PL435",
+                    f"torch cannot compile `{rule.modules}` while it is rowwise",
+                    Label(span=compiled.origin, text=f"compiles `{compiled.modules}`"),
+                    Label(span=rule.origin, text="shards the vocabulary"),
+                    axis_label(plan, rule),
+                    help="compile the blocks only, as in `model.layers.* : block`",
+                )
+
+
+def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Ranks of a tensor axis share activations, and ranks of an FSDP axis share layers."""
+    rules = active(plan) if "tensor" not in plan.broken else ()
+    fields = drawing_fields(plan, facts)
+    if rules and fields:
+        sink.info(
+            "PL670",
+            f"training draws random numbers: {', '.join(fields)}",
+            axis_label(plan, rules[0]),
+            facts=list(_how(plan, rules)),
+            help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
+            "tensor axis",
+        )
+    for checkpoint in plan.checkpoint if fields else ():
+        if not checkpoint.preserve_rng:
+            sink.warning(
+                "PL672",
+                f"the recomputation of `{checkpoint.modules}` draws other random numbers than its "
+                f"forward pass: {', '.join(fields)}",
+                checkpoint.origin,
+                help="leave out `preserve_rng = false`, unless these modules draw none",
+            )
+    if skipped := layer_drop_fields(facts):
+        shards = plan.fsdp is not None and plan.mesh.size(*plan.fsdp.shard) > 1
+        if shards or rules:
+            sink.warning(
+                "PL671",
+                f"training skips layers at random ({', '.join(skipped)}), and ranks that skip "
+                "different layers deadlock",
+                *([plan.fsdp.origin] if plan.fsdp else [rules[0].origin]),
+                help="set it to 0 in the configuration, or use the same seed on all ranks",
+            )
+
+
+def _how(plan: Plan, rules: Sequence[TensorRule]) -> Iterator[str]:
+    axis, count, axes = rules[0].axis, ranks(plan, rules[0]), split_axes(plan)
+    if len(axes) > 1:
+        yield (
+            f"the ranks of {one_of(axes, last='and')} draw alike, also for different shards: "
+            "planc has streams by rank for one tensor axis only"
+        )
+        return
+    yield (
+        f"`apply` gives the {count} ranks of {axis} one random state; for shards of activations "
+        "each draws numbers of its own"
+    )
+    own = dict.fromkeys(f"`{r.modules}`" for r in rules if isinstance(r.style, Custom))
+    if own:
+        some = one_of(own, last="and")
+        yield f"whether {some} give shards is not known: the ranks draw after it as before"
+    yield (
+        "layout flow compares a step with a single process that uses the numbers that the ranks "
+        "drew; `planc verify` runs without dropout"
+    )

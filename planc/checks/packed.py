@@ -1,0 +1,166 @@
+"""PL151, PL220, PL221, PL223: weights that hold several projections."""
+
+from collections.abc import Iterator
+
+from planc.checks import queries
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.facts import Facts, Parameter
+from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, Split, style_name, weight_split
+from planc.plan.ir import Plan, TensorRule
+
+
+def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A rank holds a shard of each part: every part divides, and the parts cover the dim."""
+    for rule in queries.weighted(plan.tensor):
+        if _gathers(rule, sink):
+            continue
+        for parameter, split in _splits(rule):
+            size = parameter.shape[split.dim]
+            if isinstance(split.parts, tuple) and sum(split.parts) != size:
+                sink.error(
+                    "PL221",
+                    f"the parts of `{rule.modules}.{parameter.name}` add up to "
+                    f"{sum(split.parts):,}, and its dim {split.dim} is {size:,}",
+                    rule.origin,
+                    facts=[f"parts = {list(split.parts)}"],
+                    help="give the size of every part, as in the model's configuration",
+                )
+                break
+            if rule in queries.active(plan) and _uneven(rule, parameter, split, plan, sink):
+                break
+
+
+def _splits(rule: TensorRule) -> Iterator[tuple[Parameter, Split]]:
+    """The parameters that a rule shards, where it has parts or bare parameters."""
+    plain = isinstance(rule.style, Colwise | Rowwise) and rule.style.parts == 1
+    module = rule.modules.module
+    for parameter in module.parameters:
+        split = weight_split(rule.style, module.kind, parameter.name, len(parameter.shape))
+        if split is not None and not plain:
+            yield parameter, split
+
+
+def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, sink: Sink) -> bool:
+    size = parameter.shape[split.dim]
+    parts = split.parts
+    sizes = parts if isinstance(parts, tuple) else (size // parts,)
+    over = queries.ranks(plan, rule)
+    whole = size % parts if isinstance(parts, int) else 0
+    bad = next((s for s in sizes if s % over), None)
+    if not whole and bad is None:
+        return False
+    name = f"`{rule.modules}.{parameter.name}`"
+    if whole:
+        message = (
+            f"dim {split.dim} of {name} is {size:,}, which is not divisible into {parts} "
+            "equal parts"
+        )
+        told = "give the size of each part: `parts = [a, b, c]`"
+    else:
+        what = f"a part of {bad:,}" if split.packed else f"{bad:,} pairs" if parts != 1 else "dim"
+        what = f"dim {split.dim}, of {bad:,}," if what == "dim" else what
+        message = f"{what} of {name} cannot be split over {rule.axis} = {over}"
+        choices = [n for n in queries.legal(min(sizes), most=64) if not any(s % n for s in sizes)]
+        told = f"{rule.axis} can be {one_of(map(str, choices))} here"
+    marks = (Label(span=rule.origin, text="split here"), queries.axis_label(plan, rule))
+    sink.error("PL220", message, *marks, facts=[f"its shape is {list(parameter.shape)}"], help=told)
+    return True
+
+
+def _gathers(rule: TensorRule, sink: Sink) -> bool:
+    """Whether a layout that does not know its parts would gather or shard a packed weight."""
+    style = rule.style
+    if not isinstance(style, Colwise | Rowwise) or style.parts == 1 or style.interleaved:
+        return False
+    name = style_name(style)
+    if isinstance(style, Rowwise) and not isinstance(style.input, Shard):
+        problem = "its input is replicated and would be sharded as one tensor, not part by part"
+    elif isinstance(style, Colwise) and isinstance(style.output, Replicate):
+        problem = "its output would be gathered rank by rank, not part by part"
+    elif isinstance(style, Colwise) and not style.local:
+        problem = "its output is returned as a DTensor, whose layout has no parts"
+    else:
+        return False
+    sink.error(
+        "PL223",
+        f"`{rule.modules}` is sharded in parts, and {problem}",
+        rule.origin,
+        help=f"for replicated activations remove `parts`: `{name}(-> replicate)`"
+        if isinstance(style, Colwise)
+        else "for replicated activations remove `parts`: `rowwise(replicate -> replicate)`",
+    )
+    return True
+
+
+FUSED = {
+    "qkv_proj": "q, k and v",
+    "gate_up_proj": "gate and up",
+    "c_attn": "q, k and v",
+    "Wqkv": "q, k and v",
+}
+"""Names that transformers gives to concatenated projections, whose outputs the model then cuts."""
+
+
+def packed_by_name(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """In equal chunks of q, then k, then v, ranks hold other parts than the model's split takes."""
+    for rule in queries.active(plan):
+        name = rule.modules.path[-1] if rule.modules.path else ""
+        if not isinstance(name, str) or name not in FUSED or not queries.splits_output(rule):
+            continue
+        if isinstance(rule.style, Colwise) and rule.style.parts != 1:
+            continue
+        sink.warning(
+            "PL151",
+            f"`{rule.modules}` is a fused projection of {FUSED[name]}; plain colwise shards it "
+            "across the parts",
+            rule.origin,
+            queries.axis_label(plan, rule),
+            help="state its parts, `colwise(parts = 2)`, if the model splits its output into "
+            "parts; else gather its output: `colwise(-> replicate)`, and write "
+            "`rowwise(replicate -> ...)` on the next projection",
+        )
+
+
+_ATTENTION = ("head_dim", "num_heads", "num_attention_heads", "num_key_value_groups")
+"""What an attention has: DeepSeek's kv_b_proj is twice its o_proj, and is cut head by head."""
+
+
+def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A linear with twice the next layer's input width holds two projections, which the model
+    splits in the middle: the wrong place in a local output, the right one in a DTensor (`local =
+    false`).
+
+    Observed on four processes with GLM, torch 2.13: nothing fails, the logits are wrong.
+    """
+    rules = queries.active(plan)
+    seen: set[str] = set()
+    for rule in rules:
+        named = rule.modules.path and rule.modules.path[-1] in FUSED
+        style = rule.style
+        local = isinstance(style, Colwise) and style.local and style.parts == 1
+        if named or not local or not queries.splits_output(rule) or str(rule.modules) in seen:
+            continue
+        for parent in queries.parents(facts, rule.modules):
+            if any(parent.module.fact(f) for f in _ATTENTION):
+                continue
+            takers = [r for r in queries.inside(parent, rules) if queries.takes_split(r)]
+            half = next((t for t in takers if _wide(rule, 0) == 2 * _wide(t, 1)), None)
+            if half is not None and str(rule.modules) not in seen:
+                seen.add(str(rule.modules))
+                sink.warning(
+                    "PL151",
+                    f"`{rule.modules}` has {_wide(rule, 0):,} output features, twice the input "
+                    f"features of `{half.modules.path[-1]}`: it holds two parts, and plain "
+                    "colwise shards it across them",
+                    Label(span=rule.origin, text="two parts in one weight"),
+                    Label(span=half.origin, text=f"{_wide(half, 1):,} input features"),
+                    queries.axis_label(plan, rule),
+                    help="state them: `colwise(parts = 2)`; or gather its output: `colwise(-> "
+                    "replicate)`, and write `rowwise(replicate -> replicate)` on the next "
+                    "projection",
+                )
+
+
+def _wide(rule: TensorRule, dim: int) -> int:
+    weights = [p.shape for p in rule.modules.module.parameters if p.name == "weight"]
+    return weights[0][dim] if weights and len(weights[0]) == 2 else 0

@@ -1,0 +1,198 @@
+"""PL415, PL416, PL420, PL680 to PL684: dtypes that mix or lose an update, and 4-bit weights."""
+
+from planc.checks.queries import axis_label, ranks
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules
+from planc.ops import phrases
+from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text, weight_split
+from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules
+from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
+from planc.plan.parameter_owners import Owned, owned, stepped
+
+
+def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A unit's trainable parameters share one dtype, or torch's `_init_mp_dtypes` raises."""
+    if plan.fsdp is None or plan.fsdp.megatron is not None:  # that has a buffer for each dtype
+        return
+    found: dict[int, dict[str, tuple[str, bool]]] = {}
+    origins: dict[int, Unit] = {}
+    for own in owned(plan, facts):
+        if own.unit is None:
+            continue
+        origins[id(own.unit)] = own.unit
+        for parameter in own.modules.module.parameters:
+            if own.trains(parameter):
+                name = f"{own.modules}.{parameter.name}"
+                dtype = plan.dtype(parameter)
+                load = None if plan.adapted else plan.load
+                island = load is not None and load.dtype not in (None, dtype)
+                found.setdefault(id(own.unit), {}).setdefault(dtype, (name, island))
+    for key, by_type in found.items():
+        if len(by_type) > 1:
+            islands = any(island for _, island in by_type.values())
+            sink.error(
+                "PL415",
+                f"the unit `{origins[key].members[0]}` mixes {' and '.join(sorted(by_type))}",
+                origins[key].origin,
+                facts=[
+                    f"{name} {'stays' if island else 'is'} "
+                    f"{dtype}{', as the model requires' if island else ''}"
+                    for dtype, (name, island) in sorted(by_type.items())
+                ],
+                help="`dtype(fp32) : unit` makes them separate units; `islands = none` in the "
+                "load section casts them too"
+                if islands
+                else "`dtype(fp32) : unit` makes units of modules of one dtype; or cast the model",
+            )
+
+
+HALF = ("bfloat16", "float16")
+
+
+def optimizer_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """An update that is smaller than the last digit of a weight is lost: bfloat16 has eight bits,
+    so a step of less than about 1/256 of the weight rounds to nothing.
+
+    The dtype is known where the load section casts, or where a script passes the model that it
+    trains. A configuration alone says how weights are stored: `planc lower` prints what follows.
+    Adapters are exempt: what is frozen takes no step, and `lora(dtype = fp32)` decides the others.
+    """
+    cast = plan.load if plan.load and plan.load.dtype else None
+    if plan.adapters is not None or "load" in plan.broken or not (cast or facts.built):
+        return
+    for dtype, count in stepped(plan, facts).items():
+        if dtype not in HALF:
+            continue
+        short = phrases.value(dtype)
+        source = "the load section" if cast else "the model that was passed"
+        sink.warning(
+            "PL420",
+            f"the optimizer steps {count:,} parameters in {short}, without a copy in fp32",
+            *([cast.origin] if cast else []),
+            facts=[f"their dtype is from {source}"],
+            help="`load { dtype = fp32 }` keeps them in fp32; the fsdp section's "
+            f"`precision(param = {short})` still computes in {short}",
+        )
+
+
+def unused_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The section's precision applies to units without their own."""
+    if plan.fsdp is None or plan.fsdp.precision is None or "fsdp" in plan.broken:
+        return
+    if all(u.precision is not None for u in plan.fsdp.units):
+        reason = "every unit has its own" if plan.fsdp.units else "the section has no unit"
+        message = f"no unit uses this precision: {reason}"
+        sink.error("PL416", message, plan.fsdp.precision.origin, help="remove it, or add a unit")
+
+
+_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Nothing may cast, train or tie packed bytes: bitsandbytes scales their blocks."""
+    if plan.adapters is None or "adapters" in plan.broken:
+        return
+    rules = [r for r in plan.adapters.rules if r.quantize is not None]
+    for rule in rules:
+        _linear(rule, sink)
+        _tied(rule, facts, sink)
+    for own in owned(plan, facts) if rules else ():
+        if own.modules.module.cls == FOUR_BIT:
+            rule = next(r for r in rules if own.modules.overlap(r.modules) is not None)
+            _gathered(rule, own, plan, sink)
+            if own.training is not None and own.training.trainable:
+                sink.error(
+                    "PL683",
+                    f"`{own.modules}` is quantized and cannot train",
+                    rule.origin,
+                    Label(span=own.training.origin, text="requested here"),
+                    help="write `lora(...)` for it, or train other modules",
+                )
+    if "tensor" not in plan.broken:
+        for rule, base, part in adapted_tensor_rules(plan):
+            if rule.quantize and ranks(plan, base) > 1 and part.module.kind == "linear":
+                _split(rule, base, part, plan, sink)
+
+
+def _linear(rule: AdapterRule, sink: Sink) -> None:
+    module = rule.modules.module
+    if module.kind in ("conv1d", "embedding"):  # of any other, PL180 tells
+        message = f"`{rule.modules}` cannot be quantized: it is not an `nn.Linear`"
+        hint = "write `lora(...)`, which does not quantize its weight"
+        sink.error(
+            "PL681", message, rule.origin, facts=[f"`{rule.modules}` is a {module.cls}"], help=hint
+        )
+
+
+def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
+    for group in facts.ties:
+        own = [name for name in group if rule.modules.has(name.rpartition(".")[0])]
+        if own and rule.modules.module.kind == "linear":
+            other = next(name for name in group if name != own[0])
+            message = f"`{own[0]}` cannot be quantized: it is tied to `{other}`"
+            help = "write `lora(...)` for it, which does not quantize its weight"
+            sink.error("PL682", message, rule.origin, help=help)
+
+
+def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
+    """FSDP casts gathered parameters to the unit's `param` dtype, packed bytes too."""
+    quant = rule.quantize
+    if plan.fsdp is None or quant is None:
+        return
+    precision = plan.fsdp.policy(own.unit)
+    if precision is None or precision.param in (None, quant.storage):
+        return
+    assert precision.param is not None
+    wanted = _SPELLED.get(precision.param, precision.param)
+    sink.error(
+        "PL680",
+        f"the 4-bit weights of `{own.modules}` are stored as "
+        f"{_SPELLED.get(quant.storage, quant.storage)} and would be cast to {wanted}",
+        rule.origin,
+        Label(span=precision.origin, text=f"gathers in {wanted}"),
+        facts=["casting packed bytes changes the weights"],
+        help=f"write `storage = {wanted}`",
+    )
+
+
+def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
+    """Ranks quantize their shards: equal weights take whole blocks, and unquantized scales."""
+    assert rule.quantize is not None
+    reason = _unaligned(rule, base, part, ranks(plan, base))
+    if reason is None:
+        return
+    text, fix = reason
+    sink.error(
+        "PL684",
+        f"`{part}` cannot be split over {base.axis} in 4 bits: {text}",
+        rule.origin,
+        Label(span=base.origin, text="the layer's style"),
+        axis_label(plan, base),
+        help=fix,
+    )
+
+
+def _unaligned(
+    rule: AdapterRule, base: TensorRule, part: Modules, count: int
+) -> tuple[str, str] | None:
+    """(why shards are not whole blocks, the fix), or None."""
+    assert rule.quantize is not None
+    block, high = rule.quantize.block, f"blocks of {rule.quantize.block}"
+    if not isinstance(base.style, Colwise | Rowwise):
+        text = f"its style, `{style_text(base.style)}`, is unknown for 4-bit weights"
+        return text, "write `lora(...)` for it, or use `colwise` or `rowwise`"
+    if rule.quantize.double:
+        return "with `double`, scales depend on the full weight", "write `double = false`"
+    weight = next(p for p in part.module.parameters if p.name == "weight")
+    split = weight_split(base.style, "linear", "weight", 2)
+    if split is None:
+        return None
+    size = weight.shape[split.dim]
+    sizes = part_sizes(split, size) if split.packed else (size,)
+    inner = weight.shape[1] if split.dim == 0 else 1  # numbers that a step along the dim passes
+    for size in sizes:
+        if size % count or size // count * inner % block:
+            what = f"{size:,} {'rows' if split.dim == 0 else 'columns'} over {count} ranks"
+            fix = "write `lora(...)` for it, or a smaller block"
+            return f"{what} do not form whole {high}", fix
+    return None

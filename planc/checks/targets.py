@@ -1,0 +1,267 @@
+"""PL150, PL152, PL222, PL224, PL225, PL350 to PL352, PL433, PL677, PL678: names without a use."""
+
+from collections.abc import Iterator
+
+from planc.checks.queries import active, axis_label, legal, ranks, weighted
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
+from planc.model.facts import Facts, Module, Modules
+from planc.model.module_table import INTEGER_ATTRIBUTES
+from planc.ops import styles as ir
+from planc.ops.base import AxisRole
+from planc.ops.styles import Attributes, Experts, MlaKv, Parameters, Replicated, Shard, style_name
+from planc.plan.ir import Plan, TensorRule
+from planc.source import Span
+
+
+def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The ranks of a tensor axis hold shards of one weight; those of a data axis hold replicas."""
+    section = plan.fsdp
+    used = {*section.shard, *section.replicate} if section else set()
+    rules = active(plan)
+    for axis in dict.fromkeys(r.axis for r in rules):
+        if section is not None and axis in used:
+            sink.error(
+                "PL350",
+                f"tensor parallelism and FSDP both work over `{axis}`",
+                Label(span=section.origin, text="shards over it"),
+                Label(span=next(r.origin for r in rules if r.axis == axis), text="splits over it"),
+                help="use different axes",
+            )
+    split = list(weighted(rules))
+    for i, rule in enumerate(split):
+        for other in split[:i]:
+            both = rule.modules.overlap(other.modules)
+            # torch 2.13 refuses it: `distribute_tensor` takes no DTensor of another mesh, and
+            # no style works over two dimensions; shapes and bytes would be right
+            if other.axis != rule.axis and both is not None:
+                sink.error(
+                    "PL352",
+                    f"`{both}` is sharded over `{other.axis}` and over `{rule.axis}`",
+                    Label(span=rule.origin, text=f"over {rule.axis}"),
+                    Label(span=other.origin, text=f"over {other.axis}"),
+                    help="keep one of the two",
+                )
+    _sequence_axes(plan, sink)
+
+
+def _sequence_axes(plan: Plan, sink: Sink) -> None:
+    """PL351: ranks that would compute the same, because nothing slices their sequences."""
+    section = plan.fsdp
+    used = {*section.shard, *section.replicate} if section else set()
+    for context in plan.mesh.of_role(AxisRole.SEQUENCE):
+        sliced = any(r.axis == context.name for r in plan.context) or "context" in plan.broken
+        if section is None or context.size == 1 or context.name not in used or sliced:
+            continue
+        sink.error(
+            "PL351",
+            f"the {context.size} ranks of {context.name} read the same batch, and no section "
+            "says that its sequences are sliced",
+            Label(span=context.origin, text=f"{context.name} is {context.size}"),
+            Label(span=section.origin, text="only parameters are sharded over it"),
+            facts=["its ranks would all compute the same"],
+            help=f"write `context on {context.name} {{ attention = all_gather }}`, or `script` "
+            f"where the script slices the sequences itself; or set `{context.name} = 1`",
+        )
+
+
+def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A ModuleList has no forward: a style, checkpoint or compile target has no effect, a unit is
+    refused.
+
+    Source: `_validate_module` in torch.distributed.fsdp, and torch.compile on four processes.
+    """
+    for modules, word, origin in _targets(plan):
+        if modules.module.container:
+            sink.error(
+                "PL152",
+                f"`{modules}` is a {modules.module.cls}: it is never called, so {word} it has "
+                "no effect",
+                origin,
+                help=f"name its entries: `{modules}.*`",
+            )
+    for rule in plan.checkpoint:
+        if not rule.modules.path:
+            message = "the model itself cannot be checkpointed: it has no parent module"
+            help = "name its blocks, as in `model.layers.* : full`"
+            sink.error("PL433", message, rule.origin, help=help)
+
+
+def _targets(plan: Plan) -> Iterator[tuple[Modules, str, Span]]:
+    for rule in plan.tensor:
+        yield rule.modules, "a style on", rule.origin
+    for target in plan.checkpoint:
+        yield target.modules, "checkpointing", target.origin
+    for compiled in plan.compile:
+        yield compiled.modules, "compiling", compiled.origin
+    for unit in plan.fsdp.units if plan.fsdp else ():
+        for member in unit.members:
+            yield member, "sharding", unit.origin
+
+
+def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """torch's colwise and rowwise styles take nn.Linear and nn.Embedding (planc's also
+    transformers' Conv1D), its sequence style leaves. Source: `_apply` of the styles in torch.
+    """
+    for rule in plan.tensor:
+        found = _wrong(rule)
+        if found is None:
+            continue
+        reason, told = found
+        module = rule.modules.module
+        message = f"`{rule.modules}` does not support `{ir.style_name(rule.style)}`: {reason}"
+        sink.error(
+            "PL150", message, rule.origin, facts=[f"`{rule.modules}` is a {module.cls}"], help=told
+        )
+
+
+def _latent(style: ir.MlaKv, module: Module) -> tuple[str, str] | None:
+    """MLA's keys and values come out of one linear, with the rotary features last."""
+    wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
+    if module.kind != "linear":
+        return ("it is not a linear layer", "put it on `kv_a_proj_with_mqa`")
+    if wide <= style.rope:
+        told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
+        return (f"it has {wide:,} output features, and `rope` is {style.rope:,} of them", told)
+    return None
+
+
+def _over_features(module: Module) -> tuple[str, str] | None:
+    """A factor corrects an RMS norm over sharded features; one that subtracts the mean has none."""
+    weights = [p.name for p in module.parameters]
+    if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
+        return ("it is not an RMS norm with one weight", "gather its input, and replicate the norm")
+    return None
+
+
+def _wrong(rule: TensorRule) -> tuple[str, str] | None:
+    """Why the module cannot take the style, and the fix; None where it can."""
+    module = rule.modules.module
+    match rule.style:
+        case ir.Colwise() | ir.Rowwise():
+            if module.kind not in ("linear", "embedding", "conv1d"):
+                return (
+                    "it is neither a linear layer nor an embedding",
+                    "name the projections inside it" if module.children else "leave it replicated",
+                )
+            if module.kind == "embedding" and not isinstance(rule.style.input, ir.Replicate):
+                return (
+                    "an embedding needs replicated token ids",
+                    f"write `{ir.style_name(rule.style)}(replicate -> ...)`",
+                )
+            if module.kind == "embedding" and rule.style.parts != 1:
+                return ("an embedding holds no projections", "remove `parts`")
+        case ir.Features():
+            return _over_features(module)
+        case ir.MlaKv():
+            return _latent(rule.style, module)
+        case ir.Replicated() if rule.style.summed and not module.count:
+            return ("it has no parameters", "remove the rule")
+        case ir.Sequence():
+            if module.children:
+                return ("it has submodules", "put `sequence` on the norms themselves")
+            if module.kind in ("embedding", "conv1d"):
+                return ("it is not a norm", "put `sequence` on norms and dropouts")
+    return None
+
+
+def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`experts` names all parameters: one that is replicated would be added once per rank."""
+    for rule in plan.tensor:
+        if isinstance(rule.style, Parameters | Experts):
+            _names(rule, rule.style, sink)
+        if isinstance(rule.style, Replicated) and rule.style.summed:
+            _inside(rule, plan, sink)
+
+
+def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
+    own = {p.name: p for p in rule.modules.module.parameters}
+    for name, stated in style.layouts:
+        if name not in own:
+            there = one_of((f"`{n}`" for n in own), last="and") if own else "no parameters"
+            sink.error(
+                "PL222",
+                f"`{rule.modules}` has no parameter `{name}`",
+                rule.origin,
+                facts=[f"it is a {rule.modules.module.cls}, and has {there}"],
+                help=did_you_mean(name, own),
+            )
+            continue
+        dims = len(own[name].shape)
+        if isinstance(stated.layout, Shard) and not -dims <= stated.layout.dim < dims:
+            message = f"`{rule.modules}.{name}` has no dim {stated.layout.dim}"
+            sink.error(
+                "PL222", message, rule.origin, facts=[f"its shape is {list(own[name].shape)}"]
+            )
+    left = [n for n in own if n not in dict(style.layouts)]
+    if left and isinstance(style, Experts):
+        names = one_of((f"`{n}`" for n in left), last="and")
+        sink.error(
+            "PL225",
+            f"`experts` on `{rule.modules}` has no rule for {names}",
+            rule.origin,
+            facts=[
+                "every rank would use the full tensor, and the sum would count it once per rank"
+            ],
+            help=f"name it too: `{left[0]} = shard(1)`; use `partial` for a parameter that is "
+            "added to the sum",
+        )
+
+
+def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
+    """A module with `replicate(gradient = sum)` around a module whose weights have a style."""
+    for other in plan.tensor:
+        deeper = len(other.modules.path) > len(rule.modules.path)
+        decides = not isinstance(other.style, MlaKv) and other.style != Replicated()
+        decides = decides and style_name(other.style) not in ("input", "output", "attributes")
+        if deeper and decides and other.modules.within(rule.modules):
+            sink.error(
+                "PL224",
+                f"`{other.modules}` is inside `{rule.modules}`, which is replicated as a whole",
+                Label(span=other.origin, text="sets its style"),
+                Label(span=rule.origin, text="sets the style of all modules inside"),
+                help="put `replicate(gradient = sum)` on the modules that have no style",
+            )
+            return
+
+
+_SAME = ("head_dim", "num_key_value_groups", "is_sliding")
+"""Attributes that are the same on every rank: the size of one head, a ratio, a flag."""
+
+_COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in _SAME)
+
+
+def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`attributes` names integers of the model facts, by which a module's code splits features."""
+    for rule in plan.tensor:
+        for name in rule.style.names if isinstance(rule.style, Attributes) else ():
+            value = rule.modules.module.fact(name)
+            if value is None:
+                _missing(rule, name, sink)
+            elif value % ranks(plan, rule):
+                over = ranks(plan, rule)
+                sink.error(
+                    "PL678",
+                    f"`{rule.modules}` has {name} = {value:,}, which cannot be split over "
+                    f"{rule.axis} = {over}",
+                    Label(span=rule.origin, text="split here"),
+                    axis_label(plan, rule),
+                    help=f"{rule.axis} can be {one_of(map(str, legal(value, most=64)))} here",
+                )
+
+
+def _missing(rule: TensorRule, name: str, sink: Sink) -> None:
+    module = rule.modules.module
+    own = {n: v for n, v in module.facts if n in _COUNTS}
+    there = one_of((f"`{n}` = {v:,}" for n, v in own.items()), last="and") or "none of them"
+    sink.error(
+        "PL677",
+        f"`{rule.modules}` has no attribute `{name}` to split",
+        rule.origin,
+        facts=[
+            f"the attributes that planc knows: {', '.join(_COUNTS)}",
+            f"it is a {module.cls}, which has {there}",
+        ],
+        help=did_you_mean(name, own, "name the attribute by which its code splits features")
+        if own
+        else "remove the rule where its code infers the number of heads from the features",
+    )

@@ -1,0 +1,263 @@
+"""PL384, PL410 to PL414, PL418, PL419, PL444, PL445, PL449: what FSDP units hold, in what order."""
+
+from collections.abc import Iterable, Sequence
+
+from planc.checks.queries import active, axis_label, holds
+from planc.diagnostic import Label, Sink
+from planc.model.facts import Facts, Modules
+from planc.ops.fsdp import Prefetch
+from planc.plan.ir import Plan, Unit
+from planc.plan.parameter_owners import owned
+from planc.plan.unit_lists import entries, lists
+
+
+def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A group is one set of parameters: no member is inside another, and every unit needs some."""
+    if plan.fsdp is None:
+        return
+    for unit in plan.fsdp.units:
+        for member in unit.members:
+            around = (o for o in unit.members if o.path != member.path and holds(o, member))
+            if (outer := next(around, None)) is not None:
+                message = f"`{member}` is inside `{outer}`, a member of the same group"
+                sink.error("PL410", message, unit.origin, help=f"remove `{member}` from the group")
+        why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
+        if sum(m.module.count for m in unit.members) and _left(unit, plan):
+            continue
+        if any(i.modules.within(m) for i in plan.fsdp.ignored for m in unit.members):
+            why = ["all its parameters are ignored"]
+        message = f"the unit `{unit.members[0]}` has no parameters to shard"
+        sink.error("PL411", message, unit.origin, facts=why, help="remove the rule")
+
+
+def _left(unit: Unit, plan: Plan) -> bool:
+    assert plan.fsdp is not None
+    ignored = [i.modules for i in plan.fsdp.ignored]
+    below = (part for member in unit.members for part in member.below())
+    return any(part.module.parameters and part.outside(ignored) for part in below)
+
+
+def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """torch runs a group only below another unit; separate units without a root train right.
+
+    Observed on four processes (torch 2.13): "FSDP requires a single root module".
+    """
+    section = plan.fsdp
+    if section is None or "fsdp" in plan.broken or not section.units:
+        return
+    alone = [u for u in section.units if u.group and not _below_unit(u, section.units)]
+    for unit in alone:
+        members = ", ".join(str(m) for m in unit.members)
+        sink.error(
+            "PL418",
+            f"the group of `{members}` is in no other unit, and torch runs groups only inside one",
+            unit.origin,
+            help="write `root : unit`",
+        )
+    rest = any(o.unit is None and o.ignored is None for o in owned(plan, facts))
+    if not alone and not rest and not any(u.root for u in section.units):
+        sink.warning(
+            "PL419",
+            "no unit is the root, so every outermost unit is one",
+            section.origin,
+            facts=[
+                "the model itself is then not an FSDP module: it has no set_requires_gradient_sync"
+            ],
+            help="write `root : unit(reshard = never)`",
+        )
+
+
+def _below_unit(unit: Unit, units: tuple[Unit, ...]) -> bool:
+    """Whether a group needs no root, or has one."""
+    if sum(len(m) for m in unit.members) == 1:
+        return True
+    outer = [m for u in units if u is not unit for m in u.members]
+    return any(all(m != o and holds(o, m) for m in unit.members) for o in outer)
+
+
+def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The parameters of such a block are in the root unit, which is gathered for a whole step."""
+    if plan.fsdp is None or "fsdp" in plan.broken:
+        return
+    members = [(m, u) for u in plan.fsdp.units for m in u.members]
+    done: set[tuple[str, ...]] = set()
+    for modules in facts.model.below():
+        if modules.key[-1:] != ("[]",) or not modules.module.count:
+            continue
+        some = [(m, u) for m, u in members if m.key == modules.key]
+        if not some or modules.key in done or _covered(modules, members):
+            continue
+        left = [modules]
+        for member, _ in some:
+            left = [rest for part in left for rest in part.minus(member)]
+        if not left:
+            continue
+        done.add(modules.key)
+        count = sum(len(part) for part in left)
+        siblings = Modules(modules.path[:-1], modules.module)
+        sink.warning(
+            "PL412",
+            f"`{left[0]}` ({count} modules) is not a unit, unlike other entries of its list",
+            *(Label(span=u.origin, text="these are") for _, u in some[:1]),
+            facts=["its parameters are in the root unit, which stays gathered"],
+            help=f"name the whole list: `{siblings}.* : unit`",
+        )
+
+
+def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> bool:
+    inner = [m for m, _ in members if len(m.path) > len(modules.path) and m.within(modules)]
+    held = sum(m.module.count * len(m) for m in inner)
+    return held >= modules.module.count * len(modules)
+
+
+def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """`spread(...)` changes how parameters of a unit are placed, so a unit must contain them."""
+    section = plan.fsdp
+    if section is None or not section.spreads or "fsdp" in plan.broken:
+        return
+    found = [o for o in owned(plan, facts) if o.unit is not None]
+    for spread in section.spreads:
+        own = [o.unit for o in found if o.spread is spread and o.unit]
+        same = plan.mesh.size(*section.extra_axes(spread))
+        if section.divide is not None and same > 1:
+            sink.error(
+                "PL384",
+                f"`divide` cannot be combined with a `spread` over {same} ranks that have the "
+                "same gradient",
+                Label(span=spread.origin),
+                Label(span=section.divide.origin, text="FSDP has one factor per unit"),
+                help="make the modules a unit: `unit(on = ...)`",
+            )
+        if own:
+            continue
+        units = [u for u in section.units if any(m.overlap(spread.modules) for m in u.members)]
+        sink.error(
+            "PL384",
+            f"`spread` has no effect: `{spread.modules}` is in no enclosing FSDP unit",
+            Label(span=spread.origin),
+            *(Label(span=u.origin, text="is a unit itself") for u in units[:1]),
+            help="write `on` and `shard_dim` on the unit: `unit(on = ...)`"
+            if units
+            else "make an enclosing module a unit, such as `model.layers.* : unit`",
+        )
+
+
+def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """FSDP averages the gradients of its units alone; outside of them ranks diverge silently."""
+    if "fsdp" in plan.broken:
+        return
+    if plan.fsdp is None:
+        _mixed(plan, sink)
+        return
+    if plan.mesh.size(*plan.fsdp.shard, *plan.fsdp.replicate) == 1:
+        return
+    outside = [
+        (own.modules, p)
+        for own in owned(plan, facts)
+        if own.unit is None and own.ignored is None
+        for p in own.modules.module.parameters
+        if own.trains(p)
+    ]
+    if outside:
+        names = [f"{m}.{p.name}" for m, p in outside]
+        shown = ", ".join(f"`{n}`" for n in names[:3]) + (", ..." if len(names) > 3 else "")
+        sink.error(
+            "PL413",
+            f"no FSDP unit contains {shown}: their gradients are not reduced, so the ranks diverge",
+            plan.fsdp.origin,
+            help="write `root : unit`, which contains the parameters of no other unit",
+        )
+
+
+def _mixed(plan: Plan, sink: Sink) -> None:
+    rules = active(plan)
+    if rules:
+        sink.warning(
+            "PL414",
+            "tensor parallelism without an fsdp section mixes DTensors and plain tensors",
+            rules[0].origin,
+            axis_label(plan, rules[0]),
+            facts=[
+                "torch's optimizers (foreach, the default) and clip_grad_norm_ do not support "
+                "the mix"
+            ],
+            help="add an fsdp section; over an axis of one rank it only turns all parameters "
+            "into DTensors",
+        )
+
+
+def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Prefetching runs from entry to entry of a list of units; backward ends, as FSDP's own
+    prefetching does, at the first trainable block: the frozen ones before it would be gathered for
+    nothing.
+    """
+    section = plan.fsdp
+    if section is None or section.prefetch is None or not section.shard or "fsdp" in plan.broken:
+        return
+    found = lists(plan, facts)
+    if not found:
+        message = "`prefetch` has no effect: no entries of a module list are units"
+        help = "make the blocks units: `model.layers.* : unit`"
+        sink.error("PL444", message, section.prefetch.origin, help=help)
+    _deep(section.prefetch, found, sink)
+    if not section.prefetch.backward or "train" in plan.broken:
+        return
+    for units in found:
+        gap = _skipped(units, plan, facts)
+        if gap is not None:
+            sink.error(
+                "PL445",
+                f"backward stops before `{gap}`, which is frozen like all before it, and "
+                "prefetching would all-gather it needlessly",
+                Label(span=section.prefetch.origin, text="gathers the entries before"),
+                *_frozen(gap, plan),
+                help=f"remove `backward`, or put the frozen blocks into one unit: `group({gap}) : "
+                "unit`",
+            )
+
+
+def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) -> None:
+    """A depth of at least the list's length all-gathers the whole list at once."""
+    longest = max((len(entries(units)) for units in found), default=0)
+    for name in ("forward", "backward"):
+        depth = getattr(wanted, name)
+        if longest and depth >= longest:
+            sink.warning(
+                "PL449",
+                f"`{name} = {depth}` all-gathers the whole list ahead: it has {longest} entries",
+                wanted.origin,
+                help="1 or 2 overlap the communication with the computation of one or two entries",
+            )
+
+
+def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
+    """The frozen units at the start of a list that has a trainable entry later."""
+    members = list(owned(plan, facts))
+    at = units[0].list_at
+    assert at is not None
+    first: int | None = None
+    reached = False
+    for own in members:
+        if not any(own.trains(p) for p in own.modules.module.parameters):
+            continue
+        segment = own.modules.path[at] if len(own.modules.path) > at else ""
+        if own.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(segment, str):
+            first = segment.first if first is None else min(first, segment.first)
+            reached = True
+        elif not reached:
+            return None  # a trainable module before the list: the backward pass goes through it
+    if first is None:
+        return None
+    every = entries(units)
+    frozen = type(every).of(i for i in every if i < first)
+    if not frozen:
+        return None
+    return units[0].with_entries(frozen)
+
+
+def _frozen(gap: Modules, plan: Plan) -> list[Label]:
+    return [
+        Label(span=rule.origin, text="frozen")
+        for rule in plan.train
+        if not rule.trainable and (gap.within(rule.modules) or rule.modules.within(gap))
+    ]
