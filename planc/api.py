@@ -1,5 +1,7 @@
-"""The Python API, `import planc`: functions named as the commands, with their arguments; each
-raises one `PlanError` with all diagnostics of the run.
+"""The Python API: what `import planc` offers.
+
+Each function takes the arguments of the command of its name, and raises one `PlanError` with every
+diagnostic of the run.
 """
 
 from __future__ import annotations
@@ -254,8 +256,8 @@ def _facts(model: Any) -> str | Facts:
 
 
 def _facts_of(module: nn.Module) -> Facts:
-    """Of a module that has a configuration, as of a small one; else of the module itself, to be
-    run.
+    """Of a model that its configuration names, a small one can be built; one that has a module of
+    the user's own is run itself.
     """
     from planc.model.config import buildable
     from planc.model.module_table import facts_of

@@ -21,13 +21,15 @@ Files = tuple[ast.File, ...] | LoweredFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What one run of the compiler was given (None where it could not be read), and how far it
-    came.
+    """What one run of the compiler was given, and how far it came.
 
     Args:
-        files: the parsed plan, bases first, or a lowered one.
+        files: the parsed plan, bases first, or a lowered one; None where it could not be read.
+        settings, world_size: `name=value` for options and axes; the number of ranks.
+        facts: the model, None where it could not be read.
         plan: what the plan means, None where it has no mesh or no header, or is lowered already.
         applied: the plan and the model with adapters in them, which are checked and lowered.
+        lowered: the operations, None where there was an error.
     """
 
     files: Files | None = None

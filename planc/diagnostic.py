@@ -1,6 +1,8 @@
-"""What planc says about a user's mistake, as data: a stage appends it to a `Sink` and goes on.
+"""What planc says about a user's mistake, as data.
 
-`planc.report` decides its looks; `docs/diagnostics` has the text behind each code.
+A stage appends diagnostics to a `Sink` and goes on; how they look is the
+business of `planc.report`. The text behind each code is a page of `docs/diagnostics`, the same
+that `planc explain` prints.
 """
 
 from __future__ import annotations
@@ -73,8 +75,10 @@ class _More(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Sink:
-    """Collects the findings of one run, each once; none is removed, but one that a proof overrules
-    is in `overruled`, and no longer in `diagnostics`, `errors`, `failed` and the iteration.
+    """Collects the findings of one run, each once; none is ever removed.
+
+    What a proof overrules no longer counts: iteration, `diagnostics`, `errors` and `failed` have
+    the findings that stand, `overruled` has the others.
     """
 
     _found: dict[Diagnostic, None] = field(default_factory=dict)
@@ -84,8 +88,11 @@ class Sink:
         self._found.setdefault(diagnostic)
 
     def adjusted(self, severity: Mapping[str, str]) -> Sink:
-        """The findings that stand, with severities that a user gives to codes: `error`, `warning`,
-        `info` or `ignore`. An error stays an error: the plan is wrong, whoever reads it.
+        """The findings that stand, with the severities that a user gives to some codes.
+
+        Args:
+            severity: by code: `error`, `warning`, `info` or `ignore`. An error stays an error: the
+                plan is wrong, whoever reads it.
         """
         result = Sink()
         for found in self:
@@ -97,9 +104,11 @@ class Sink:
         return result
 
     def overrule(self, codes: Iterable[str]) -> None:
-        """Records that a proof decides codes that structure could only presume
-        (`planc.codes.PRESUMED`): it shows them to be wrong, or reports the same itself, with what
-        it saw.
+        """Records that a proof decides the findings of some codes: it shows them to be wrong, or
+        reports the same itself, with what it saw.
+
+        Args:
+            codes: whose findings structure could only presume (`planc.codes.PRESUMED`).
         """
         self._overruled.update(codes)
 
@@ -181,7 +190,11 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 class DidYouMean(str):
-    """A help that asks whether the name `written` was misspelled for the known one `meant`."""
+    """A help that asks whether a name was misspelled.
+
+    Attributes:
+        written, meant: the name, and the known one that looks most like it.
+    """
 
     __slots__ = ("meant", "written")
     written: str

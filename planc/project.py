@@ -16,7 +16,13 @@ class ProjectError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What `planc check` judges when no model is named, as on the command line."""
+    """What `planc check` judges when no model is named.
+
+    Args:
+        model, plan: as on the command line; None for the plan of the model's family.
+        world_size: the number of ranks.
+        set: `name=value` for axes and options.
+    """
 
     model: str
     plan: str | None = None
@@ -58,7 +64,11 @@ class Project:
 
 
 def project() -> Project:
-    """Of the nearest pyproject.toml with `[tool.planc]`, here or above; raises ProjectError."""
+    """Of the nearest pyproject.toml with `[tool.planc]`, at the current folder or above it.
+
+    Raises:
+        ProjectError: it has a mistake.
+    """
     import tomllib  # only a folder with a pyproject.toml needs it
 
     start = Path.cwd()
@@ -80,7 +90,11 @@ def project() -> Project:
 
 
 def plan_folders() -> tuple[Path, ...]:
-    """The folders of plans by name: `PLANC_PATH`, then the project's; raises ProjectError."""
+    """The folders of plans by name: those of `PLANC_PATH`, then the project's.
+
+    Raises:
+        ProjectError: as `project`.
+    """
     path = os.environ.get("PLANC_PATH", "")
     return (*map(Path, filter(None, path.split(os.pathsep))), *project().plans)
 
@@ -120,7 +134,9 @@ def _folder(name: str, file: Path) -> Path:
 
 
 def _place(name: str, file: Path) -> str:
-    """A path relative to the pyproject.toml, from the current folder; other names as they are."""
+    """A path relative to the pyproject.toml, as one relative to the current folder; other names as
+    they are.
+    """
     return os.path.relpath(file.parent / name) if (file.parent / name).exists() else name
 
 

@@ -1,4 +1,8 @@
-"""The folders that ship with the code: the repository's, or those inside a wheel."""
+"""The folders of the files that ship with the code: grammars, plans and diagnostics pages.
+
+An editable install and a checkout read the repository's own folders, so there is one copy to edit;
+a wheel carries them inside the package (`force-include` in pyproject.toml).
+"""
 
 from pathlib import Path
 

@@ -15,7 +15,10 @@ from functools import cached_property
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A text by its user's name: a path, `<stdin>`, `REV:path`; an `argument`, `--set tp=8`."""
+    """A text with the name a user knows it by: a path, `<stdin>`, `REV:path`, or `--set tp=8`.
+
+    An `argument` is a text from the command line, which has no line numbers.
+    """
 
     name: str
     text: str
@@ -79,7 +82,10 @@ class Span:
 
     @staticmethod
     def parse_place(place: str) -> tuple[str, int]:
-        """The name and the line (0 for none) of a `place`, all that a lowered document keeps."""
+        """The name and the line of a `place`, which is all that a lowered document keeps of a span.
+
+        The line is 0 for an argument and for the empty place of what no one wrote.
+        """
         name, _, line = place.rpartition(":")
         return (name, int(line)) if line.isdecimal() else (place, 0)
 

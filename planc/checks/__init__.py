@@ -1,6 +1,7 @@
-"""Rules that find mistakes in well-formed plans, a function each, run in this order.
+"""Rules that find mistakes in well-formed plans: one rule per file, run in this order.
 
-None draws a conclusion from what is missing in a section with errors (`Plan.broken`).
+A rule sees the whole plan and reports its findings. It draws no conclusion from what is missing
+in a section that already has errors (`Plan.broken`).
 """
 
 from collections.abc import Callable
@@ -78,6 +79,14 @@ RULES: tuple[Check, ...] = (
 
 
 def check(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Runs every rule on a plan and its model, both with adapters; findings go to the sink."""
+    """Runs every rule and adds the findings to the sink.
+
+    Args:
+        plan: the elaborated plan, with its adapters applied.
+        facts: the model that the plan was elaborated for, with the plan's adapters in it.
+        sink: receives PL15x and PL16x (style targets, pairs and norms), PL18x (adapters), PL2xx
+            (shapes and parameters), PL35x (axes), PL4xx (composition), PL56x (pipelines) and PL68x
+            (4-bit weights).
+    """
     for rule in RULES:
         rule(plan, facts, sink)

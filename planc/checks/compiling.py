@@ -37,7 +37,9 @@ def _nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: S
 
 
 def activation_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A compiled graph decides what it saves; hooks on saved tensors are no part of it."""
+    """The compiler decides which activations a compiled graph saves for backward; the saved-tensor
+    hooks that move activations to the CPU are not part of that graph.
+    """
     for rule in plan.checkpoint:
         if not rule.offload:
             continue
@@ -54,7 +56,10 @@ def activation_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _first_block(rule: Compile) -> bool:
-    """Whether the first block, which takes the embedding, is compiled as a whole: else right."""
+    """Whether the first block of a list, which consumes the embedding, is compiled as a whole.
+
+    The gradient was right where only later blocks or only parts of blocks were compiled.
+    """
     last = rule.modules.path[-1] if rule.modules.path else ""
     return isinstance(last, Indices) and 0 in last
 
@@ -88,9 +93,10 @@ def compile_embedding_gradient(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP's hooks break a graph; fake tensors cannot index a vocabulary-parallel weight.
+    """FSDP's hooks break a graph, and fake tensors cannot index a vocabulary-parallel weight.
 
-    Observed on four processes (torch 2.13), also with sequence parallelism.
+    Both were observed on four processes (torch 2.13), the second with and without sequence
+    parallelism; a colwise embedding compiles.
     """
     for compiled in plan.compile if "compile" not in plan.broken else ():
         for unit in plan.fsdp.units if plan.fsdp and compiled.fullgraph else ():

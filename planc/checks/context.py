@@ -13,7 +13,9 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def context(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Ranks that share a sequence average gradients and compute alike what depends on all of it."""
+    """The ranks that share a sequence average their gradients, and compute what depends on its
+    whole length alike.
+    """
     if plan.broken & {"context", "fsdp"}:
         return
     for rule in plan.context:

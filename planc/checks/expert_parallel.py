@@ -13,9 +13,9 @@ from planc.plan.parameter_owners import Owned, owned
 
 
 def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A dispatch takes parameters that are [experts, ...] and a forward that takes each token's
-    experts; FSDP shards them over the ranks with equal experts, or gradients are not those of all
-    tokens.
+    """What a dispatch does with experts, it can do with parameters that are [experts, ...] and with
+    a forward that takes the experts of each token; FSDP shards them over the ranks that have equal
+    experts, or their gradients are not those of all tokens.
     """
     experts = plan.mesh.experts
     reasons = {rule: _not_experts(rule, plan) for rule in plan.experts}

@@ -9,7 +9,9 @@ from planc.plan.ir import LossRule, Plan, TensorRule
 
 
 def loss_head(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A loss in chunks takes the head's plain weight, and an output that is equal on all ranks."""
+    """A loss in chunks multiplies by the head's weight itself, so that weight must be plain, and
+    the head must return a tensor that is equal on all ranks.
+    """
     for rule in plan.loss if "loss" not in plan.broken else ():
         reason = _not_a_head(rule, plan)
         if reason is not None:

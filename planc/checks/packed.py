@@ -102,7 +102,11 @@ FUSED = {
 
 
 def packed_by_name(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """In equal chunks of q, then k, then v, ranks hold other parts than the model's split takes."""
+    """The rows of a fused weight are all of q, then all of k, then all of v.
+
+    In equal chunks the first ranks hold only q, and the model's own split of its local output then
+    mixes the projections.
+    """
     for rule in queries.active(plan):
         name = rule.modules.path[-1] if rule.modules.path else ""
         if not isinstance(name, str) or name not in FUSED or not queries.splits_output(rule):
@@ -126,11 +130,11 @@ _ATTENTION = ("head_dim", "num_heads", "num_attention_heads", "num_key_value_gro
 
 
 def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A linear with twice the next layer's input width holds two projections, which the model
-    splits in the middle: the wrong place in a local output, the right one in a DTensor (`local =
-    false`).
+    """A linear that outputs twice the next layer's input width holds two projections.
 
-    Observed on four processes with GLM, torch 2.13: nothing fails, the logits are wrong.
+    The model splits its output in the middle, which is the wrong place in a rank's local output
+    (observed on four processes with GLM, torch 2.13: nothing fails, the logits are wrong). As a
+    DTensor (`local = false`) the output is split in the right place.
     """
     rules = queries.active(plan)
     seen: set[str] = set()

@@ -25,8 +25,8 @@ _TOGETHER = (
 def projection_groups(plan: Plan, facts: Facts, sink: Sink) -> None:
     """q, k and v are combined head by head, gate and up element by element.
 
-    Observed (torch 2.13, llama): mixed layouts fail with shape errors, DTensor beside local is
-    refused.
+    Observed on four processes (torch 2.13, llama): one of them replicated or gathered beside a
+    sharded one fails with a shape error, and a DTensor beside a local tensor is refused.
     """
     if "tensor" in plan.broken:
         return
@@ -96,7 +96,11 @@ def _beside(rule: TensorRule, parent: Modules) -> Modules:
 
 
 def colwise_rowwise_pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A rowwise layer reduces what a colwise layer shards; the module's code may do it instead."""
+    """Inside one module, a rowwise layer reduces the features that a colwise layer shards.
+
+    This is a warning, not an error: the module's own code may do it in a way that is not visible in
+    the module table.
+    """
     if "tensor" in plan.broken:
         return
     sets = [(parent, *_sides(own)) for parent, own in queries.around(facts, queries.active(plan))]
@@ -137,8 +141,9 @@ def _next_door(
 ) -> bool:
     """Whether the other side is a sibling of the parent, as in BERT's `attention.{self,output}`.
 
-    The parent must have no other linear. A list's entry counts as a sibling of the list, as
-    `to_out[0]`.
+    This holds only where the parent has no other linear, which might be the one without a rule. An
+    entry of a list counts as a sibling of the list: `to_out[0]` beside `to_q`, `net[2]` beside
+    `net[0].proj`.
     """
     at = _home(parent)
     beside = [s for s in sets if _meet(_home(s[0]), at) and s[0] is not parent]
@@ -177,7 +182,9 @@ def _meet(one: _Path, two: _Path) -> bool:
 def sequence_layout(plan: Plan, facts: Facts, sink: Sink) -> None:
     """`sequence` treats its input as a shard of the sequence and sums its gradient over the ranks.
 
-    Observed (torch 2.13, llama): on an unsharded sequence the forward is right, gradients are not.
+    Observed on four processes (torch 2.13, llama): where the sequence is not sharded, the forward
+    pass is right and each norm's gradient is too large by a factor of the number of ranks. Where it
+    is sharded, the norm after the blocks needs the blocks' rule too.
     """
     if "tensor" in plan.broken:
         return

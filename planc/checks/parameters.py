@@ -28,7 +28,13 @@ class _Parted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedStyles:
-    """Two names of one tensor with unlike styles: the rules' marks, and the names without rules."""
+    """Two names of one tensor that the plan shards differently.
+
+    Args:
+        names: of the parameter.
+        labels: the rules that shard it, and the size of their axis.
+        replicated: the names that no rule shards.
+    """
 
     HELP: ClassVar[str] = (
         "shard both on the vocabulary: `rowwise` on the embedding with `colwise(-> replicate)` on "
@@ -50,7 +56,11 @@ class TiedStyles:
 
 
 def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Tied parameters have one unit, as `fully_shard` requires, and one style."""
+    """Tied parameters must be sharded alike and belong to one unit.
+
+    torch's `fully_shard` refuses a parameter that is in two groups; two styles would make two
+    tensors of the model's one.
+    """
     for pair in split_apart(plan, facts) if "tensor" not in plan.broken else ():
         sink.warning("PL401", pair.message, *pair.labels, facts=pair.facts, help=TiedStyles.HELP)
     parted: list[_Parted] = []
@@ -166,7 +176,10 @@ def _heads(one: str, two: str) -> tuple[str, str]:
 
 
 def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP neither shards nor reduces its `ignored_params`: on several ranks they are frozen."""
+    """FSDP neither shards nor reduces ignored parameters: over several ranks they must be frozen.
+
+    Source: `ignored_params` of `fully_shard` in torch.
+    """
     section = plan.fsdp
     if section is None or not section.ignored:
         return

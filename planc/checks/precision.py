@@ -11,7 +11,10 @@ from planc.plan.parameter_owners import Owned, owned, stepped
 
 
 def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A unit's trainable parameters share one dtype, or torch's `_init_mp_dtypes` raises."""
+    """FSDP gathers a unit as one flat tensor, so its trainable parameters must share one dtype.
+
+    Source: `FSDPParamGroup._init_mp_dtypes` in torch, which raises in the first forward.
+    """
     if plan.fsdp is None or plan.fsdp.megatron is not None:  # that has a buffer for each dtype
         return
     found: dict[int, dict[str, tuple[str, bool]]] = {}
@@ -89,7 +92,10 @@ _SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Nothing may cast, train or tie packed bytes: bitsandbytes scales their blocks."""
+    """Packed 4-bit bytes are not numbers, so nothing may cast, train or tie them.
+
+    Source: `quantize_4bit` in bitsandbytes, which scales blocks of the flattened weight.
+    """
     if plan.adapters is None or "adapters" in plan.broken:
         return
     rules = [r for r in plan.adapters.rules if r.quantize is not None]

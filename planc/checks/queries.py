@@ -98,7 +98,9 @@ def holds(outer: Modules, modules: Modules) -> bool:
 
 
 def several(sets: Iterable[Modules]) -> str:
-    """Sets of modules as one text in backticks; what differs in indices or last names is merged."""
+    """Sets of modules as one text, `model.layers[0:26].self_attn.{q,k}_norm` in backticks: sets
+    that differ in their indices or their last name only are written once.
+    """
     return one_of((f"`{path}`" for path in together(map(str, merged(sets)))), last="and")
 
 

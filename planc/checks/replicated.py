@@ -21,6 +21,7 @@ _OF_HEADS = re.compile(r"(^|_)[qkv](_|$)|query|key|value")
 def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A replicated weight applied to a shard of heads or of the sequence gets a partial gradient.
 
+    Without a rule nothing all-reduces these gradients, and the copies of the weight diverge.
     Observed on qwen3 (tp 2, torch 2.13) without a rule for q_norm: losses look right, and after
     three steps the copies of the weight differ by 4%.
     """
@@ -67,7 +68,9 @@ def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modu
 def _replicated_input(norm: Modules, parent: Modules, split: list[TensorRule]) -> bool:
     """Whether a norm runs before a sharded layer, and after none whose output stays sharded.
 
-    The order is that of definition. Norms of queries or keys always have a sharded input.
+    The order is that of definition: the last linear layer before such a norm, if there is one,
+    returns all features, and the next one takes them. A norm of queries or keys always has a
+    sharded input, and so may a norm that is defined last.
     """
     if _OF_HEADS.search(str(norm.path[-1])):
         return False

@@ -40,7 +40,12 @@ class HeadSplit:
 
 
 def attention_heads(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Each rank holds whole heads: transformers' `view(..., -1, head_dim)` fails otherwise."""
+    """Attention reads `head_dim` features as one head, so each rank must hold whole heads.
+
+    transformers writes `view(..., -1, head_dim)` and keeps the whole model's number of key/value
+    groups, so both query heads and key/value heads must divide. Otherwise the forward pass fails in
+    that view, or each rank pairs the wrong heads.
+    """
     found: dict[tuple[HeadSplit, ...], list[Modules]] = {}
     for parent, own in around(facts, active(plan)):
         size = parent.module.fact("head_dim")

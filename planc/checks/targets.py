@@ -65,8 +65,8 @@ def _sequence_axes(plan: Plan, sink: Sink) -> None:
 
 
 def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A ModuleList has no forward: a style, checkpoint or compile target has no effect, a unit is
-    refused.
+    """A ModuleList has no forward: torch refuses it as a unit, and a style, checkpoint or compile
+    target on it silently has no effect.
 
     Source: `_validate_module` in torch.distributed.fsdp, and torch.compile on four processes.
     """
@@ -99,8 +99,11 @@ def _targets(plan: Plan) -> Iterator[tuple[Modules, str, Span]]:
 
 
 def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """torch's colwise and rowwise styles take nn.Linear and nn.Embedding (planc's also
-    transformers' Conv1D), its sequence style leaves. Source: `_apply` of the styles in torch.
+    """torch's colwise and rowwise styles take nn.Linear and nn.Embedding, its sequence style
+    leaves.
+
+    Source: `_apply` of the styles in torch.distributed.tensor.parallel.style. transformers' Conv1D,
+    a linear with a transposed weight, has planc's own style.
     """
     for rule in plan.tensor:
         found = _wrong(rule)
@@ -165,7 +168,10 @@ def _wrong(rule: TensorRule) -> tuple[str, str] | None:
 
 
 def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`experts` names all parameters: one that is replicated would be added once per rank."""
+    """`parameters` and `experts` name a module's own parameters; `experts` must name all of them.
+
+    A replicated parameter next to sharded ones is added once per rank.
+    """
     for rule in plan.tensor:
         if isinstance(rule.style, Parameters | Experts):
             _names(rule, rule.style, sink)
@@ -231,7 +237,10 @@ _COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in _SAME)
 
 
 def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`attributes` names integers of the model facts, by which a module's code splits features."""
+    """`attributes` names integers that a module's own code reads, such as its number of heads.
+
+    Model facts hold the integers that decide how features are split; only those can be named.
+    """
     for rule in plan.tensor:
         for name in rule.style.names if isinstance(rule.style, Attributes) else ():
             value = rule.modules.module.fact(name)

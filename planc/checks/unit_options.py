@@ -14,7 +14,10 @@ from planc.source import Span
 
 
 def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`reshard = N` takes a non-trivial divisor of the ranks of a unit, as `fully_shard` does."""
+    """`reshard = N` reshards to groups of N ranks, so N must divide the unit's number of ranks.
+
+    Source: `fully_shard` in torch takes a non-trivial divisor of the shard mesh's size.
+    """
     if plan.fsdp is None:
         return
     spread = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
@@ -58,9 +61,9 @@ def _why(count: int, size: int) -> str:
 def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """`on` takes a subset of the section's axes, and `shard_dim` a dim that the parameters have.
 
-    Over other axes nothing averages a unit's gradients, but for tensor parallelism, whose ranks
-    have equal ones. torch shards dim 0 unevenly, others evenly: what does not divide stays on dim
-    0.
+    Over other axes nothing would average a unit's gradients, except those of tensor parallelism,
+    whose ranks have equal gradients of unstyled parameters. torch shards dim 0 unevenly and any
+    other dim only evenly, so parameters that do not divide stay sharded on dim 0.
     """
     section = plan.fsdp
     if section is None or "fsdp" in plan.broken:
@@ -193,7 +196,11 @@ def _short(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
 
 
 def replicate_options(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Torch's `replicate` keeps whole parameters: it gathers, reshards and places nothing."""
+    """A replicate section keeps whole parameters: there is nothing to gather, reshard or place.
+
+    Source: `replicate` in torch.distributed._composable.replicate_with_fsdp takes neither
+    `reshard_after_forward` nor `shard_placement_fn`.
+    """
     section = plan.fsdp
     if section is None or section.shard or "fsdp" in plan.broken:
         return
@@ -219,8 +226,10 @@ def replicate_options(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def cpu_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """An offloaded unit frees its shards after forward, unless it is not resharded; if none is
-    resharded, the whole model is on the device at once and offloading only adds copies.
+    """An offloaded unit copies its shards to the device and frees them after forward.
+
+    A unit that is not resharded keeps its gathered parameters on the device until backward ends. If
+    no unit is resharded, the whole model is on the device at once and offloading only adds copies.
     """
     section = plan.fsdp
     if section is None or section.offload is None or "fsdp" in plan.broken:

@@ -38,9 +38,10 @@ def _left(unit: Unit, plan: Plan) -> bool:
 
 
 def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """torch runs a group only below another unit; separate units without a root train right.
+    """torch runs a group only below another unit ("FSDP requires a single root module").
 
-    Observed on four processes (torch 2.13): "FSDP requires a single root module".
+    Observed on four processes (torch 2.13); separate units without a root train right, each as its
+    own root.
     """
     section = plan.fsdp
     if section is None or "fsdp" in plan.broken or not section.units:
@@ -143,7 +144,9 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """FSDP averages the gradients of its units alone; outside of them ranks diverge silently."""
+    """FSDP averages the gradients of its units alone. Gradients of parameters outside every unit
+    are not all-reduced, so ranks diverge silently.
+    """
     if "fsdp" in plan.broken:
         return
     if plan.fsdp is None:

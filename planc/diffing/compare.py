@@ -1,7 +1,8 @@
 """The changes between two lowered plans, as data.
 
-Operations are compared by kind and module, in any order: `layers[0:32]` against `layers[0:16]` is a
-removal of `layers[16:32]`.
+Operations are compared by kind and module, in any order. A set of modules is compared with the
+sets that it overlaps on the other side, so `layers[0:32]` against `layers[0:16]` is a removal of
+`layers[16:32]` and nothing else.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,9 @@ def summary(parts: Sequence[Part]) -> str:
 
 
 def _follows(part: Part, parts: dict[str, Part]) -> bool:
-    """Whether a part follows: bytes rounded to the same text, a shape with its share of another."""
+    """Whether a part follows: bytes that round to the same text, or a local shape that is the
+    same share of the new shape.
+    """
     if part.name in _BYTES:
         return phrases.alike(part.old, part.new)
     whole = parts.get(f"{part.name.removesuffix('.local')}.shape")
@@ -69,12 +72,16 @@ def _shares(whole: Value, local: Value) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One line of a diff: differences of what is alike on `modules`, or of `label`.
+    """One line of a diff.
 
     Args:
-        kind, over: one of `planc.diffing.matching.KINDS`, and the axes of a tensor-parallel style.
-        parts: the differences, or all statements of an added or removed operation; `summary` is
-            their text without those that follow from others.
+        kind: one of `planc.diffing.entries.KINDS`.
+        over: the axes of a tensor-parallel style.
+        label: the subject, where that is not a set of modules.
+        modules: the sets with the same change; their paths differ only in the last name.
+        subject: the label, or the modules as text: `self_attn.{q,k,v}_proj`.
+        parts: the differences, or all statements of an added or removed operation.
+        summary: the parts as text, without those that follow from others.
         reason: the axes whose sizes alone cause the change, as `tp 4 -> 8`; else empty.
         old, new: the lines of the `.plan` files; empty where there is none.
     """
@@ -93,7 +100,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta(InNotebooks):
-    """All changes, by kind and order; a rank's bytes at rest and gathered, before and after."""
+    """All changes.
+
+    Args:
+        added, removed, changed: sorted by kind, then by the plan's order.
+        parameters: bytes of parameters that one rank holds at rest, before and after.
+        gathered: bytes of the largest unit while it is all-gathered, before and after.
+    """
 
     added: tuple[Change, ...] = ()
     removed: tuple[Change, ...] = ()
@@ -107,7 +120,10 @@ class Delta(InNotebooks):
 
 
 def compare(old: Lowered, new: Lowered) -> Delta:
-    """The changes in what `apply` does and in a rank's memory; moved lines change nothing."""
+    """The changes from one lowered plan to another.
+
+    Only what `apply` does and the memory of a rank count: moved lines change nothing.
+    """
     common = groups(old) & groups(new)
     pairs = Pairs(tuple(entries(old, common)), tuple(entries(new, common)))
     why = _Reasons(old, new, pairs)

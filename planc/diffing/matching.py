@@ -29,7 +29,10 @@ def entries(lowered: Lowered, common: Set[Group]) -> Iterator[Entry]:
 
 
 def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
-    """(name, before, after) of all differences; styles of one kind are compared field by field."""
+    """(name, before, after) of all differences between two entries on the same modules.
+
+    Styles of one kind are compared field by field, others as a whole.
+    """
     before, after = (_values(entry.facts) for entry in (old, new))
     if type(old.style) is not type(new.style):
         yield "style", style_text(old.style), style_text(new.style)
@@ -79,7 +82,10 @@ def _by_subject(side: Iterable[Entry]) -> dict[tuple[object, ...], list[Entry]]:
 def _matched(
     left: list[Entry], right: list[Entry], fits: Callable[[Entry, Entry], bool]
 ) -> tuple[list[Entry], list[Entry], list[tuple[Entry, Entry]]]:
-    """The unmatched entries of each side, and the matched pairs; an entry is matched once."""
+    """The unmatched entries of each side, and the matched pairs.
+
+    An entry is matched once, so two entries on a module need two entries of the other side.
+    """
     pairs: list[tuple[Entry, Entry]] = []
     rest: list[Entry] = []
     waiting = list(left)

@@ -66,7 +66,10 @@ def draft(facts: Facts, sink: Sink) -> InitResult:
 
 
 def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None, str]:
-    """Facts, model and builder of the small model; else the model's own facts, and the reason."""
+    """The facts of the small model, the model, its builder, and the reason if there is none.
+
+    Without a small model, the facts are those of the original model.
+    """
     model = small_model(facts)
     if isinstance(model, str):
         return facts, None, None, model
@@ -110,7 +113,10 @@ def _called(path: str, ran: RunRecord | None) -> bool:
 
 
 def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Lists whose blocks share weights, as one unit must hold, with the classes that share none."""
+    """Lists in which some blocks share weights, with the classes of the blocks that share none.
+
+    FSDP requires a shared tensor to be in one unit, so blocks that share one belong to the root.
+    """
     for blocks in found.blocks:
         at = next(m for m in block_lists(facts.model) if str(m) == blocks.path)
         sharing, classes = set(), dict.fromkeys(c.module.cls for c in at.module.children)

@@ -1,6 +1,7 @@
-"""The candidate splits of each part of a block, best first; a run decides which is right.
+"""The candidate splits of each part of a block, best first; a run decides which of them is right.
 
-Each has two sets of rules: without and with sequence parallelism.
+A recipe has two sets of rules: without and with sequence parallelism, under which norms and
+residuals are sharded over the sequence.
 """
 
 import re
@@ -185,7 +186,10 @@ def _experts(experts: FusedExperts) -> SplitChoice:
 
 
 def _arguments(module: Module, *, packed: bool) -> dict[str, str]:
-    """How experts are sharded: up projections on the intermediate output, down on that input."""
+    """How each parameter of fused experts is sharded, by the sizes that it shares with the others.
+
+    Up projections are sharded on their intermediate output dim, down projections on that input dim.
+    """
     large = [p for p in module.parameters if len(p.shape) == 3]
     down = next((p for p in large if _DOWN.search(p.name)), None)
     up = next((p for p in large if p is not down), None)

@@ -163,7 +163,10 @@ class RunRecord:
 
 
 def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
-    """A module's name in its block, `mlp.experts.*.w1`; entries of `rows` keep their numbers."""
+    """A module's name inside its block: `model.layers.3.mlp.experts.5.w1` -> `mlp.experts.*.w1`.
+
+    Entries of `rows`, modules that are an nn.Sequential, are not identical and keep their numbers.
+    """
     found: list[str] = []
     for part in name[len(path) + 1 :].split(".")[1:]:
         like = part.isdecimal() and ".".join(found) not in rows
@@ -253,7 +256,11 @@ def _projection_groups(linears: list[Linear], width: int) -> Iterator[Projection
 
 
 def _is_rowwise(linear: Linear, waiting: list[Linear], width: int) -> bool:
-    """Whether a linear is rowwise: by its name, or narrowing features after a colwise candidate."""
+    """Whether a linear is the rowwise one of a group.
+
+    It is by its name; `dense` is if its own module has a colwise candidate. So is any linear from a
+    wider size to the width of hidden states, if a candidate comes before it.
+    """
     if linear.name.rpartition(".")[2] == "dense" and not ROWWISE_NAMES.search(linear.name):
         holder = linear.name.rpartition(".")[0]
         return any(w.name.rpartition(".")[0] == holder for w in waiting)

@@ -1,4 +1,7 @@
-"""The lowered plan as text: sections in the order of `apply`; each operation writes its own."""
+"""The lowered plan as text, to be read before a run.
+
+Sections are in the order in which `apply` runs them; each operation writes its own.
+"""
 
 from collections.abc import Iterator
 

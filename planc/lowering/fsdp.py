@@ -49,7 +49,10 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
 
 
 def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> list[SpreadRule]:
-    """The spreads of a unit, outer ones first, with their rule's modules: like units merge."""
+    """The spreads of a unit's parameters, outer modules first.
+
+    They keep the modules of their rule, so that units of one line stay equal and can be merged.
+    """
     there = [h.spread for h in holdings.all if h.unit is unit]
     found = [s for s in section.spreads if any(s is other for other in there)]
     return sorted(found, key=lambda s: len(s.modules.path))
@@ -79,7 +82,11 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
 
 
 def _mean(plan: Plan, section: Fsdp) -> Divide | None:
-    """The mean over data ranks of experts that other ranks divide: FSDP reduces them over fewer."""
+    """The mean over the data ranks, which FSDP does not take of experts that other ranks divide.
+
+    Their gradients are sums over all tokens of the ranks that sent some, and are reduced over fewer
+    ranks than those that read data.
+    """
     rules = dividing(plan)
     if not rules:
         return None
@@ -88,7 +95,9 @@ def _mean(plan: Plan, section: Fsdp) -> Divide | None:
 
 
 def _alike(unit: Unit, plan: Plan, facts: Facts) -> int:
-    """The ranks of one tensor axis with the same experts, whose gradients of them are equal."""
+    """The ranks that compute equal gradients of a unit's experts: those of one tensor axis with the
+    same experts, where each rank computes its experts for all tokens.
+    """
     experts = plan.mesh.experts
     rules = [r for r in dividing(plan) if r.dispatch == ALL_REDUCE]
     own = {own.modules for own in owned(plan, facts) if own.unit is unit} if rules else set()
@@ -101,7 +110,10 @@ def _alike(unit: Unit, plan: Plan, facts: Facts) -> int:
 def _wide(
     unit: Unit | SpreadRule, section: Fsdp, plan: Plan
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of more than one rank, at least one: FSDP also casts and reduces over one rank."""
+    """The axes of more than one rank: others would only add process groups.
+
+    FSDP keeps one axis even of one rank, because it still casts parameters and reduces gradients.
+    """
     split, copied = section.axes(unit)
     shard = tuple(a for a in split if plan.mesh.size(a) > 1)
     replicate = tuple(a for a in copied if plan.mesh.size(a) > 1)

@@ -43,7 +43,10 @@ def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
 
 
 def scales(plan: Plan) -> int:
-    """Bytes of 4-bit weights' scales, which FSDP does not shard: float32, or a byte if double."""
+    """Bytes of the scales of 4-bit weights on one rank: FSDP does not shard them.
+
+    A scale is a float32; with `double` it is a byte, plus one float32 for 256 of them.
+    """
     total = 0
     for rule in plan.adapters.rules if plan.adapters else ():
         if rule.quantize is None:

@@ -165,7 +165,10 @@ def _layers(root: Module) -> int:
 
 
 def _data(plan: Plan) -> tuple[str, ...]:
-    """The axes whose ranks read different data; ranks of a context axis share a sample."""
+    """The axes whose ranks read different data: those that average gradients.
+
+    Context parallelism shards parameters over its axis too, but its ranks share a sample.
+    """
     if plan.fsdp is None:
         return ()
     names = {*plan.fsdp.shard, *plan.fsdp.replicate}
@@ -175,7 +178,11 @@ def _data(plan: Plan) -> tuple[str, ...]:
 
 
 def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
-    """The plan's order, lists of blocks together; torch runs hooks in the order of installation."""
+    """The plan's order, with the rules inside one list of blocks together.
+
+    Of the styles on one module, an input style is first and an output style last:
+    `parallelize_module` installs hooks, and torch runs them in the order of installation.
+    """
     rules = list(rules)
     blocks = list(dict.fromkeys(_block(r) for r in rules))
 
@@ -193,7 +200,9 @@ def _block(rule: TensorRule) -> tuple[str, ...]:
 
 
 def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
-    """The operations of rules in order; modules are split by earlier rules on the same ones."""
+    """The operations of rules in order. A rule over another axis shards the local tensors of the
+    rules before it, so its modules are split by those rules.
+    """
     for i, rule in enumerate(rules):
         module = rule.modules.module
         earlier = [r for r in rules[:i] if r.axis != rule.axis]
@@ -216,7 +225,11 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
 
 
 def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
-    """The rules on what peft makes a `base_layer`; styles of inputs and outputs stay outside."""
+    """The rules on the modules that are adapted: peft wraps a layer, which becomes its
+    `base_layer`.
+
+    Styles that change inputs or outputs stay on the wrapper, where they apply to the adapter too.
+    """
     for rule in rules:
         if isinstance(rule.style, PARAMETERLESS):
             yield rule
@@ -241,7 +254,11 @@ def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
 
 
 def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
-    """`parallelize_module` breaks ties: all are tied to the first parameter that a rule creates."""
+    """`parallelize_module` creates new parameters and breaks ties, so parameters are tied again.
+
+    All are tied to the first one that a rule creates: a head's bias that its parent names too is
+    sharded as the head's.
+    """
 
     def now(parameter: str) -> str:
         owner, _, name = parameter.rpartition(".")
@@ -275,7 +292,10 @@ def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 
 def configure(facts: Facts) -> Iterator[Configure]:
-    """Disables the key/value cache, in each part: it breaks activation checkpointing."""
+    """Disables the key/value cache: it costs memory and breaks activation checkpointing.
+
+    A multimodal model has the field in the configuration of each part (`text_config`).
+    """
     inner = {f"{n}.": part for n, part in facts.config.items() if isinstance(part, Mapping)}
     for owner, values in {"": facts.config, **inner}.items():
         if values.get("use_cache") is True:

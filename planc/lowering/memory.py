@@ -1,6 +1,7 @@
-"""Bytes of parameters on one rank, counted on the compressed module table.
+"""Bytes of parameters on one rank.
 
-A parameter belongs to the innermost unit around it; a tied one counts at its first name.
+They are counted on the compressed module table, so the cost does not grow with depth. A parameter
+belongs to the innermost unit that contains it; a tied parameter counts once, at its first name.
 """
 
 from collections.abc import Iterable
@@ -117,7 +118,10 @@ def kept_shape(
 
 
 class _Tied:
-    """Which parameters are another one's second name; only sets with ties are visited singly."""
+    """Which parameters are another parameter by a second name.
+
+    Modules are visited one by one only where some of their set are tied.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self.names = {name for group in facts.ties for name in group[1:]}

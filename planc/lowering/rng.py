@@ -12,9 +12,10 @@ from planc.plan.random_numbers import drawing_fields, split_axes
 
 
 def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
-    """One operation for each tensor axis, whose ranks work on the same activations.
+    """One operation for each tensor axis: its ranks work on the same activations.
 
-    Observed with different seeds (torch 2.13): gradients of gpt2 with dropout, and of mixtral with
+    Ranks whose dropout masks or router jitter differ compute different models. Observed on four
+    processes with different seeds (torch 2.13): gradients of gpt2 with dropout, and of mixtral with
     router jitter, are wrong by more than 1%.
     """
     fields = drawing_fields(plan, facts)
@@ -23,10 +24,12 @@ def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
 
 
 def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
-    """Where a rank's activations become shards, and where they are whole again.
+    """Where the activations that a rank holds become shards, and where they are whole again.
 
-    Code draws on what its last styled module returned. The model begins and ends with the common
-    stream, which alone serves several tensor axes: a stream by rank would need all their layouts.
+    The model's code draws on what its last styled module returned, or on what a style gives to
+    the module that it runs. The model begins and ends with the common stream.
+
+    With several tensor axes, ranks draw alike: a stream by rank would need all their layouts.
     """
     axes = split_axes(plan)
     if len(axes) != 1 or not drawing_fields(plan, facts):
@@ -48,10 +51,12 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
 
 
 def on_shards(style: ir.Style) -> tuple[bool | None, bool | None]:
-    """Whether a module of a style works on shards, and whether it returns some; None if unchanged
-    or mixed.
+    """Whether a module of a style works on shards of activations, and whether it returns shards.
 
     A partial sum is no shard: dropout of a sum drops the same elements of each part.
+
+    Returns:
+        None for what the style does not change, or for arguments with different layouts.
     """
     match style:
         case ir.Colwise() | ir.Rowwise():

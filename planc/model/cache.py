@@ -56,7 +56,10 @@ def entry_name(*parts: str) -> str:
 
 
 def version(package: str) -> str:
-    """The version by the metadata folder's name; `importlib.metadata` is slow to import."""
+    """The version of an installed package, from the name of its metadata folder.
+
+    `importlib.metadata` returns the same, but importing it takes a fifth of a warm check.
+    """
     for place in sys.path:
         with contextlib.suppress(OSError):
             for name in os.listdir(place or "."):  # noqa: PTH208, twice as fast as pathlib

@@ -118,7 +118,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model on meta before any wrapping, since conversions go by class names, or None."""
+    """The model on meta, before any wrapping; None if it is not a transformers model.
+
+    The conversions are looked up by class names, which FSDP changes.
+    """
     import torch
     from transformers import PreTrainedModel
 

@@ -192,7 +192,10 @@ def _in_hub_cache(model: str) -> ConfigFile | None:
 
 
 def _snapshot(model: str) -> Path | None:
-    """The same by the documented layout of the cache: huggingface_hub is slow to import."""
+    """The same, without importing huggingface_hub, which takes longer than a check.
+
+    Source of the layout: "Understand caching" in huggingface_hub's guides.
+    """
     get = os.environ.get
     try:
         home = Path(get("HF_HOME") or Path(get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
@@ -242,7 +245,10 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
 
 
 def _special_float(value: dict[str, Any]) -> Any:
-    """A float that JSON lacks, as `PreTrainedConfig._decode_special_floats` reads it."""
+    """A float that JSON lacks, which transformers writes as an object; any other object as it is.
+
+    Source: `PreTrainedConfig._decode_special_floats`.
+    """
     name = value.get("__float__")
     return float(name) if len(value) == 1 and name in _SPECIAL_FLOATS else value
 

@@ -1,6 +1,8 @@
-"""Model facts, as plain data: a tree of modules in which like entries of an nn.ModuleList are one
-child with a set of indices. `Modules` names a set of like modules in it; rules, units and diffs are
-decided with its overlap and difference.
+"""Model facts: everything that planc knows about a model, as plain data.
+
+The module table is a tree. Identical entries of an nn.ModuleList are one child with a set of
+indices, so a 126-layer model has as many nodes as a 2-layer one. `Modules` names a set of identical
+modules in that tree; rules, units and diffs are decided with its overlap and difference.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ class Parameter:
     keep_in_fp32: str = ""
 
     def cast(self, dtype: str) -> str:
-        """The dtype after a cast: some stay (`_keep_in_fp32_modules` of transformers)."""
+        """The dtype of the parameter after the model is cast to `dtype`.
+
+        Source: `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers.
+        """
         if "float" not in self.dtype:
             return self.dtype
         whole = {"float16": ("float16", "half"), "bfloat16": ("half",)}.get(dtype, ())
@@ -114,9 +119,11 @@ Segment = str | Indices
 
 @dataclass(frozen=True)
 class Modules:
-    """A set of identical modules, such as `model.layers[0:32].mlp`: a path with sets of indices.
+    """A set of identical modules: a path in which an entry of a list is a set of indices.
 
-    Equality compares paths, `key` all but indices; `module` is the structure that they share.
+    `model.layers[0:32].mlp` is 32 modules. Two sets with the same `key` differ only in their
+    indices. Equality compares paths; `module` is the structure that all modules of the set
+    share.
     """
 
     path: tuple[Segment, ...]
@@ -306,7 +313,14 @@ class Facts:
         return self.root.count - again
 
     def find(self, name: str) -> tuple[Modules, Parameter]:
-        """The module and the parameter of a torch name, `lm_head.weight`; raises KeyError."""
+        """The parameter with the torch name `name`, such as `model.layers.0.mlp.up_proj.weight`.
+
+        Returns:
+            The one module that holds the parameter, and the parameter.
+
+        Raises:
+            KeyError: there is no parameter of that name.
+        """
         path, _, last = name.rpartition(".")
         at = self.at(path)
         for parameter in at.module.parameters:
@@ -315,7 +329,11 @@ class Facts:
         raise KeyError(name)
 
     def at(self, name: str) -> Modules:
-        """The one module with a torch name; raises KeyError with the name up to what is missing."""
+        """The one module with the torch name `name`, such as `model.layers.0`; the root is ``.
+
+        Raises:
+            KeyError: there is no such module; the argument is the name up to the missing part.
+        """
         at = self.model
         parts = name.split(".") if name else []
         for i, part in enumerate(parts):
@@ -345,7 +363,11 @@ def below(name: str, holder: str) -> bool:
 
 
 def parse_path(text: str) -> tuple[Segment, ...]:
-    """The inverse of `str(Modules)`; raises ValueError for a text that is no path."""
+    """The inverse of `str(Modules)`: parses the text into a path.
+
+    Raises:
+        ValueError: the text is not such a path.
+    """
     if text == "root":
         return ()
     path: list[Segment] = []

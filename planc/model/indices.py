@@ -1,4 +1,9 @@
-"""Sets of list indices: an integer with one bit for each, so that 1,024 layers cost what 2 do."""
+"""Sets of list indices, as small as one integer for lists of any length.
+
+A repeated block of a model is one entry with a set of indices, so later stages do not grow with
+the depth of the model: a set of 1,024 layers is one integer of 1,024 bits, and union, intersection
+and difference are one operation each.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +96,11 @@ class Indices:
 
     @staticmethod
     def parse(text: str) -> Indices:
-        """The inverse of `str`, `[0:32]` with both ends; raises ValueError for any other text."""
+        """The inverse of `str`, for texts such as `[0:32]`. Both ends are present and not negative.
+
+        Raises:
+            ValueError: the text is not of that form.
+        """
         result = Indices(0)
         for part in text.removeprefix("[").removesuffix("]").split(","):
             numbers = [int(n) for n in part.split(":")]

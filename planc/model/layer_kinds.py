@@ -25,14 +25,20 @@ def block_lists(at: Modules) -> Iterator[Modules]:
 
 
 def signature(module: Module) -> tuple[Any, ...]:
-    """The structure of a block but for sizes; DropPath is ignored, as it may be nn.Identity."""
+    """The structure of a block regardless of its sizes: classes, names and parameters.
+
+    DropPath modules are ignored: with a rate of 0 they are `nn.Identity`.
+    """
     made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
     inner = tuple(dict.fromkeys((c.name, signature(c.module)) for c in made))
     return (module.cls, tuple(p.name for p in module.parameters), inner)
 
 
 def block_kinds(facts: Facts) -> dict[int, list[str]]:
-    """A number for each block's structure, by the length of its list where that is unambiguous."""
+    """For each block list, by its length, a number for the structure of each block.
+
+    Two lists of the same length with different structures are left out: the length is ambiguous.
+    """
     found: dict[int, list[str]] = {}
     ambiguous: set[int] = set()
     for at in block_lists(facts.model):
@@ -57,16 +63,23 @@ def length(at: Modules) -> int:
 
 
 def layer_columns(at: Modules, facts: Facts, named: Facts) -> list[tuple[str, list[Any]]]:
-    """The configuration's lists with one entry for each block of the list `at`, by their field.
+    """The configuration's lists with one entry for each block of a list, by their field.
 
-    `named` has the original model's: in a small one any list can be as long as the layers.
+    Args:
+        at: a block list of `facts`.
+        facts: the facts with the blocks.
+        named: the facts whose configuration decides which lists are per layer: those of the
+            original model, because in a small one any list can be as long as the layers.
     """
     wide = next((o for o in block_lists(named.model) if o.path == at.path), None)
     return list(_columns(facts.config, named.config, length(wide) if wide else 0, str(at)))
 
 
 def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
-    """The kind of each entry, a word or truth (numbers differ if small); as `layer_columns`."""
+    """The kind of each entry of a block list; arguments as of `layer_columns`.
+
+    Only lists of words or truths count: a number can be another one in a small model.
+    """
     columns = [c for _, c in layer_columns(at, facts, named) if isinstance(c[0], str | bool)]
     found: dict[int, Kind] = {}
     for child in at.module.children:

@@ -141,7 +141,10 @@ class _Table:
 
 
 def _fp32_patterns(module: Any) -> list[tuple[re.Pattern[str], str]]:
-    """The names that `from_pretrained` keeps in float32, and when (`build_glob_alternation`)."""
+    """The patterns of parameter names that `from_pretrained` keeps in float32, and when.
+
+    Source: `build_glob_alternation` in `transformers.core_model_loading`: a star is any text.
+    """
     conditions = {"_keep_in_fp32_modules": "float16", "_keep_in_fp32_modules_strict": "half"}
     return [
         (re.compile(name.replace("*", r".*")), word)

@@ -8,7 +8,10 @@ from planc.model.small.config_fields import DROPOUT, JITTER
 
 
 def random_fields(facts: Facts) -> tuple[str, ...]:
-    """Fields that make training draw random numbers; without transformers, nn.Dropout modules."""
+    """The fields that make training draw random numbers, as `name = value`.
+
+    For a model that is not from transformers, its nn.Dropout modules are listed instead.
+    """
     classifies = "Classification" in facts.name
     fields = [
         f"{name} = {value}"

@@ -76,7 +76,10 @@ class Entry:
 
 
 class AxisRole(StrEnum):
-    """What the ranks along a mesh axis split; `planc.plan.mesh_axes` alone looks at axes' names."""
+    """What the ranks along a mesh axis split among them.
+
+    `planc.plan.mesh_axes` decides it; no other module looks at the name of an axis.
+    """
 
     DATA = "data"
     """Samples: each rank reads different ones."""

@@ -271,10 +271,14 @@ def dtype(name: str | None) -> ImportedName | None:
 
 
 def mesh_source(mesh: MeshOf, context: Context) -> Value:
-    """The calls that build a submesh.
+    """The calls that build a submesh of the mesh of all axes.
 
-    Torch slices a root mesh only in its order: other pairs of dims are concatenated as FSDP does it
-    (torch.distributed.fsdp._fully_shard._fsdp_init).
+    Torch slices a root mesh only in the order of its axes. Other pairs of dimensions are
+    concatenated as FSDP does it (torch.distributed.fsdp._fully_shard._fsdp_init).
+
+    Args:
+        mesh: the submesh.
+        context: the sizes of all axes.
     """
     if not mesh.replicate or not mesh.shard:
         return _dimension(mesh.shard or mesh.replicate, context)
@@ -299,7 +303,10 @@ def _dimension(some: tuple[str, ...], context: Context) -> Value:
 
 
 def _of_experts(some: tuple[str, ...], experts: ExpertMesh, context: Context) -> Value:
-    """A dimension of the experts' ranks, or of equal ones: whole axes, or an axis cut in two."""
+    """A dimension of the ranks that divide experts, or of those with equal ones.
+
+    Where whole axes divide them, their process groups serve; else an axis is cut in two.
+    """
     inner, count = list[str](), 1
     wide = [a for a in experts.axes if context.axes[a] > 1]
     while count < experts.ranks.size:

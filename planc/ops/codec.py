@@ -26,7 +26,11 @@ _INDEX = r"\[[0-9]{1,5}(:[0-9]{1,5}){0,2}(,[0-9]{1,5}(:[0-9]{1,5}){0,2})*\]"
 
 
 def modules_of(path: str) -> Modules:
-    """A set of modules of unknown structure from its canonical text; else raises ValueError."""
+    """A set of modules from its text; the structure of the modules is unknown.
+
+    Raises:
+        ValueError: the text is no set of modules, or not in canonical form.
+    """
     try:
         modules = Modules(parse_path(path), _UNKNOWN)
     except ValueError:
@@ -122,7 +126,11 @@ Shape = Leaf | Many | Named | Either | Record | Tagged
 
 @cache
 def shape_of(hint: Any) -> Shape:
-    """The JSON form of a type; raises TypeError if it has none."""
+    """The JSON form of a type.
+
+    Raises:
+        TypeError: the type has no JSON form.
+    """
     if get_origin(hint) is Annotated:
         inner, *forms = get_args(hint)
         return _annotated(inner, forms)
@@ -220,7 +228,15 @@ def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
 
 
 def facts(record: Any, *, without: tuple[str, ...] = ()) -> Iterator[Fact]:
-    """The fields that equality compares, flattened: an option's name, `weight.shape`."""
+    """The fields of a dataclass that equality compares, flattened.
+
+    A value with a name is called by it: an option, the shapes of a parameter (`weight.shape`), the
+    layouts of an argument (`hidden_states.source`).
+
+    Args:
+        record: the dataclass.
+        without: the names of fields to leave out.
+    """
     kind: Any = type(record)
     for f in _record(kind).fields:
         value = getattr(record, f.name)

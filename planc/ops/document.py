@@ -14,12 +14,20 @@ _MOST = 50  # findings that are listed
 
 
 def dumps(lowered: Lowered) -> str:
-    """The lowered plan as JSON text: fixed order of keys, one field of an operation a line."""
+    """The lowered plan as JSON text.
+
+    Keys have a fixed order, the indent is two spaces, each field of an operation is on one line,
+    and a newline ends the text.
+    """
     return f"{_written({'format_version': FORMAT_VERSION, **dump(lowered, _SHAPE)})}\n"
 
 
 def digest(lowered: Lowered) -> str:
-    """The sha256, in hex, of the JSON of what equality compares: no origins (lines), no reasons."""
+    """The sha256, in hex, of the canonical JSON of all fields that equality compares.
+
+    Origins (lines of the `.plan` file) and reasons are not compared, so an edited comment or a
+    moved line leaves the digest unchanged.
+    """
     content = {"format_version": FORMAT_VERSION, **dump(lowered, _SHAPE, compared=True)}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -214,7 +214,10 @@ class FullyShard(base.Op):
         )
 
     def _spread(self, spread: Spread, context: Context) -> Value:
-        """(modules, `shard_placement_fn`, mesh info); a process group has one info object."""
+        """(modules, `shard_placement_fn`, mesh info) of a spread; None where they are the unit's.
+
+        Parameters with one process group must share the mesh info object.
+        """
         info: Value = None
         if (spread.shard, spread.replicate) != (self.shard, self.replicate):
             kind = "HSDPMeshInfo" if spread.replicate else "FSDPMeshInfo"
@@ -305,7 +308,9 @@ class Prefetch(base.Op):
 
     @property
     def returning(self) -> tuple[Modules, ...]:
-        """The units of a block as backward reaches them: reversed, but outer before inner ones."""
+        """The units of a block in the order of the backward pass: reversed, but a unit before
+        the units inside it, because its hook is on its output.
+        """
         result: list[Modules] = []
         for modules in self.units:
             around = [i for i, outer in enumerate(result) if modules.within(outer)]

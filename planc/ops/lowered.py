@@ -1,4 +1,8 @@
-"""The lowered plan: ordered operations as plain data, modules by path, no torch object."""
+"""The lowered plan: ordered operations as plain data.
+
+`apply` runs it, `lower` prints it, `diff` compares two of them, and emitted Python writes it out.
+It names modules by path and holds no torch object.
+"""
 
 from __future__ import annotations
 

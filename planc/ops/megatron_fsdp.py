@@ -169,7 +169,11 @@ class MegatronShard(base.Op):
         return keywords
 
     def _mesh(self, context: call.Context) -> tuple[tuple[str, ...], call.Shared]:
-        """The package's mesh: data axes and a tensor dimension of 1; axes of one rank are last."""
+        """The package's mesh: the names of its dimensions, and its value.
+
+        It has the data axes and a tensor dimension of size 1. Axes of one rank are moved to the
+        end, where they do not change the order of ranks.
+        """
         sizes = context.axes
         groups = [self.replicate] if self.replicate else []
         groups.append(tuple(name for name in sizes if name in self.shard))

@@ -115,12 +115,18 @@ def inside(modules: Modules) -> str:
 
 
 def parent(path: str) -> str:
-    """The key of `together`: the path without its last name, or all of it if that is indices."""
+    """The key of `together`: the path without its last name, or all of a path that ends in indices.
+
+    `model.layers[0:32].mlp` and `model.layers[0:32].self_attn` have one parent.
+    """
     return path if path.endswith("]") else path.rpartition(".")[0]
 
 
 def together(paths: Iterable[str]) -> list[str]:
-    """Paths that differ in their last name, merged, `mlp.{gate,up}_proj`, by first mention."""
+    """Paths that differ only in their last name, merged with braces: `mlp.{gate,up}_proj`.
+
+    Each merged path is at the position of its first member.
+    """
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(parent(path), []).append(path)

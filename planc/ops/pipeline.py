@@ -1,4 +1,7 @@
-"""The stages of a pipeline, and which of torch's schedules runs them."""
+"""The stages of a pipeline: which blocks the ranks at one place of its axis hold, and the schedule.
+
+`torch.distributed.pipelining` has the schedules.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""The JSON Schema of a lowered plan, from its types: `python -m planc.ops.schema` prints it."""
+"""The JSON Schema of a lowered plan, generated from its types, and the errors it finds.
+
+`python -m planc.ops.schema` prints it; `grammars/lowered.schema.json` is that output.
+"""
 
 import inspect
 import json

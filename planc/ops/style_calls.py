@@ -1,4 +1,7 @@
-"""The call that creates each style: torch's, or a definition that scripts inline."""
+"""The call that creates each style: torch's, or a definition that scripts inline.
+
+Arguments at their defaults are left out.
+"""
 
 from typing import assert_never
 

@@ -313,9 +313,16 @@ class Split:
 
 
 def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | None:
-    """How a style shards a parameter of a `linear` [out, in], a `conv1d` [in, out] or an
-    `embedding` [vocabulary, hidden]; None where it is replicated. Source:
-    torch.distributed.tensor.parallel.style.
+    """How a style shards a parameter, or None where it is replicated.
+
+    Source: `ColwiseParallel` and `RowwiseParallel` in torch.distributed.tensor.parallel.style. A
+    linear's weight is [out, in], a Conv1D's [in, out], an embedding's [vocabulary, hidden].
+
+    Args:
+        style: of the module.
+        kind: the module's kind, `linear`, `conv1d` or `embedding`.
+        parameter: the parameter's name in the module.
+        ndim: the number of the parameter's dims.
     """
     dim: int | None = None
     match style:

@@ -1,6 +1,8 @@
 """Adapters applied to a plan and its model: modules, styles and units.
 
-peft wraps the adapted layer; here it keeps its name, so that a rule means the same modules.
+peft wraps the adapted layer in a layer with `lora_A.default` and `lora_B.default` inside. Here the
+layer keeps its name and gets them as children, so that a rule means the same modules with and
+without adapters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +29,10 @@ _Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
 
 def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
-    """A plan and its model with the adapters: new modules, frozen weights, units of A and B."""
+    """A plan and its model with the adapters: new modules, frozen weights, units of A and B.
+
+    Without adapters both are returned unchanged.
+    """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
     rules = tuple(replace(r, quantize=_stored(r, plan)) for r in plan.adapters.rules)
@@ -90,7 +95,11 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
 
 
 def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
-    """How layers are quantized, if so; bytes are stored in the dtype that FSDP gathers in."""
+    """How a rule's layers are quantized, with a storage dtype; None where they are not.
+
+    The default storage is the dtype that FSDP gathers in: FSDP casts parameters of other dtypes,
+    and packed bytes must not be cast.
+    """
     if rule.quantize is None or rule.quantize.storage:
         return rule.quantize
     weight = next((p for p in rule.modules.module.parameters if p.name == "weight"), None)
@@ -161,7 +170,10 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
 
 
 def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, Modules]]:
-    """Every adapter rule, a style of its layers' weights, and the layers that both rules have."""
+    """Every adapter rule, a style of its layers' weights, and the layers that both rules have.
+
+    Styles that only change inputs or outputs apply to the layer and its adapter together.
+    """
     for rule in plan.adapters.rules if plan.adapters else ():
         for base in plan.tensor:
             part = rule.modules.overlap(base.modules)

@@ -168,7 +168,9 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
 
 def _axes(program: Program, mesh: Mesh) -> None:
-    """Checks that every `on` names an axis, or else that sections use all axes of several ranks."""
+    """Checks that every `on` names an axis, and that a section uses every axis with several
+    ranks. An axis may be unused because its name is misspelled, so that is reported alone.
+    """
     used: set[str] = set()
     misspelled = False
     for section in program.sections:

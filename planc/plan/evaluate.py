@@ -50,7 +50,10 @@ def evaluate(expression: ast.Expr, scope: Scope) -> Value:
 
 
 def size(expression: ast.Expr, scope: Scope) -> Value:
-    """The value of an argument that counts features, heads or ranks; a small model has its own."""
+    """The value of an argument that counts features, heads or ranks.
+
+    Where a small model stands for the real one, numbers are those of the small model.
+    """
     value = evaluate(expression, scope)
     numbers = value if isinstance(value, tuple) else (value,)
     if scope.sized is None or not all(number(n) for n in numbers):

@@ -46,9 +46,14 @@ _LISTED = 12  # legal sizes that a message lists
 
 
 def expert_mesh(mesh: Mesh, ranks: MeshAxis, program: Program) -> Mesh:
-    """The mesh with the ranks that divide experts, innermost first: `dp_shard * cp * tp = ep_shard
-    * ep`, as in torchtitan. Ranks of one tensor axis stay together: `ep` is whole axes and a
-    divisor.
+    """The mesh with the ranks that divide experts, innermost ranks first.
+
+    `dp_shard * cp * tp = ep_shard * ep`, as in torchtitan. So that ranks of one tensor axis stay
+    together, `ep` is the size of whole inner axes times a divisor of the next one.
+
+    Args:
+        mesh: of the axes, without them.
+        ranks: their number, more than one.
     """
     axes = [a for a in mesh.axes if a.name in EXPERT_AXES]
     total = prod(a.size for a in axes)

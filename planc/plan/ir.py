@@ -89,7 +89,9 @@ class Mesh(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule(Meaning):
-    """A style on modules, over the axis of its section; others may act over other axes."""
+    """A style on a set of modules, over the axis of its section; the same modules may have rules
+    over other axes.
+    """
 
     modules: Modules
     axis: str
@@ -134,7 +136,13 @@ class Unit(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadRule(Meaning):
-    """`SELECTOR : spread(...)`: parameters (not of nested units) over another mesh or dim."""
+    """`SELECTOR : spread(...)`: parameters of an FSDP unit that are sharded over another mesh or
+    dim.
+
+    Args:
+        modules: all parameters in them and in their submodules, except in nested units.
+        shard, shard_dim: as of a unit.
+    """
 
     modules: Modules
     shard: tuple[str, ...] | None = None
@@ -185,7 +193,11 @@ class Fsdp(Meaning):
         return (*self.units, *self.spreads)
 
     def axes(self, unit: Unit | SpreadRule) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of a unit, sharded and replicated: together the section's, for its mean."""
+        """The axes that a unit is sharded over, and those that it is replicated over.
+
+        Together they are all axes of the section, so that every gradient is averaged over the
+        same ranks, whatever the unit's mesh.
+        """
         if unit.shard is None:
             return self.shard, self.replicate
         rest = (*self.replicate, *self.shard)
@@ -301,7 +313,9 @@ class Plan(Meaning):
 
     @property
     def axes_of_heads(self) -> tuple[str, ...]:
-        """Axes that split heads: tensor parallelism's, and one that exchanges heads for tokens."""
+        """The axes that split the heads of attention: those of tensor parallelism, and one that
+        exchanges heads for tokens.
+        """
         exchanged = (r.axis for r in self.context if r.op and r.op.attention == "ulysses")
         return (*(a.name for a in self.mesh.of_role(AxisRole.TENSOR)), *exchanged)
 

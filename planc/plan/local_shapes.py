@@ -22,7 +22,10 @@ def split_dim(local: tuple[int, ...], dim: int, ranks: int) -> bool:
 
 
 def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -> tuple[int, ...]:
-    """The largest rank's shard after the rules in order; each part of a packed dim is sharded."""
+    """The shape of a parameter's shard after the rules, on the rank with the largest shard.
+
+    Each rule shards the result of those before it; in a packed dim, each part is sharded.
+    """
     shape = parameter.shape
     dims: dict[int, list[Split]] = {}
     ranks: dict[int, list[int]] = {}

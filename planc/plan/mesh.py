@@ -45,8 +45,10 @@ class _Sizes:
 
 
 def solve(program: Program) -> Mesh | None:
-    """The mesh of a program, computed once; None after a finding. `auto` is the world size (else 1)
-    divided by all other sizes.
+    """The mesh of a program, computed once; None after a finding.
+
+    The size of an axis is a positive integer or `auto`, the world size divided by all other sizes.
+    Without a world size `auto` counts as 1.
     """
     if not program.sized:
         program.sized = True

@@ -1,6 +1,7 @@
-"""The roles of mesh axes, and those derived from others, by the names of training systems.
+"""The roles of mesh axes, and the axes derived from others, by the names of training systems.
 
-No other module compares an axis' name. Products have names in torchtitan and NeMo AutoModel.
+No other module compares the name of an axis with a string. A product of axes has a name of its own
+in torchtitan and in NeMo AutoModel, and a plan may use that name wherever several axes are allowed.
 """
 
 from collections.abc import Collection, Iterable

@@ -49,7 +49,11 @@ def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
 
 
 def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
-    """The elements that an optimizer steps, by dtype; tied ones count under each name."""
+    """The dtypes of the parameters that the optimizer steps, each with their number of elements.
+
+    Megatron-FSDP gives the optimizer weights of its own, in their own dtype. A tied parameter
+    counts under each of its names.
+    """
     megatron = plan.fsdp.megatron if plan.fsdp else None
     main = megatron.main_params if megatron else None
     counts: dict[str, int] = {}
@@ -66,7 +70,10 @@ def _by_placement(
     units: Sequence[tuple[Modules, Unit]],
     spreads: Sequence[tuple[Modules, SpreadRule]],
 ) -> Iterator[tuple[Modules, Unit | None, SpreadRule | None]]:
-    """The modules, divided by their unit and their spread; a unit's own placement wins."""
+    """The modules, divided by their unit and by the spread that applies to them.
+
+    A unit's own placement wins over a `spread` on the unit or on an ancestor.
+    """
     if not spreads:
         yield from ((piece, unit, None) for piece, unit in _shared(modules, units))
         return

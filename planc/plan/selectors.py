@@ -1,5 +1,7 @@
-"""Selectors -> module sets, by steps on the compressed module table, so the cost is independent of
-depth; where a step matches nothing, the help names what exists there.
+"""Selectors -> module sets, on the compressed module table, so the cost is independent of depth.
+
+A selector is a path of steps. Each step maps a set of modules to the sets one level below (or, for
+`**`, any number of levels); where a step matches nothing, the help names what exists there.
 """
 
 import itertools

@@ -6,7 +6,12 @@ from planc.plan.ir import Plan
 
 
 def lists(plan: Plan, facts: Facts) -> tuple[tuple[Modules, ...], ...]:
-    """The units inside each outermost list with several, in definition order, without groups."""
+    """The units inside each list of modules that has units in several entries.
+
+    Returns:
+        For each outermost list its units as sets, in the order in which an entry runs them: the
+        model's definition order, outer units before the units inside them. Groups are left out.
+    """
     order: dict[tuple[str, ...], int] = {}
     for modules in facts.model.below():
         order.setdefault(modules.key, len(order))

@@ -75,7 +75,9 @@ def report_means(outcome: Outcome, sink: Sink) -> None:
 
 
 def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
-    """Reports layouts (PL505) and redistributions (PL506) of no rule, with right numbers."""
+    """Reports layouts (PL505) and redistributions (PL506) that the plan does not state, where the
+    numbers are right.
+    """
     groups = _groups(outcome, small)
     for group in [g for g in groups if g[0].kind == "boundary"][:_MOST]:
         _boundary(group, small, sink, Severity.WARNING)
@@ -151,7 +153,9 @@ def _consequence(mismatch: Discrepancy) -> str:
 
 
 def _of_replicated(tie: TiedStyles, group: list[Discrepancy]) -> bool:
-    """Whether a module computes with a tied parameter's shard which the other name's rule made."""
+    """Whether a module has a tied parameter that no rule shards, so that its computation gets the
+    shard of the other name.
+    """
     holders = {generic(n.rpartition(".")[0]) for n in tie.replicated}
     return group[0].kind != "size" and _module(group) in holders
 

@@ -1,5 +1,8 @@
-"""The kinds of layer of a model (structure, and entries in lists such as `layer_types`), and the
-verdict of layout flow on each, which holds for all layers of the kind.
+"""The kinds of layer of a model, and the verdict of layout flow on each.
+
+Blocks of one list are of the same kind if they have the same structure and the same entries in the
+configuration's per-layer lists (such as `layer_types`). The small model has one layer of each kind;
+its result holds for all of them.
 """
 
 from collections.abc import Iterator
@@ -115,7 +118,13 @@ def _in(name: str, holder: str) -> bool:
 
 
 def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
-    """Yields the blocks grouped by kind, in order; `named` is as of `layer_columns`."""
+    """Yields the blocks grouped by kind, in order.
+
+    Args:
+        facts: the facts with the blocks.
+        named: the facts whose configuration decides which lists are per layer: those of the
+            original model, because in a small one any list can be as long as the layers.
+    """
     for at in block_lists(facts.model):
         columns = layer_columns(at, facts, named)
         merged: dict[_Key, _Group] = {}

@@ -285,7 +285,9 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
 def _released(
     lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> bool:
-    """Whether what runs again is in a unit, or under Megatron-FSDP, and was not simulated."""
+    """Whether the module that runs again is in an FSDP unit other than the root, or the plan uses
+    Megatron-FSDP; a simulation with FSDP has shown what comes of it.
+    """
     if is_megatron(lowered):
         return True
     axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()

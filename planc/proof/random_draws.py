@@ -1,5 +1,8 @@
-"""Whether ranks draw as the plain model does: the small model trains again, with its dropout, and
-the single process uses what ranks drew: equal numbers for equal activations, others for shards.
+"""Whether the ranks draw random numbers as the plain model does.
+
+The small model is trained once more, with its dropout. The single process uses the numbers that
+the ranks have drawn, so outputs and gradients can be compared; where ranks hold the same
+activations, their numbers must be the same, and where they hold shards, others.
 """
 
 from collections.abc import Mapping

@@ -12,8 +12,14 @@ RuleSpans = list[tuple[Modules, Span]]
 
 
 def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
-    """The tensor and loss rules for a module, else those inside it, else those for one around it
-    and for that one's direct children, whose outputs a module without a rule takes.
+    """The tensor and loss rules for a module, else those inside it, else those for one around it.
+
+    For a module around it, the rules for its direct children count too: a module without a rule
+    takes the outputs of its siblings.
+
+    Args:
+        name: the torch name of a module of the plan's model; empty for the model.
+        plan: the plan.
     """
     known = [(r.modules, r.origin) for r in plan.loss]
     known += [(r.modules, r.origin) for r in plan.experts]

@@ -1,5 +1,8 @@
-"""Makes a small model of the same family (a user's own is run as it is), and gives it the decisions
-of the real plan.
+"""Makes a small model of the same family, and gives it the decisions of the real plan.
+
+A transformers or diffusers model is shrunk: its resolved configuration becomes a small one for the
+same class, that of the model's own folder where the user allowed its code. A user's own model is
+run as it is.
 """
 
 from __future__ import annotations
@@ -65,10 +68,14 @@ class SmallModel:
         return builder_of(self.values, self.code, self.own, dropout=self.dropout)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
-        """The facts of the small model, or None after a finding (PL60x).
+        """The facts of the small model, or None after a finding.
 
-        They state the original's dropout and jitter, which the values leave out: some models draw
-        anyway.
+        They state the original's dropout and jitter, which the values leave out: ranks draw random
+        numbers as the real ones do, since some models draw whatever their configuration says.
+
+        Args:
+            model: the facts of the original model.
+            sink: receives the findings (PL60x).
         """
         if self.own is not None or (self.code and not self.values):
             return model

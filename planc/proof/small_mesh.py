@@ -49,8 +49,14 @@ def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterato
 
 
 def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:
-    """The size of each axis on a few processes: axes keep more than one rank while processes are
-    left; the remaining factors are distributed in turn. A mesh that fits is unchanged.
+    """The size of each axis on a few processes.
+
+    Axes of more than one rank keep more than one while there are processes left; the remaining
+    factors are distributed in turn. A mesh that already fits is unchanged.
+
+    Args:
+        axes: the axes of the original mesh.
+        processes: the number of processes.
     """
     axes = tuple(axes)
     inner_first = axes[::-1]
@@ -121,7 +127,15 @@ def _factors(number: int) -> list[int]:
 
 
 def with_stages(plan: Plan, sizes: Mapping[str, int]) -> Plan:
-    """The plan with the stages of a small mesh's ranks, as many each; none for one rank."""
+    """The plan with as many stages as the ranks of a small mesh have.
+
+    A rank keeps its number of stages. Where the mesh has one rank along the axis, there is no
+    pipeline.
+
+    Args:
+        plan: for the real model.
+        sizes: of the small mesh, by axis.
+    """
     if plan.pipeline is None:
         return plan
     op = plan.pipeline.op

@@ -47,7 +47,10 @@ class Unrepresented:
 
 
 def variants(plan: ir.Plan, facts: Facts) -> dict[int, list[str]]:
-    """Which rules act on each block, by its list's length; none where its kind alone decides."""
+    """Which rules act on each block, by the length of its list, as an argument of `shrink`.
+
+    Lists in which the kind of a block alone decides which rules act on it are left out.
+    """
     found: dict[int, list[str]] = {}
     for at in block_lists(facts.model):
         kinds, rules = _classes(at, plan, facts)

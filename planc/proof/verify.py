@@ -122,7 +122,10 @@ def verify(
 def _compiled(
     files: Files | None, facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
 ) -> _Case | None:
-    """The plan compiled for the original model, errors of checks included; None after findings."""
+    """The plan compiled for the original model, or None after findings.
+
+    Errors of the checks do not stop the proof, which tests whether they are right.
+    """
     checks = Sink()
     done = compiler.compile(files, facts, sink, world_size=world, settings=given, checks=checks)
     if done.facts is None or done.lowered is None:

@@ -1,4 +1,4 @@
-"""What `planc verify` reports."""
+"""Renders a proof for people and for programs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,12 @@ def report_difference(
 def report_failure(
     failure: TrialFailure, plan: Plan, lowered: Lowered, sink: Sink
 ) -> tuple[str, str]:
-    """Reports PL521 to PL523; returns the verdict (exceptions refute, signals do not) and why."""
+    """Reports PL521, PL522 or PL523; returns the verdict and the reason.
+
+    A Python exception while the plan is applied or the parallel model runs refutes the plan,
+    because the same model ran in a single process before. A rank ended by a signal leaves it
+    unknown.
+    """
     if failure.kind == "single":
         reason = f"the small model does not train in one process: {failure.message}"
         report_unknown(sink, reason, "planc can prove only models that return a loss for `labels`")

@@ -29,9 +29,16 @@ class ParameterAnswer:
     """One parameter, on the rank with the largest shard.
 
     Args:
-        local: its shape after tensor parallelism; `shard` is that at rest, after FSDP.
+        name: in its module.
+        shape: in the model.
+        dtype: its torch dtype.
+        trainable: whether it requires a gradient.
+        local: its shape after tensor parallelism.
         spread: (ranks, size) along the dim of tensor parallelism, in order, where ranks differ.
-        at_rest, gathered: bytes on one rank, and while its unit is all-gathered as `computed`.
+        shard: its shape at rest, after FSDP.
+        at_rest: bytes on one rank.
+        gathered: bytes while its unit is all-gathered, in the dtype of `computed`.
+        computed: the dtype that it is all-gathered in.
         ties: names of the parameters that are the same tensor.
     """
 
@@ -50,18 +57,28 @@ class ParameterAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All decisions about one module (`root` is the model), or about one of its parameters.
+    """All decisions about one module, or about one of its parameters.
 
     Args:
+        name: in torch; `root` for the model itself.
+        parameter: the parameter's name in the module, None where the module was asked for.
+        cls: the module's class.
+        kind: `linear`, `norm` and so on.
         like: the set of equal modules that contains the module.
-        parameters, count: its own, or the one asked for; the elements of all, submodules included.
-        adapter: on the layer, or the one that contains the module.
-        tensor, around, inside: styles on the module, on ancestors (at whose bounds tensors are
-            redistributed) and on submodules.
+        parameters: of the module itself, or the one that was asked for.
+        count: the number of elements in all its parameters, those of submodules included.
+        load: how weights are loaded, and their dtype.
+        adapter: the adapter on the layer, or the one that contains the module.
+        tensor: styles on the module itself.
+        around: styles on its ancestors, which redistribute inputs and outputs there.
+        inside: styles on its submodules.
         checkpoint, compile: of the module, of its ancestors and of its submodules.
-        unit, unit_bytes: the unit that contains it, at rest on one rank and gathered; units inside.
+        experts: how tokens come to its experts, which ranks divide.
+        loss: how the loss is computed in it.
+        unit: the unit that contains it, then the units inside it.
         training: what freezes or unfreezes it.
         draws: how ranks draw random numbers in the module and after it.
+        unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.
     """
 

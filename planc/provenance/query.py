@@ -1,5 +1,7 @@
-"""`planc why`: the lines of a plan that decide a module, from the lowered plan and, for rules that
-lowering drops, from the IR.
+"""`planc why`: the lines of the plan that decide a module or a parameter.
+
+The answer is built from the lowered plan, which is what `apply` runs. The IR adds the rules that
+lowering drops because they have no effect, and the text of each line.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,8 @@
-"""Renders findings in one order: `full` and `concise` for people, `json` for programs, `github` for
-pull requests, `sarif` for code scanners.
+"""Renders findings for people, editors, programs and GitHub.
+
+`full` is for people, `concise` has one line per finding, `json` is a document with a schema,
+`github` annotates a pull request, and `sarif` is for code scanners. All formats show the findings
+in the same order (`sorting.sorted_findings`).
 """
 
 from __future__ import annotations
@@ -28,9 +31,14 @@ def render(
     """The findings as text that ends with a newline, or is empty.
 
     Args:
+        diagnostics: the findings, in any order.
         format: one of `FORMATS`.
-        color, width: ANSI colors (`full`, `concise`), and terminal cells of a line (`full`).
+        color: whether to use ANSI colors; for `full` and `concise`.
+        width: the line width in terminal cells; for `full`.
         also: fields beside the findings, such as a verdict; for `json`.
+
+    Raises:
+        ValueError: there is no such format.
     """
     found = tuple(diagnostics)
     match format:

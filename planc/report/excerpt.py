@@ -83,9 +83,10 @@ def mark(label: Label, *, style: str, primary: bool) -> Mark:
 
 
 def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
-    """The source line and the labels below it, within `room` cells; a list of rows per window.
+    """The source line and the labels below it, within `room` cells.
 
-    A long line is cut to a window around its marks, or to one window each.
+    A long line is cut to a window around its marks. Marks that do not fit into one window get one
+    window each: the result has a list of rows per window, the source line first.
     """
     shown = cells(text)
     total = sum(size for _, size in shown)

@@ -1,5 +1,6 @@
-"""Findings as GitHub workflow commands; actions/toolkit, packages/core/src/command.ts has the
-escapes.
+"""Findings as GitHub workflow commands, which annotate the lines of a pull request.
+
+Source of the escapes: actions/toolkit, packages/core/src/command.ts.
 """
 
 import re
@@ -28,7 +29,10 @@ def _command(diagnostic: Diagnostic) -> str:
 
 
 def _place(span: Span | None) -> dict[str, str]:
-    """The location, empty if it is no file; GitHub accepts columns only on one line."""
+    """The location of the annotation; empty for an argument or standard input, which are not files.
+
+    GitHub accepts columns only for an annotation of one line.
+    """
     if span is None or not is_file(span):
         return {}
     line, column = span.source.position(span.start)

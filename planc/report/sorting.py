@@ -8,8 +8,12 @@ from planc.source import Span
 
 
 def sorted_findings(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings in the order of a report, each once: errors without a location, which often
-    cause the rest, what has one by source and offset, and the rest.
+    """The findings in the order in which a report shows them, without duplicates.
+
+    Errors without a location come first: they concern the invocation or the model, and often
+    cause the rest. Then come findings with a location, by source in the order of first mention,
+    then by offset. Warnings and infos about the plan as a whole come last. The two plans of a
+    diff may share files, so equal findings are shown once.
     """
     seen: dict[object, Diagnostic] = {}
     for diagnostic in diagnostics:

@@ -27,7 +27,11 @@ from planc.plan.unit_lists import entries, of_entry
 
 
 def resolve(path: str) -> Any:
-    """The object that `package.module:name` names; raises whatever the import raises."""
+    """The object that `package.module:name` names.
+
+    Raises:
+        Exception: any exception of the import.
+    """
     module, _, name = path.partition(":")
     home = f"planc.runtime.{module}" if module.startswith("standalone.") else module
     return attrgetter(name)(importlib.import_module(home))

@@ -26,7 +26,9 @@ class KnownVerdict:
 
 
 def strongest(found: Iterable[KnownVerdict | None]) -> KnownVerdict | None:
-    """The verdict of all ranks, whose machines have their own caches: refuted by one is refuted."""
+    """The verdict of all ranks together: each machine has a cache of its own, and what is known on
+    one holds on all. A plan that one cache knows as refuted is refuted.
+    """
     known = [verdict for verdict in found if verdict is not None]
     return max(known, key=lambda v: _LEVELS.index(v.level), default=None)
 

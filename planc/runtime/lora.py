@@ -29,7 +29,11 @@ def missing_peft(lowered: Lowered) -> str | None:
 
 
 def require_packages(lowered: Lowered) -> None:
-    """Raises PL187 if peft, PL685 if bitsandbytes is needed and cannot be imported."""
+    """Checks that the packages that a plan's adapters need can be imported.
+
+    Raises:
+        PlanError: PL187, peft cannot be imported; PL685, bitsandbytes cannot be imported.
+    """
     if missing := missing_peft(lowered):
         raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
     if any(isinstance(op, Quantize) for op in lowered.ops):
@@ -49,6 +53,11 @@ def remember(model: nn.Module, op: Adapt) -> None:
 
 
 def init_adapters(model: nn.Module, unset: set[str]) -> None:
-    """Initializes adapters that were on meta (`unset`, plain names) as on the CPU."""
+    """Initializes adapters that were on meta with the values that they would have had on the CPU.
+
+    Args:
+        model: a model whose adapters are allocated.
+        unset: the plain names of adapter parameters without values.
+    """
     for op in getattr(model, _OPS, ()):
         initialize_adapters(model, unset, op.pattern, rank=op.rank, init=op.initial, seed=op.seed)

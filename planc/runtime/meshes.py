@@ -18,8 +18,10 @@ from planc.runtime.calls import Values
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
-    """The device type to run on: `asked`; else CUDA under NCCL; else the model's; for a model on
-    meta CUDA if available and the process group is not of gloo, else the CPU.
+    """The type of the device that a model will run on.
+
+    It is `asked`; else CUDA if the process group uses NCCL; else the model's device; for a model
+    on meta, CUDA if it is available and the process group does not use gloo, else the CPU.
     """
     if asked:
         return asked
@@ -34,7 +36,11 @@ def device_of(model: nn.Module, asked: str | None) -> str:
 
 
 def start(device_type: str) -> bool:
-    """Starts the process group (torchrun's, or of one rank) if there is none; returns if it did."""
+    """Starts the default process group if there is none: torchrun's, or a group of one rank.
+
+    Returns:
+        Whether it was started here, so that the caller can destroy it after an error.
+    """
     if distributed.is_initialized():
         return False
     local = os.environ.get("LOCAL_RANK")
@@ -63,8 +69,10 @@ _MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], _Made] = Wea
 
 
 def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
-    """The mesh of these axes, shared while a plan is alive: process groups keep threads and
-    buffers.
+    """The mesh of these axes; plans with equal meshes share one while any of them is alive.
+
+    A process group keeps its threads and buffers until it is destroyed. Without sharing, a teacher
+    and a student in one process would have two sets of them.
     """
     group = distributed.group.WORLD
     known = _MADE.get((sizes, device_type))
@@ -79,8 +87,10 @@ def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
 
 
 class Meshes:
-    """The mesh of a lowered plan, and its submeshes, whose first request makes process groups, so
-    that every rank must make it; `dp` is made at the start.
+    """The mesh of a lowered plan, and its submeshes.
+
+    The first request for a submesh of several axes creates process groups, so every rank must make
+    it. The one that every training loop needs, `dp`, is created at the start.
     """
 
     def __init__(self, lowered: Lowered, device_type: str) -> None:
@@ -125,7 +135,11 @@ class Meshes:
         raise KeyError(f"the mesh has no {name!r}; its axes are {one_of(self._sizes, last='and')}")
 
     def part(self, *axes: str) -> DeviceMesh:
-        """One dimension: an axis, or several flattened, outermost first; raises KeyError."""
+        """One dimension: an axis, or several flattened to one, outermost first.
+
+        Raises:
+            KeyError: the mesh has no such axis.
+        """
         unknown = [a for a in axes if a not in self._sizes]
         if unknown or not axes:
             known = one_of(self._sizes, last="and")

@@ -39,7 +39,11 @@ def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
 
 
 def require_not_parallel(model: nn.Module) -> None:
-    """Raises PL493 if a model is parallel already."""
+    """Checks that no parallelism was applied to a model.
+
+    Raises:
+        PlanError: PL493, the model is parallel already.
+    """
     if found := already_parallel(model):
         message = f"this model is already parallel: {found}"
         raise stop("PL493", message, help="apply a plan once, to a model that is not parallel yet")
@@ -62,9 +66,14 @@ def ready(
 
 
 def announce(error: Exception, device_type: str) -> None:
-    """Tells other ranks, which wait in `ready`, which error this one is about to raise.
+    """Tells the other ranks why this one cannot apply its plan; they wait for it in `ready`.
 
-    Nothing outside a process group that exists or that torchrun asks for, on that type of device.
+    A no-op where there are no others: outside a process group that exists or that torchrun asks
+    for. The caller raises the error afterwards.
+
+    Args:
+        error: what this rank is about to raise.
+        device_type: where the process group works, if it has to be started for this.
     """
     others = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     if not (distributed.is_initialized() or others):
@@ -205,7 +214,10 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _RankStatus:
-    """The digest (empty without a lowered plan) and the findings, in one line, of one rank."""
+    """The digest of one rank, and its findings in one line.
+
+    The digest is empty on a rank without a lowered plan, the others without a finding.
+    """
 
     digest: str
     code: str
@@ -222,7 +234,9 @@ def of_all_ranks(own: T) -> list[T]:
 
 
 def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:
-    """Raises on every rank unless digests are equal without findings; returns the ranks' words."""
+    """Raises on every rank unless all ranks have the same digest and no findings; returns what
+    each rank says besides, by rank.
+    """
     first = findings[0] if findings else None
     mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings), also)
     everyone = of_all_ranks(mine)

@@ -120,7 +120,10 @@ class Run(InNotebooks):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate gradients; the next one after reduces the sum."""
+        """Backward passes inside accumulate gradients; the next one after reduces the sum.
+
+        Megatron-FSDP still reduce-scatters sharded gradients in each pass.
+        """
         if megatron_fsdp.uses_megatron(self.lowered):
             return megatron_fsdp.no_sync(self.model)
         return gradients.no_sync(self.model)
@@ -183,7 +186,10 @@ class Run(InNotebooks):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """The mean loss over all tokens of batches, without gradients; as `forward_backward`."""
+        """The mean loss over all tokens of some batches, without gradients or dropout.
+
+        Arguments, result and errors are those of `forward_backward`.
+        """
         trained = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -216,7 +222,10 @@ class Run(InNotebooks):
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
-        """The full state dict without 4-bit weights, on rank 0 or all; every rank calls it."""
+        """The full state dict with the model's original names, on rank 0 or on all ranks.
+
+        Every rank calls it. 4-bit weights are left out.
+        """
         return gradients.full_state_dict(self.model, every_rank=every_rank)
 
     # weights: planc/runtime/weights/loading.py, saving.py

@@ -1,5 +1,8 @@
-"""The first forward passes: ranks that split one layer must read the same rows, which torch does
-not check, and ranks of a data axis should read different ones, or the step is that of one rank.
+"""The first forward passes: ranks compare the inputs that they read.
+
+Ranks that split one layer must compute on the same rows. Where they read different ones, torch
+says nothing: each rank adds its part of one product to another rank's part of another. Ranks of a
+data axis should read different rows; where all read the same, the step is that of one rank.
 """
 
 import logging
@@ -57,7 +60,12 @@ class FirstPasses:
         return not compares and self.different_weights is None
 
     def before(self, args: Any, kwargs: Any) -> None:
-        """Before a forward pass: raises PL483, PL545 or PL484 on all ranks if they differ."""
+        """Before a forward pass.
+
+        Raises:
+            PlanError: PL483 or PL545, the inputs differ; PL484, the weights do. On every rank of
+                the mesh.
+        """
         if self.different_weights is not None:
             raise self.different_weights
         self.seen += 1
@@ -89,7 +97,10 @@ def data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
 
 
 def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
-    """The ranks that split the layers of one copy; None where the model's own style says inputs."""
+    """The ranks that split the layers of one copy of the model, over all tensor axes.
+
+    None if there are none, or if a style of the model itself says what each rank passes.
+    """
     axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
     styled = (op for op in lowered.ops if isinstance(op, Parallelize))
     if not axes or any(not op.modules.path for op in styled):
@@ -98,9 +109,10 @@ def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
 
 
 def watch(model: nn.Module, first: FirstPasses) -> None:
-    """Calls `first.before` on the inputs of each forward pass of the model, until it is done.
+    """Calls `first.before` before each forward pass of the model, until it is done.
 
-    Hooks of a model that a script compiles as a whole compare nothing.
+    The hook runs before all others, on the inputs as the script passes them. Where a script
+    compiles the model as a whole, its hooks are compiled with it, and there nothing is compared.
     """
     if first.done:
         return
@@ -140,7 +152,10 @@ def _rows(leaves: Leaves, mesh: DeviceMesh) -> list[list[int]]:
 
 
 def _row(leaves: Leaves, device: str) -> Tensor:
-    """What is in the arguments, as int64: names, types, shapes, values; else the type."""
+    """What is in the arguments, as int64: their names, types and shapes, and then each by itself.
+
+    A DTensor is a part of its value, and other objects have no bytes: only their type counts.
+    """
     columns = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(_ARGUMENTS)]
     told = ""
     for i, (name, leaf) in enumerate(leaves):

@@ -1,6 +1,8 @@
-"""Checksums of the weights that ranks have built, compared before the plan distributes them.
+"""The weights that ranks have built, compared before the plan distributes them.
 
-Parts of different models, from another seed, do not belong together.
+Each rank keeps its part of what it has built itself. Where the ranks have built different weights,
+from another seed, the parts are of different models: copies are never equal again, and shards do
+not belong together.
 """
 
 import hashlib
@@ -35,10 +37,10 @@ def plain(tensor: Tensor) -> bool:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def tensor_sum(tensor: Tensor) -> Tensor:
-    """A checksum of the bytes of a plain tensor: a scalar of int64 on its device, without waiting.
+    """A checksum of the bytes of a plain tensor, in order: a scalar of int64 on its device.
 
-    Words are multiplied by odd numbers by place, modulo 2 ** 64: values that change places change
-    it.
+    Each word is multiplied by an odd number that depends on its place, modulo 2 ** 64, so values
+    that change places change the sum. Nothing waits for the device.
     """
     data = tensor.detach()
     flat = (torch.view_as_real(data) if data.is_complex() else data).contiguous().view(-1)
@@ -55,7 +57,10 @@ def tensor_sum(tensor: Tensor) -> Tensor:
 
 
 def model_sums(model: nn.Module) -> dict[str, int]:
-    """A checksum of parameters and buffers by name, tied ones once; those on meta count as such."""
+    """A checksum of each parameter and buffer by name; tied ones count once.
+
+    One that is on meta counts as such, so a rank with weights and a rank without differ.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
     sums = {n: tensor_sum(t) for n, t in named if plain(t)}
     kinds = {n: "meta" if t.is_meta else type(t).__name__ for n, t in named}

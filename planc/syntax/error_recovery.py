@@ -1,5 +1,8 @@
-"""Finds unmatched brackets before parsing: indentation shows where a block should have ended. It
-decides only where a mistake is reported and how the rest is read.
+"""Finds unmatched brackets in a text before it is parsed.
+
+A parser notices a missing brace only at the end of the file, or at the first statement that is
+invalid inside the block. The indentation shows where the block should have ended; it decides only
+where a mistake is reported and how the rest is read.
 """
 
 from __future__ import annotations
@@ -153,7 +156,10 @@ def ends(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def statement(text: str, position: int) -> tuple[int, int]:
-    """The lines [start, end) of a masked text of the statement at a position, brackets and all."""
+    """The lines [start, end) of a masked text that hold the statement at a position.
+
+    A statement continues over the lines that its ( ) and [ ] span.
+    """
     merged: list[tuple[int, int]] = []
     for first, last in _groups(text):
         start, end = _lines(text, first, last)

@@ -144,7 +144,11 @@ def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
 
 
 def _parsed(text: str, ends: Sequence[int]) -> Parsed:
-    """The tree of a text with a `}`, on a line of its own, at offsets; raises UnexpectedInput."""
+    """The parse tree of a text with a `}` inserted on a line of its own at each of some offsets.
+
+    Raises:
+        UnexpectedInput: the text does not match the grammar.
+    """
     if not ends:
         return parser().parse(text)
     session = parser().parse_interactive(text)
@@ -192,7 +196,10 @@ def _recovered(
 def _forgotten(
     span: Span, source: Source, text: str, ends: tuple[int, ...]
 ) -> list[error_recovery.Unclosed]:
-    """The blocks that, by indentation, end before a misplaced `{`; counting braces may miss it."""
+    """The blocks before a misplaced `{` that, by the indentation, should end before it.
+
+    Their missing `}` does not show in the number of braces if there is an extra one elsewhere.
+    """
     if span.text != "{":
         return []
     line = text.rfind("\n", 0, span.start) + 1

@@ -1,4 +1,9 @@
-"""The certificate of a proof: a JSON document and its place in the cache; imports no torch."""
+"""The certificate of a proof: a JSON document and its place in the cache; imports no torch.
+
+Its schema is `grammars/certificate.schema.json`. The file name in planc's cache folder is a digest
+of what it certifies: the lowered plan, the model's configuration, the library versions and planc's
+own sources. `planc check` finds it by that name, and a new torch invalidates it.
+"""
 
 import contextlib
 import functools
@@ -58,13 +63,19 @@ def key_of(lowered: str, config: Mapping[str, Any]) -> str:
 
 
 def identity(facts: Facts) -> dict[str, Any]:
-    """What a verdict depends on of a model, read or built: its configuration and shapes."""
+    """What a verdict depends on of a model: its configuration, its modules' classes and shapes.
+
+    The same for a model that is read from `config.json` and for one that a script built from it.
+    """
     config = {k: v for k, v in facts.config.items() if k not in _OF_THE_COPY}
     return {**config, "planc.modules": structure(facts.root)}
 
 
 def structure(root: Module) -> str:
-    """A digest of a module table (names, classes, shapes): a script may have replaced modules."""
+    """A digest of a module table: names, classes and shapes, not dtypes.
+
+    A model whose modules a script has replaced differs from the one that its configuration names.
+    """
     known: dict[int, str] = {}
 
     def of(module: Module) -> str:

@@ -41,7 +41,11 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
 
 
 def first_difference(right: Outputs, mine: Outputs, limit: float) -> tuple[str, float] | None:
-    """The first module whose output differs by more than the limit (shapes agree); the error."""
+    """The first module whose output differs by more than the limit, and the error.
+
+    An output with another shape than the right one, a shard in a layout that no rule states, is
+    left out because it cannot be compared.
+    """
     for name, value in mine.items():
         expected = right.get(name)
         if expected is None or expected.shape != value.shape:
@@ -53,7 +57,11 @@ def first_difference(right: Outputs, mine: Outputs, limit: float) -> tuple[str, 
 
 
 def whole_outputs(run: Run, lowered: Lowered) -> Take:
-    """A collective that gathers outputs, by a DTensor's layout or the module's style's."""
+    """A function that gathers outputs of a parallel model.
+
+    A DTensor has its layout; for a module with a style, the plan states the layout of its local
+    output. Gathering is a collective that all ranks join, because they run the same code.
+    """
     stated = dict(_stated(lowered))
 
     def take(name: str, value: torch.Tensor) -> torch.Tensor | None:

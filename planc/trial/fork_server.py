@@ -1,7 +1,9 @@
 """The fork server of a proof: `python -m planc.trial.fork_server`.
 
-It imports torch while the command compiles, reads its job, one line of JSON, and forks a process
-per rank, safely because it starts no thread. When standard input closes, every process ends.
+Importing torch and transformers takes seconds, so one process imports them while the command still
+compiles. Then it reads its job, one line of JSON, and forks one process per rank. It starts no
+thread before that, so forking is safe. Standard input stays open as long as the command runs: when
+it closes, for whatever reason, every process ends.
 """
 
 import gc

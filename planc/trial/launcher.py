@@ -1,6 +1,7 @@
 """Runs a proof on processes of this machine, from the command; imports no torch.
 
-They are a session, started by `fork_server`, and end before `compare` returns, whatever happens.
+The processes are a session of their own, started by `fork_server`. However a proof ends, by a
+verdict, an error, the time limit or Ctrl-C, all of them are ended before `compare` returns.
 """
 
 from __future__ import annotations

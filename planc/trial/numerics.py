@@ -1,5 +1,8 @@
-"""Compares tensors of a parallel model with those of a single process: the largest difference over
-the largest value of the right one, with a floor. docs/proof.md derives what precision allows.
+"""Compares tensors of a parallel model with those of a single process.
+
+Errors are relative: the largest absolute difference of a tensor over the largest absolute value of
+the right one. For a tensor that is negligible among its kind (a gradient that is zero up to
+rounding), the divisor is a floor.
 """
 
 import math
@@ -80,8 +83,10 @@ _EXACT = frozenset({"_unsafe_view", "clone", "cat", "stack", "copy_", "where", "
 
 
 class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
-    """Counts the operations of a pass that round; `chooses` where it also selects by rounded
-    numbers, as a router does, which no tolerance covers.
+    """Counts the operations of a pass that round: those that compute new floating point numbers.
+
+    `chooses` is whether the pass also selects by such numbers, as a router selects experts: a
+    rounded number selects another one where two are close, and no tolerance covers that.
     """
 
     def __init__(self) -> None:
@@ -110,7 +115,11 @@ def tolerance(lowered: Lowered, operations: int) -> float:
 
 
 def norm_error(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:
-    """The relative error in the 2-norm, or infinity; a tensor below `floor` counts as zero."""
+    """The relative error of a tensor in the 2-norm; infinite if shapes differ or it is not finite.
+
+    Args:
+        floor: the least divisor: below it a tensor is as good as zero.
+    """
     if mine.shape != right.shape:
         return math.inf
     difference = (mine.double() - right.double()).norm()

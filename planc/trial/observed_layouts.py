@@ -1,6 +1,8 @@
-"""Layouts that arrive at modules, against those that the plan states, and redistributions of none.
+"""Compares the layouts that arrive at modules with those that the plan states.
 
-torch checks neither. The values of all ranks and of the plain run tell a local tensor's layout.
+A style declares the layout of a local tensor, and torch does not check it. In the simulation, the
+tensors of all ranks and the full tensor of the plain run are available, so the layout follows from
+the values. A DTensor has its layout.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -92,7 +94,10 @@ def agrees(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
 def resized_inputs(
     mine: ModuleCall, right: ModuleCall
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yields integer inputs (positions, ids) of another size: that of a local shard."""
+    """Yields integer inputs (positions, ids) whose size differs from that of the plain run.
+
+    The model's code derives them from tensor sizes, and the size of a local shard is wrong.
+    """
     for which, value in mine.inputs.items():
         wanted = right.inputs.get(which)
         if wanted is None or wanted.tensor.is_floating_point() or value.placements:
@@ -119,9 +124,15 @@ class Implicit:
 def redistributions(
     current: Callable[[], Trace | None], styled: Collection[str], found: list[Implicit]
 ) -> Iterator[None]:
-    """Records, once each, redistributions of rank 0 that communicate outside of `styled` modules.
+    """Records redistributions of rank 0 that communicate, outside of modules with a style.
 
-    It hooks torch's `ExplicitRedistributionContext`, which only raises or warns, without a place.
+    It hooks torch's `ExplicitRedistributionContext`, which by itself only raises or warns,
+    without the tensor or the place.
+
+    Args:
+        current: gives the trace of the running model, None before it runs.
+        styled: the modules with a style, whose redistributions are intended.
+        found: receives each redistribution once.
     """
     from torch.distributed.tensor import _dispatch, _utils
     from torch.distributed.tensor._op_schema import OpSchema

@@ -198,10 +198,15 @@ def train_rank(
     traced: bool,
     draws: bool = False,
 ) -> None:
-    """Trains a parallel model on one rank, as a script does; what came before an error is in the
-    result.
+    """Trains a parallel model on one rank, as a training script does.
 
-    `traced` records modules' inputs and outputs, gathered, `draws` random numbers.
+    Args:
+        model: spread by the plan.
+        run: its handle.
+        batches: the batches of all data ranks.
+        result: filled while the rank runs, so that what came before an error is known.
+        traced: whether to record the inputs and outputs of modules, which gathers DTensors.
+        draws: whether to record random numbers.
     """
     result.phase, result.data_rank = "parallel", run.data_rank
     result.part_rank = part_rank(run)
@@ -260,7 +265,9 @@ def _train_stages(
 
 
 def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
-    """The tensors of all stages by name; of copies on two, one that is unlike the first is kept."""
+    """The tensors of all stages by name. Of copies on two stages one that is unlike the first is
+    kept, which then is unlike the single process's.
+    """
     stages = stages_of(model)
     assert stages is not None
     every: list[Any] = [None] * stages.mesh.size()

@@ -1,5 +1,7 @@
-"""Random numbers in a trial: each rank, a thread, gets a generator of its own, as threads share
-torch's; the single process uses again what the ranks drew.
+"""Random numbers in a trial: of ranks that are threads of one process, and of the single process.
+
+torch has one default generator for each device, and threads share it. Each rank gets one of its
+own. The single process uses again what the ranks drew, so that all else can be compared.
 """
 
 import threading
@@ -31,7 +33,11 @@ class RankGenerators:
 
 
 class RankRandom(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
-    """Makes a thread's operations draw from its rank's generator, as `torch.manual_seed` does."""
+    """Makes the operations of a thread draw from its rank's own generator.
+
+    torch has one default generator, which threads share. A model's calls of `torch.manual_seed`
+    reach the rank's generator without this mode; operations that draw need it.
+    """
 
     _one_at_a_time = threading.Lock()
 
@@ -79,9 +85,14 @@ class Recorded(TorchDispatchMode):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """Numbers that ranks did not draw as the plain model does, at a line of a module's code.
+    """Numbers that ranks did not draw as the plain model does.
 
-    `wrong` is whether replicas differ; False if only the distribution is another one, or None.
+    Args:
+        module: the torch name of the module whose code draws them.
+        line: the line of the model's code.
+        problem: what is wrong with them.
+        wrong: whether replicas differ; False if only the distribution is another one, None if
+            they cannot be compared.
     """
 
     module: str

@@ -1,6 +1,10 @@
-"""Ranks that are threads propagate the sharding of each operation once for all, a third of a
-simulation: placements follow from global shapes and the mesh, the same on every rank. What may
-differ (sizes of local shards, masks of an embedding) is not shared.
+"""Ranks that are threads of one process propagate the sharding of each operation once for all.
+
+DTensor derives the placements of an operation's output, and those that it needs of the inputs, from
+the operation, the placements and global shapes of its inputs, and the shape of the mesh. Every rank
+comes to the same result. Processes work it out one by one, and torch keeps it for each thread; that
+is a third of a simulation, so here the first rank's result serves all. What may differ between
+ranks (sizes of local shards, masks of an embedding) is not shared.
 """
 
 import threading

@@ -1,6 +1,9 @@
-"""Layout flow: checks in one process, with ranks as threads, that a plan trains the same model, by
-the program of `planc verify`. Nothing is inferred: mistakes show in the numbers, or as the real
-code's exception.
+"""Layout flow: checks in one process that a plan trains the same model.
+
+A small model is trained with all ranks as threads of this process, by the same program that
+`planc verify` runs on processes. Nothing is inferred: a missing reduction, a gradient that stays
+partial, a wrong divisor or a mix of local tensors and DTensors shows in the numbers, or as the
+exception of the real code.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
-"""Send and receive between threads, which torch's process group of threads lacks.
+"""Send and receive between ranks that are threads, which torch's process group of threads lacks.
 
-The n-th receive that is posted gets the n-th message, whichever is waited for first.
+A message goes from one rank to another in a group. The n-th receive that is posted takes the n-th
+message that is sent, whichever is waited for first: matched when they are waited for, schedules
+that post several receives get each other's.
 """
 
 import sys
@@ -33,7 +35,9 @@ class _Channel:
 
 
 class _Receive(distributed.Work):  # type: ignore[misc]
-    """A posted receive; its fields tell torch's collectives whether a thread waits in vain."""
+    """A receive that was posted. Its fields are those of torch's collective of threads, which tell
+    whether its thread waits in vain.
+    """
 
     _count, _world_size = 1, 2
 

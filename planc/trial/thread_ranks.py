@@ -49,8 +49,16 @@ def busy() -> str:
 
 
 def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> RankFailure | None:
-    """Runs a program once for each rank, in threads of one process group; None if all end in time.
-    Threads that still run are daemons.
+    """Runs a program once for each rank, all in one process group.
+
+    Args:
+        count: the number of ranks.
+        program: called with the rank, in a thread of its own; it may use `torch.distributed`.
+        seconds: the time limit for all of them.
+
+    Returns:
+        The failure, None if every rank ended. Threads that still run after the time limit are
+        daemons, and end with the process.
     """
     store, failures = distributed.HashStore(), list[RankFailure]()
 
@@ -79,7 +87,11 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
 
 @contextmanager
 def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
-    """Installs the process group of threads; yields its class, and joined collectives by thread."""
+    """Installs the process group of threads.
+
+    Yields:
+        Its class, and the collectives that threads have joined, by thread.
+    """
     from torch.testing._internal.distributed import multi_threaded_pg
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -136,7 +148,9 @@ def _waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _matched(groups: Any) -> Callable[[Any, Any], Any]:
-    """`_start_coll`, which gives ranks their common collective, checked to be the same for all."""
+    """`_start_coll`, which gives ranks their common collective, with a check that it is the same
+    one for all of them.
+    """
     start = groups._start_coll
 
     def checked(collective: Any, group: Any) -> Any:
@@ -172,7 +186,11 @@ def _join(
 
 
 def _deadlocked(threads: list[threading.Thread], waits: Mapping[int, Any]) -> bool:
-    """Whether every rank waits in a collective that lacks ranks and has counted all who wait."""
+    """Whether every rank waits in a collective that has not all of its ranks.
+
+    A rank may be on its way into a collective or out of it for as long as other work takes the
+    processor, so time decides nothing: each collective must have counted every rank that waits.
+    """
     joined = [waits.get(t.ident or 0) for t in threads if t.is_alive()]
     return bool(joined) and all(
         one is not None and not one._done and one._count == joined.count(one) < one._world_size

@@ -39,10 +39,13 @@ class Seen:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """The first call of a module in a run, and the line that called it (`modeling_llama.py:281:
-    ...`).
+    """The first call of a module in a run.
 
-    `inputs` by position (`0`) or name are before hooks of styles, `output` is after all, or None.
+    Args:
+        name: the torch name of the module.
+        line: the line of the model's code that called it, as `modeling_llama.py:281: ...`.
+        inputs: its input tensors by position (`0`) or by name, before any hook of a style.
+        output: its first output tensor, after all hooks; None until it has ended.
     """
 
     name: str

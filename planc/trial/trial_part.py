@@ -52,7 +52,11 @@ def _small_unit(op: FullyShard, lowered: Lowered, *, precision: bool) -> FullySh
 
 
 def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
-    """The same with random adapters (zeros hide errors), without dropout unless asked."""
+    """The same operations with random adapters, without dropout unless asked, so that errors in
+    them show.
+
+    lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
+    """
 
     def random(op: AnyOp) -> AnyOp:
         if not isinstance(op, Adapt):

@@ -45,7 +45,9 @@ def remember(
 
 
 def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
-    """What is known of a lowered plan: refuted by any; else processes before layout flow."""
+    """What is known of a lowered plan for a model: what processes showed counts more than what
+    layout flow shows, except that a plan that one of them refutes is refuted.
+    """
     proofs: tuple[Proof, ...] = get_args(Proof)
     return strongest(_verdict(lowered, facts, by) for by in proofs) or _NEVER
 

@@ -1,6 +1,9 @@
-"""What a forward does before, in and after its blocks, seen in a run of a small model: where a
-pipeline can cut it, what a block returns and which values reach it besides the hidden states.
-Cached by configuration and library versions.
+"""What a model's forward does before, in and after its blocks, seen in a run of a small model.
+
+A pipeline cuts a model between two blocks of a list. Which modules belong to the first stage and
+which to the last one, what a block returns, and which values reach a block from earlier ones
+besides the hidden states is known to the model's own code alone, so the code is run. The answer is
+cached by the configuration and the library versions.
 """
 
 from __future__ import annotations
@@ -50,7 +53,12 @@ def generic(name: str) -> str:
 
 
 def block_order(facts: Facts, blocks: str) -> BlockOrder:
-    """The order of a model around a list of blocks (`model.layers`); its code may be run."""
+    """The order in which a model runs its modules around a list of blocks.
+
+    Args:
+        facts: the model; if it has code, running it is allowed.
+        blocks: the torch name of the list, such as `model.layers`.
+    """
     values: dict[str, Any] = {}
     code = facts.code
     user = facts.own is not None or bool(code and not Path(code).is_absolute())

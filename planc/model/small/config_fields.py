@@ -1,4 +1,8 @@
-"""Names of configuration fields by meaning; comments name the families that need a rare one."""
+"""Names of configuration fields by meaning, across the families of transformers.
+
+A comment after a row names the families that need it, if known; rows without one are used by most
+families.
+"""
 
 import re
 

@@ -133,9 +133,14 @@ def edges(kinds: Sequence[Kind]) -> set[tuple[Kind | None, Kind | None]]:
 
 
 def neighbors(kinds: Sequence[Kind], least: int) -> list[int]:
-    """A few layers, at least `least`, in which kinds follow each other just as in the whole model.
+    """A few layers in which exactly those kinds follow each other that do so in the whole model.
 
-    The ends are among them: with rules that differ by layer, each handover counts.
+    They include the first and the last layer: where rules differ from layer to layer, what a layer
+    hands to the next one may be right between some of them and wrong between others.
+
+    Args:
+        kinds: the kind of each layer, which includes the rules that act on it.
+        least: the least number of layers.
     """
     wanted, depth = edges(kinds), len(kinds)
     first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}

@@ -97,7 +97,10 @@ def _wan(config: DiffusersFields, made: _RandomInputs) -> Inputs:
 
 
 def _flux(config: DiffusersFields, made: _RandomInputs) -> Inputs:
-    """Latents [B, L, C], text [B, T, D], pooled text [B, P], timesteps [B], one row's positions."""
+    """Latents [B, L, C], text [B, T, D], pooled text [B, P], timesteps [B], positions [B, .., 3].
+
+    Positions are the same for all rows, so the model takes those of one row.
+    """
     axes = len(config["axes_dims_rope"])
     places = torch.zeros(made.length, axes)
     places[:, 1] = torch.arange(made.length) // 4

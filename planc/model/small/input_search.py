@@ -163,11 +163,15 @@ def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
 
 
 def _tokens_asked_for(why: str, model: Any) -> int:
-    """The placeholder tokens per row that an error message of transformers asks for, else 0.
+    """The placeholder tokens per row that an error message asks for; 0 if it states none.
 
-    Nothing else states the number: features are counted inside the forward. Some models count
-    feature vectors (`Image features and image tokens do not match, tokens: 8, features 16`), some
-    elements.
+    The number is parsed from the message because transformers states it nowhere else: features are
+    counted inside the forward, after masks and merges that are not in the configuration.
+
+    Args:
+        why: transformers' error, such as `Image features and image tokens do not match, tokens: 8,
+            features 16`; some models count feature vectors, others their elements.
+        model: the small model.
     """
     match = re.search(r"tokens: \d+, features:? (\d+)", why)
     if match is None:

@@ -1,4 +1,8 @@
-"""Makes the sizes of a small composite model agree between its separately shrunk parts."""
+"""Makes the sizes of a small composite model agree, such as a tower's output width and the text's.
+
+Each part of a configuration (`text_config`, `vision_config`) is shrunk separately; this module
+shrinks the sizes that must agree between parts, and those of images.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -71,7 +75,10 @@ def _width_field(config: Mapping[str, Any]) -> str:
 
 
 def _is_output(field: str, config: Mapping[str, Any]) -> bool:
-    """Whether a field is a tower's output width, as `hidden_size` beside an inner `embed_dim`."""
+    """Whether a field is the output width of a tower.
+
+    `hidden_size` is the inner width of a tower, except in towers that state that as `embed_dim`.
+    """
     inside = any(n.endswith(("num_hidden_layers", "depth", "num_heads")) for n in config)
     return field != "hidden_size" or "embed_dim" in config or not inside
 

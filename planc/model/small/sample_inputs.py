@@ -1,4 +1,8 @@
-"""Sample images and audio for towers, by their configuration; the batch is the outermost dim."""
+"""Sample inputs for the towers of a model: images and audio.
+
+Each is derived from the tower's configuration alone. Rows of the batch are the outermost dim of
+every input and have equal sizes, so that a rank of a data axis takes its slice of each.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

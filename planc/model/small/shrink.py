@@ -47,15 +47,18 @@ def shrink(
     """A small configuration of the same family.
 
     Args:
-        config: preferably resolved (`Facts.config`): what is left to defaults cannot be shrunk.
-        ranks: the number of ranks by the role of a mesh axis (`AxisRole`), or of `tensor`. Heads,
-            widths and vocabulary divide by `tensor`, experts by `expert`.
+        config: the fields, including `model_type`: preferably the resolved ones (`Facts.config`),
+            because a field that is left to the family's defaults cannot be shrunk.
+        ranks: the number of ranks by the role of a mesh axis (`AxisRole`); a single number means
+            `tensor`. Heads, widths and vocabulary divide by `tensor`, experts by `expert`.
         real: the number of tensor ranks of the real run: key/value heads and vocabularies that do
             not divide by it do not divide by `ranks` either. Without it, heads that do not divide
             by `ranks` do not, and vocabularies do.
         layers: the least number of layers; a model with more kinds of layer keeps more.
-        blocks, variants: as of `Depth`; `layer_kinds.block_kinds` gives kinds that the
-            configuration does not state, such as dense first layers.
+        blocks: the structure of each block, by the length of its list (`layer_kinds.block_kinds`),
+            for kinds that the configuration does not state, such as dense first layers.
+        variants: which rules of a plan act on each block, by the length of its list; lists in which
+            they depend on the kind of block alone are left out.
     """
     roles = {"tensor": ranks} if isinstance(ranks, int) else dict(ranks)
     if is_diffusers(config):

@@ -120,7 +120,11 @@ class TransformersBuilder:
 
 
 def add_denoising_loss(model: nn.Module) -> None:
-    """Adds a loss to a block diffusion model: tokens are the prompt, shifted labels the canvas."""
+    """Adds a loss, in place, to a block diffusion model, whose forward takes no labels.
+
+    Token ids become the prompt and the shifted labels the canvas, so the whole model runs; the
+    loss is the mean cross entropy of the canvas.
+    """
     plain = model.forward
     names = inspect.signature(plain).parameters
     if "labels" in names or "decoder_input_ids" not in names:

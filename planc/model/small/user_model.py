@@ -20,10 +20,13 @@ from planc.model.sources.huggingface import user_factory
 
 
 def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
-    """A factory of copies of a module on the CPU, with random parameters where they were on meta.
+    """A factory of copies of a module on the CPU; the module itself is not touched.
 
-    Raises ValueError if it is parallel already, or has a buffer on meta, which its code alone
-    knows.
+    Parameters on meta get random values, about as large as torch's own first ones.
+
+    Raises:
+        ValueError: the module is parallel already, or has a buffer on meta, whose values only its
+            own code knows.
     """
     if reason := already_parallel(module):
         raise ValueError(f"it is parallel already: {reason}")
@@ -65,11 +68,19 @@ _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 def builder_of(
     values: dict[str, Any], code: str, module: nn.Module | None = None, *, dropout: bool = False
 ) -> ModelBuilder:
-    """The object that builds a model to be run, from the values of a transformers or diffusers
-    model, the `code` of a factory or folder, or copies of a `module`.
+    """The object that builds a model to be run.
 
-    Raises PlanError (the library cannot build it), ValueError (unknown inputs), and what the code
-    raises.
+    Args:
+        values: the configuration of a transformers or diffusers model.
+        code: the factory of a user's own model, or the folder with the code of a model that has a
+            configuration; else empty.
+        module: a user's own model, of which copies are run.
+        dropout: whether a user's own model keeps its dropout.
+
+    Raises:
+        PlanError: transformers or diffusers cannot build the configuration.
+        ValueError: the inputs of a diffusers class are not known.
+        Exception: whatever the user's code raises.
     """
     if module is not None:
         return UserModelBuilder(copies_of(module), dropout=dropout)

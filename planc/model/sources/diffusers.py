@@ -1,4 +1,8 @@
-"""Builds a diffusers model on the meta device by `_class_name`; no code of a folder is run."""
+"""Builds a diffusers model on the meta device and returns its facts.
+
+The class is looked up by `_class_name` in the installed diffusers; code in a model's folder is
+never run. diffusers is optional: `pip install 'planc[diffusers]'`.
+"""
 
 import contextlib
 import inspect

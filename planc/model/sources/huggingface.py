@@ -1,4 +1,7 @@
-"""Builds a transformers model on the meta device; code of its folder (`auto_map`) if allowed."""
+"""Builds a transformers model on the meta device and returns its facts.
+
+Code in a model's folder (`auto_map`) runs only if the user allows it, and only from that folder.
+"""
 
 import contextlib
 import gc
@@ -108,7 +111,15 @@ def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Si
 
 
 def prepare_own(folder: str, values: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Runs the code of a folder with an `auto_map`: its class, and its configuration object."""
+    """The class that a model's folder defines, and its configuration object. Runs the code.
+
+    Args:
+        folder: an absolute path; its `config.json` has an `auto_map`.
+        values: the fields of the configuration object; None for those of the folder.
+
+    Raises:
+        Exception: whatever transformers or the code raises.
+    """
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -140,7 +151,11 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
 
 
 def user_factory(code: str) -> Callable[[], Any]:
-    """What `package.module:factory` names, in the current folder first; raises what it raises."""
+    """What `package.module:factory` names, which the user allows planc to run.
+
+    Raises:
+        Exception: whatever importing the module raises; the current folder is searched first.
+    """
     module, _, factory = code.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -158,9 +173,11 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Disables garbage collection while torch is imported, and freezes what it made: a third of the
-    time and more at exit. Nothing if torch was imported before: its objects are the user's to
-    freeze.
+    """Disables garbage collection while torch is imported.
+
+    The import creates millions of objects that are never freed; collecting among them takes a
+    third of the time, and so does the collection at exit unless they are frozen. A no-op if
+    torch was imported before: its objects are then the user's to freeze.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -215,8 +232,10 @@ def _known(config: Config, sink: Sink) -> bool:
 
 
 def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
-    """The class, the first of `architectures` that transformers has or the family's causal model,
-    and its (part of the) configuration; None if there is none or it is of another family.
+    """The class to build and the (part of the) configuration that it takes.
+
+    The class is the first of `architectures` that transformers has, else the family's causal
+    language model. None if there is neither, or the class belongs to another family.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -241,7 +260,10 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
 
 
 def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
-    """Whether a file has the fields whose defaults would mean another model (composites do not)."""
+    """Whether the file states the fields whose family defaults would mean another model.
+
+    A composite configuration (`text_config`) is not checked: those on the hub rely on defaults.
+    """
     names = getattr(type(resolved), "attribute_map", {})
     defaults = resolved.to_dict()
     complete = True
@@ -271,7 +293,9 @@ def _on_meta(make: Any) -> Any:
 
 
 def one_sequence_a_row() -> contextlib.AbstractContextManager[None]:
-    """Each row counts as one sequence: to find several needs data, which fake tensors lack."""
+    """Each row of a batch counts as one sequence: to find several, transformers reads data, which
+    fake tensors do not have.
+    """
     from transformers import masking_utils
 
     return replaced(masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None)

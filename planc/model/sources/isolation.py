@@ -1,5 +1,7 @@
-"""A model is built without code, network or flood: a config.json can name kernels and backbones of
-the hub, and sizes for which building would take hours.
+"""What a configuration may cause while a model is built from it: no code, no network, no flood.
+
+A config.json can name kernels and backbones of the hub, which transformers would fetch and run as
+it builds the model, and sizes for which building would take hours.
 """
 
 import contextlib
@@ -18,8 +20,10 @@ class TooLargeError(ValueError):
 
 
 def without_kernels(values: Any) -> Any:
-    """Fields without those that choose kernels (`org/kernel` is code), at any depth; how experts
-    are multiplied stays, because it decides which sizes can be sharded.
+    """Fields without those that choose kernels, at any depth.
+
+    Kernels decide how a model computes, not what it is, and one named `org/kernel` is code. How
+    transformers itself multiplies experts is kept: it decides which sizes can be sharded.
     """
     if isinstance(values, dict):
         return {k: without_kernels(v) for k, v in values.items() if not _kernel(k, v)}
@@ -34,7 +38,11 @@ def _kernel(field: Any, value: Any) -> bool:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Nothing is fetched from the hub, no kernel of it is loaded; raises TooLargeError inside."""
+    """Nothing is fetched from the hub, none of its kernels are loaded, and building is bounded.
+
+    Raises:
+        TooLargeError: inside the block, at the module or parameter that is one too many.
+    """
     from huggingface_hub import constants
     from torch.nn.modules import module as hooks
     from transformers.integrations import hub_kernels
@@ -60,7 +68,11 @@ def isolated() -> Iterator[None]:
 
 
 def import_models() -> None:
-    """Imports `transformers.models` without reading its 1,600 files a second time."""
+    """Imports `transformers.models` without reading its 1,600 files a second time.
+
+    To list its classes, transformers reads them once for itself and once for `models`: its cache
+    does not know the folder again by the path of the folder's `__init__.py`.
+    """
     import transformers
     from transformers.utils import import_utils
 

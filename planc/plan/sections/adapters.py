@@ -1,4 +1,4 @@
-"""The adapters section, with the arguments of `lora`."""
+"""The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize

@@ -44,7 +44,14 @@ class _SizeSearch:
 def by_dtype(
     facts: Facts, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
 ) -> tuple[Modules, ...]:
-    """The largest modules whose parameters all have a dtype after `load`, but those `taken`."""
+    """The largest modules whose parameters all have a dtype and that the plan does not name.
+
+    Args:
+        facts: the model.
+        dtype: a torch dtype name.
+        taken: the units that the plan names; modules inside them are considered.
+        kept: the dtype of a parameter after `load`.
+    """
     return tuple(_uniform(facts.model, dtype, taken, kept))
 
 

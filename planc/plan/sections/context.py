@@ -17,7 +17,9 @@ WORDS = {
 
 
 def context(program: Program) -> Iterator[ContextRule]:
-    """The rules of the context sections; `attention = script` leaves it to the training script."""
+    """The rules of the context sections; with `attention = script` the training script slices the
+    sequences, and its attention exchanges keys and values.
+    """
     settings, sections = Settings(program.sink), [*program.named("context")]
     axes = [axis for section in sections for axis in (*section.axes, *section.replicate)]
     for section in sections:

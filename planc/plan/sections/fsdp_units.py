@@ -89,7 +89,11 @@ def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
 
 
 def _staged(scope: Scope) -> bool:
-    """Whether units stay gathered for a pipeline's microbatches, by torchtitan's default."""
+    """Whether the mesh has pipeline stages.
+
+    Each microbatch would all-gather what the previous one resharded, so units keep their parameters
+    gathered by default: torchtitan's rule (`reshard_after_forward = "default"`).
+    """
     mesh = scope.solve()
     return mesh is not None and any(a.size > 1 for a in mesh.of_role(AxisRole.STAGE))
 
@@ -177,7 +181,10 @@ def _parts(
 def found_units(
     placed: Placed, claims: Claims[Terms], ignored: Sequence[Modules], scope: Scope
 ) -> None:
-    """Adds the units of `auto(...)` and `dtype(...)`, after those of named modules."""
+    """Adds the units of `auto(min_params = 100M) : unit` and `dtype(fp32) : unit`.
+
+    They come after all rules that name modules, and leave what those decide unchanged.
+    """
     item = placed.item
     assert isinstance(item, ast.Rule) and isinstance(item.target, ast.Call)
     if item.action.name != "unit":

@@ -37,7 +37,10 @@ def loss(program: Program) -> tuple[LossRule, ...]:
 
 
 def _op(call: ast.Call, program: Program) -> ChunkLoss | None:
-    """`cross_entropy(...)`, by the model's configuration where the plan is silent; or None."""
+    """`cross_entropy(...)` on the whole model, or None after a finding.
+
+    What the model does with its logits is read from its configuration, where the plan says nothing.
+    """
     arguments = Arguments(call, program.scope, _TERMS)
     config = program.facts.config
     chunks = arguments.integer("chunks", 1)

@@ -1,4 +1,7 @@
-"""`backend = megatron`: the options of `fully_shard_model` and `MixedPrecisionPolicy` in 0.6.1."""
+"""`backend = megatron`: Megatron-FSDP instead of torch's FSDP, with the package's own option names.
+
+Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolicy`, version 0.6.1.
+"""
 
 from planc.diagnostic import one_of
 from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard

@@ -192,7 +192,10 @@ def _counted(call: ast.Call, ranks: int, scope: Scope) -> tuple[Modules, Bounds]
 
 
 def _even(count: int, stages: int, first: int, last: int) -> list[int]:
-    """The blocks of each stage, but for the ends; stages in the middle take those that remain."""
+    """The blocks of each stage: as many each, but for the first and the last one.
+
+    Blocks that remain go to the stages in the middle, which have no embedding and no head.
+    """
     each, rest = divmod(count - first - last, stages)
     sizes = [each] * stages
     for i in [*range(1, stages - 1), 0, stages - 1][:rest]:

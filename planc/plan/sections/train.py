@@ -10,7 +10,11 @@ _STATES = {"frozen": False, "trainable": True}
 
 
 def train(program: Program) -> tuple[Freeze, ...]:
-    """The frozen and the trainable modules, outer first; rules conflict on the same module only."""
+    """The frozen and the trainable modules, outer modules before those inside them.
+
+    A rule applies to all submodules without a rule of their own, so two rules conflict only where
+    they name the same module.
+    """
     claims: Claims[Freeze | None] = Claims(program.sink)
     for section in program.named("train"):
         no_axes(section, program)

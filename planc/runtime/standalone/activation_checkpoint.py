@@ -1,4 +1,8 @@
-"""Arguments of `checkpoint_wrapper`: what is saved, and offload to the CPU."""
+"""Arguments of `checkpoint_wrapper`: which results are saved, and offload to the CPU.
+
+Emitted scripts inline these definitions without their types, so torch's names are
+fully qualified.
+"""
 
 # mypy: allow-subclassing-any
 
@@ -36,7 +40,10 @@ def _there(groups: Iterable[Group]) -> None:
 
 
 def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
-    """Whether each call's result is saved: every n-th in a group; None outside all."""
+    """Decides for each call whether to save its result: every n-th in a group.
+
+    The decision is None for an operator that is in no group.
+    """
     table: dict[Any, tuple[int, int]] = {}
     for group, (every, names) in enumerate(groups):
         table |= dict.fromkeys(operators(names), (group, every))
@@ -74,8 +81,10 @@ class _Held:
 
 
 class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
-    """Torch's caching mode, but right for results that change in place: `_unsafe_view`
-    has another version counter than the matrix product under it, and torch reads one.
+    """Torch's caching mode, but correct if a result is changed in place later.
+
+    Torch compares the version counter of the result only. A matrix product is changed
+    through an `_unsafe_view`, which has another counter: gradients would be wrong.
     """
 
     def __init__(self, decide: Callable[..., Any], storage: dict[Any, Any]) -> None:

@@ -1,5 +1,8 @@
-"""Buffers that no checkpoint has, such as rotary frequencies, of a model on meta: their
-module computes them, if the result does not depend on previous values.
+"""Buffers that no checkpoint has, such as rotary frequencies, of a model on meta.
+
+On the meta device they have no values, and no file has them. Their module can compute
+them; the result is used only if it does not depend on previous values. Emitted scripts
+inline these definitions without their types.
 """
 
 import contextlib
@@ -17,8 +20,14 @@ BUFFER_METHODS = ("reset_buffers", "rope_init", "reset_parameters")
 
 
 def computed_buffers(model: nn.Module) -> tuple[dict[int, Tensor], list[str]]:
-    """Values, by `id`, for the buffers on meta that are not in a state dict; and the
-    names of tensors on meta that cannot be computed, buffers or plain attributes.
+    """Values for the buffers on meta that are not in a state dict.
+
+    Args:
+        model: unchanged by this.
+
+    Returns:
+        The values on the CPU, by `id` of the buffer; and the names of tensors on meta
+        that cannot be computed, buffers or plain attributes.
     """
     values: dict[int, Tensor] = {}
     lost: list[str] = []

@@ -1,4 +1,7 @@
-"""Configuration fields that training needs changed."""
+"""Configuration fields that training needs changed.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 from typing import Any
 
@@ -6,8 +9,14 @@ from torch import nn
 
 
 def set_config(model: nn.Module, path: str, value: object) -> None:
-    """Sets a field, as `text_config.use_cache`, in every copy that modules hold: an
-    encoder and a decoder read their own, as in T5.
+    """Sets a field of a configuration, and of every copy of it that modules hold.
+
+    An encoder and a decoder read copies of their own, as in T5.
+
+    Args:
+        model: its `config` has the field.
+        path: the field, `use_cache` or `text_config.use_cache`.
+        value: what it is set to.
     """
     *owners, name = path.split(".")
     config: Any = model.config

@@ -1,8 +1,11 @@
 """Context parallelism: each rank computes a part of every sequence.
 
-Attention alone sees other tokens: a function registered with transformers' attention
-interface gathers keys and values (or exchanges heads for tokens) and calls the model's
-own. Masks come from transformers' mask interface, over the tokens of all ranks.
+Attention is the only part of a model that must see other tokens, so only it
+communicates: a function registered with transformers' attention interface gathers keys
+and values (or exchanges heads for tokens), then calls the function that the model would
+have called. Masks come from transformers' mask interface, over the tokens of all ranks.
+
+Emitted scripts inline these definitions without their types.
 """
 
 from __future__ import annotations
@@ -224,7 +227,9 @@ def register() -> None:
         return
 
     def whole_alone(positions: Tensor) -> Tensor | None:
-        """No document in a part of the positions; mask functions ask by this name."""
+        """Finds no document in a part of the positions. Mask functions ask by this
+        name, where the model gives them positions and no padding.
+        """
         context = getattr(RUNNING, "context", None)
         if context is None:
             found: Tensor | None = plain(positions)
@@ -237,8 +242,10 @@ def register() -> None:
 
 
 def own_configs(model: nn.Module) -> dict[int, str]:
-    """Gives the model its own configurations, which ask for the attention of this file;
-    returns what they asked for before, by id.
+    """Gives the model its own configurations, which ask for the attention of this file.
+
+    Returns:
+        What they asked for before, by the configuration's id.
     """
     copies: dict[int, Any] = {}
     found: list[Any] = []
@@ -253,7 +260,9 @@ def own_configs(model: nn.Module) -> dict[int, str]:
 
 
 def without_interface(model: nn.Module) -> str:
-    """Why tokens see each other but by the attention interface, by its class."""
+    """Why a model's tokens see each other otherwise than by the attention interface, as
+    far as its class says; empty if it does not say so.
+    """
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "_attn_implementation"):
@@ -294,5 +303,7 @@ def context_mask(q_length: int, kv_length: int, **arguments: Any) -> Any:
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh, **settings: str) -> None:
-    """`ContextParallel`; `model.context_parallel.batch(batch)` is a rank's part."""
+    """`ContextParallel` with its other arguments; then
+    `model.context_parallel.batch(batch)` is a rank's part of a batch.
+    """
     ContextParallel(model, mesh, **settings)

@@ -1,4 +1,7 @@
-"""Collectives of context parallelism, with their gradients."""
+"""Collectives of context parallelism, with their gradients.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
 
 
 class HeadsForTokens(torch.autograd.Function):  # type: ignore[misc]
-    """All heads of a part <-> some heads of all: [rows, heads, tokens, features]."""
+    """From all heads of a part of the tokens to a part of the heads of all, or back.
+
+    `[rows, heads, tokens, features]` in both cases.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,7 @@
-"""Which tokens of a batch a context rank has, and what masks need of all tokens."""
+"""Which tokens of a batch a context rank has, and what masks need of all tokens.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,13 @@ def part_of_batch(
     *,
     counted: bool = False,
 ) -> dict[str, Any]:
-    """A rank's part of a batch, as of `ContextParallel.batch`; if `counted`, positions
-    count tokens but for padding.
+    """A rank's part of a batch, as of `ContextParallel.batch`.
+
+    Args:
+        batch: of all ranks.
+        rank, ranks: which part of how many.
+        balance: as of `ContextParallel`.
+        counted: whether positions count tokens but for padding.
     """
     whole = dict(batch)
     first = next((whole[n] for n in TOKENWISE[:2] if whole.get(n) is not None), None)
@@ -83,10 +91,17 @@ def require_tokenwise(name: str, value: Tensor, rows: int, length: int) -> None:
 
 
 def owners(positions: Tensor, ranks: int, balance: str, *, packed: bool) -> Tensor:
-    """The rank of each token, by positions `[rows, length]`.
+    """The rank of each token.
 
-    If `packed`, a document begins where one does not follow; transformers does not look
-    where there is a mask of padding. Raises ContextError: a length does not divide.
+    Args:
+        positions: `[rows, length]`; where one does not follow, a document begins.
+        ranks: how many share a sequence.
+        balance: as of `ContextParallel`.
+        packed: whether documents are told apart by their positions; transformers does
+            not where there is a mask of padding, so there a row is one document.
+
+    Raises:
+        ContextError: a length does not divide.
     """
     length = positions.shape[1]
     index = torch.arange(length, device=positions.device).expand_as(positions)
@@ -113,7 +128,9 @@ def require_divisible(length: int, parts: int, what: str, ranks: int) -> None:
 
 
 def document_numbers(positions: Tensor) -> Tensor:
-    """Each token's document: a new one begins as positions do, as in transformers."""
+    """The number of each token's document, as transformers counts: a new one begins
+    where a position does not follow the one before it.
+    """
     before = positions[:, :1] - 1
     return (torch.diff(positions, prepend=before, dim=-1) != 1).cumsum(-1)
 
@@ -130,8 +147,13 @@ def documents_of(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class KeyTokens:
-    """What masks need to know of the tokens of all ranks, rank by rank: positions, and
-    which are no padding (None for all), `[rows, length of a part]`.
+    """What masks need to know of the tokens of all ranks, rank by rank.
+
+    Args:
+        group: the ranks.
+        balance: as of `ContextParallel`.
+        positions: of this rank's tokens, `[rows, length of a part]`.
+        mask: which of them are no padding, of the same shape; None for all.
     """
 
     def __init__(
@@ -167,8 +189,13 @@ class KeyTokens:
     def seen(
         self, function: Callable[..., Any], first: int, *, packed: bool
     ) -> Callable[..., Any]:
-        """Whether a query sees a key, as the model's mask function says it, of indices
-        in the sequence or document; `first` is this rank's first query, rank by rank.
+        """Whether a query sees a key, as transformers' mask functions say it.
+
+        Args:
+            function: of the model, of indices in the sequence, or in a document where
+                documents are packed.
+            first: this rank's first query, rank by rank.
+            packed: whether the model tells documents apart.
         """
 
         def inside(row: Any, head: Any, query: Any, key: Any) -> Any:

@@ -1,7 +1,9 @@
 """Shards as blocks for torch's distributed checkpoint, where torch would misplace them.
 
-torch saves a DTensor as one block. A shard of several ranges, or at another offset than
-torch's, is passed as blocks with offsets: no rank holds the full tensor.
+torch writes and reads a DTensor as one block at the offset that its placement gives. A
+shard with several ranges of the full tensor, or with a wrong offset in torch, is passed
+as blocks with offsets: no rank ever holds the full tensor. Emitted scripts inline these
+definitions without types.
 """
 
 # mypy: allow-subclassing-any
@@ -33,9 +35,11 @@ from planc.runtime.standalone.shards import (
 
 
 class Pieces(torch.Tensor):
-    """The blocks of one rank's shard `part`, by their offsets in the full shape.
+    """The blocks of one rank's shard, with the full shape, to save and load.
 
-    Source: `_Checkpointable` in torch.distributed._checkpointable.
+    `part` is the local shard, `blocks` are slices of it by their offsets in the full
+    tensor. Source: `_Checkpointable` in torch.distributed._checkpointable, which
+    DTensor implements.
     """
 
     part: Tensor
@@ -45,8 +49,12 @@ class Pieces(torch.Tensor):
     def of(
         tensor: Tensor, order: Order | None, dtype: torch.dtype | None = None
     ) -> Pieces:
-        """The pieces of a DTensor, stored in `order` if that is not the model's; in its
-        own memory, which is read into, or in new one of `dtype`.
+        """The pieces of a DTensor.
+
+        Args:
+            tensor: the DTensor; blocks that are read are written into it.
+            order: the order in which it is stored, if that is not the model's.
+            dtype: None to use the tensor's memory, else new memory of that dtype.
         """
         part = part_of(tensor)
         part = part if dtype is None else torch.empty_like(part, dtype=dtype)

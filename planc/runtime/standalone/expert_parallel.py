@@ -1,4 +1,7 @@
-"""Experts on their own ranks: the mesh of these ranks, and the exchange of tokens."""
+"""Experts on ranks of their own: the mesh of these ranks, and the exchange of tokens.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,17 @@ Sizes = list[int]
 def mesh_of_experts(
     mesh: DeviceMesh, axes: tuple[str, ...], names: tuple[str, str], ranks: int
 ) -> DeviceMesh:
-    """The ranks along axes as two dims: those with equal experts, then those that
+    """The ranks along some axes as two dims: those with equal experts, then those that
     divide the experts among them, innermost ranks first.
 
     torch's `_flatten` would also create a process group of all these ranks, which
     nothing uses. As there, the mesh keeps what was made of it.
+
+    Args:
+        mesh: of all axes.
+        axes: outermost first.
+        names: of the two dims.
+        ranks: that divide the experts.
     """
     known = mesh.__dict__.setdefault("_of_experts", {})
     if (axes, ranks) not in known:
@@ -214,7 +223,13 @@ def counting(module: nn.Module, local: int) -> Forward:
 
 
 class LocalExperts:
-    """The experts of this rank, as many as on each rank of the group."""
+    """The experts of this rank.
+
+    Args:
+        forward: computes them.
+        count: how many they are, as on every rank.
+        group: the ranks that have the others.
+    """
 
     def __init__(self, forward: Forward, count: int, group: Any) -> None:
         self.forward = forward
@@ -260,8 +275,10 @@ def by_all_reduce(
 
 
 def computed(forward: Forward, rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-    """What experts make of their tokens, one a token; of none, a row of zeros, for
-    parameters to get the gradients that FSDP reduces.
+    """What experts make of their tokens, one expert a token.
+
+    Without tokens a row of zeros is computed, so that parameters get gradients on every
+    rank: FSDP reduces those that have one.
     """
     if len(rows):
         return forward(rows, numbers[:, None], shares[:, None])

@@ -1,4 +1,7 @@
-"""How FSDP shards parameters, and settings of its units."""
+"""How FSDP shards parameters, and settings of its units.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +23,10 @@ def parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 
 
 def along(dim: int, ranks: int) -> Split:
-    """A `shard_placement_fn`: `dim` where its local size is divisible, else dim 0."""
+    """A `shard_placement_fn` that shards `dim` of parameters where it is divisible.
+
+    Other parameters are sharded on dim 0. Shapes are local under tensor parallelism.
+    """
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         shape = getattr(parameter, "_local_tensor", parameter).shape
@@ -41,8 +47,13 @@ def placements(*spreads: Spread) -> dict[nn.Parameter, tuple[Split | None, Any]]
 def spread(
     placed: dict[nn.Parameter, tuple[Split | None, Any]], rest: Split | None = None
 ) -> Callable[[nn.Parameter], Any]:
-    """A `shard_placement_fn` for units on several meshes, as of torch 2.12: by
-    `placements`, else `rest`.
+    """A `shard_placement_fn` for units with parameters on several meshes.
+
+    torch supports them since 2.12.
+
+    Args:
+        placed: the result of `placements`.
+        rest: the sharding of the unit's other parameters.
     """
 
     def placement(parameter: nn.Parameter) -> Any:

@@ -81,10 +81,16 @@ def matched(
     problems: list[str],
     without: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
-    """The stored tensor for each tensor of a model, by the first of its plain names.
+    """The stored tensor for each tensor of a model, by the first of its names.
 
-    `problems` receives a text for missing names (but `without`), unexpected ones and
-    shapes. Without adapters in it, a checkpoint is of the base model.
+    Args:
+        model: the model; its names are those before anything was wrapped.
+        stored: the tensors of the checkpoint; without adapters among them, it is a
+        checkpoint of the base model.
+        folder: the checkpoint, for messages.
+        problems: receives one text each for missing names, unexpected names and wrong
+        shapes.
+        without: names that may be missing.
     """
     tensors, four = dict(named_tensors(model)), four_bit_layers(model)
     others = on_other_stages(model)
@@ -124,8 +130,10 @@ def on_other_stages(model: nn.Module) -> set[str]:
 def renamed(
     model: nn.Module, stored: Iterable[str], known: Collection[str]
 ) -> dict[str, str]:
-    """The model's name for each name in a checkpoint, which has or lacks a prefix
-    (`transformer.`) where only one of both has a head; an unknown name is unchanged.
+    """The model's name for each name in a checkpoint; an unknown name is unchanged.
+
+    Names in a checkpoint of a model without a head lack the prefix that they have in a
+    model with a head (`transformer.`), and vice versa.
     """
     base = f"{getattr(model, 'base_model_prefix', '') or ''}."
     found = list(stored)
@@ -161,10 +169,14 @@ def listed_names(names: Iterable[str]) -> str:
 
 
 def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> None:
-    """Allocates tensors on meta: parameters without values, buffers with `values` by
-    id.
+    """Allocates tensors on meta: parameters without values, buffers with computed ones.
 
     Parameters stay the same objects, so ties, optimizers and FSDP units remain valid.
+
+    Args:
+        model: a model with a plan applied.
+        values: the values of buffers, by their ids.
+        device: the type of the model's device.
     """
     done: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -203,7 +215,10 @@ def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
 def targets(
     model: nn.Module, found: Mapping[str, StoredTensor]
 ) -> list[tuple[Tensor, StoredTensor | None, Order | None, Any]]:
-    """(tensor, stored tensor, order, 4-bit layer), alike on all ranks; no adapters."""
+    """(tensor, stored tensor, storage order, 4-bit layer) of each tensor.
+
+    The sequence is the same on all ranks. Adapters are left out.
+    """
     tensors, orders = dict(named_tensors(model)), rank_orders(model)
     four = four_bit_layers(model)
     names = [group[0] for group in tied_names(model) if not is_adapter(group[0])]
@@ -211,7 +226,12 @@ def targets(
 
 
 def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
-    """Reads the slices of this rank from the files into a model that is allocated."""
+    """Reads the slices of this rank from the files.
+
+    Args:
+        model: a model that is allocated.
+        found: the stored tensor for each tensor, by the first of its names.
+    """
     with torch.no_grad():
         for tensor, stored, order, layer in targets(model, found):
             if stored is None:
@@ -230,7 +250,13 @@ def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
 def read_rank0(
     model: nn.Module, found: Mapping[str, StoredTensor], device: str
 ) -> None:
-    """Rank 0, which alone has `found`, reads each full tensor and broadcasts it."""
+    """Rank 0 reads each full tensor and broadcasts it; every rank copies its slices.
+
+    Args:
+        model: a model that is allocated.
+        found: on rank 0 as for `read_slices`; unused on other ranks.
+        device: the device type of the process group.
+    """
     wanted = targets(model, found)
     # the model's dtype, because only rank 0 knows the file's
     kinds = [
@@ -268,7 +294,13 @@ def read_rank0(
 def tensors_in_checkpoint(
     folder: Path, metadata: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, StoredTensor]:
-    """The tensors, by names, in torch's metadata; keys may begin with `model.`."""
+    """The model's tensors in a checkpoint; their keys may begin with `model.`.
+
+    Args:
+        folder: the checkpoint.
+        metadata: torch's metadata of each key.
+        names: the names of the model's tensors.
+    """
     start = "model." if any(f"model.{name}" in metadata for name in names) else ""
     found: dict[str, StoredTensor] = {}
     for key, meta in metadata.items():
@@ -297,7 +329,13 @@ def checked_files(
 ) -> tuple[dict[str, StoredTensor], dict[int, Tensor]]:
     """The stored tensor for each tensor of a model, and values for buffers.
 
-    Raises ValueError on every rank: all names and shapes that do not fit.
+    Args:
+        model: a model with a plan applied.
+        folder: a folder of safetensors.
+        reads: whether this rank reads the files.
+
+    Raises:
+        ValueError: all names and shapes that do not fit, on every rank.
     """
     problems: list[str] = []
     found: dict[str, StoredTensor] = {}

@@ -60,9 +60,15 @@ def initialize_adapters(
     init: bool | str,
     seed: int,
 ) -> None:
-    """Initializes the adapters of one `LoraConfig` that are `unset`, alike on all
-    ranks: `pattern` is its `target_modules`, `rank` its `r`, `init` its
-    `init_lora_weights`.
+    """Initializes the adapters of one `LoraConfig`; all ranks draw the same values.
+
+    Args:
+        model: a model whose adapters are allocated.
+        unset: the names of adapter parameters without values.
+        pattern: the configuration's `target_modules`.
+        rank: its `r`.
+        init: its `init_lora_weights`.
+        seed: the seed of the values.
     """
     orders = rank_orders(model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -1,4 +1,7 @@
-"""The cross entropy of a causal language model, computed in chunks inside its head."""
+"""The cross entropy of a causal language model, computed in chunks inside its head.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -51,7 +54,11 @@ class LossTerms:
 class HeadPart:
     """The entries of the vocabulary that a rank holds.
 
-    Raises ValueError: a weight is not whole or sharded on dim 0 over one mesh axis.
+    Args:
+        weight: of the head, whole or sharded on dim 0 over one mesh axis.
+
+    Raises:
+        ValueError: the weight is sharded otherwise.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -85,9 +92,10 @@ class HeadPart:
 class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     """The sum of the tokens' losses, from hidden states and a part of the vocabulary.
 
-    Forward computes the gradients too, while it has a chunk's logits; backward scales
-    them. Ranks exchange three numbers a token; the gradient of hidden states is a part
-    of a sum.
+    The forward pass computes the gradients too, while it has a chunk's logits; the
+    backward pass only scales them. For each chunk the ranks exchange three numbers of
+    each token. The gradient of the hidden states is this rank's part of a sum over the
+    ranks.
     """
 
     @staticmethod

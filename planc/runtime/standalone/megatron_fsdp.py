@@ -1,5 +1,8 @@
-"""Megatron-FSDP (0.6.1) as a plan uses it. Its wrapper's forward replaces the
-optimizer's parameters by those for computation; a hook does so for the model itself.
+"""Megatron-FSDP as a plan uses it; emitted scripts inline this without its types.
+
+Source: megatron_fsdp 0.6.1. It wraps the model. The wrapper's forward replaces the
+optimizer's parameters by those for computation; a hook does the same for the model
+itself, so that a training script can call the model.
 """
 
 from typing import Any
@@ -44,8 +47,10 @@ def in_place(model: nn.Module, wrapped: Any) -> None:
 
 
 def prepare_optimizer(optimizer: Any) -> Any:
-    """Prepares an optimizer, and returns it, without the package's step of zero
-    gradients (for its state), which decays weights and counts.
+    """Prepares an optimizer of the model's parameters, and returns it.
+
+    To create its state, the package would make a step with zero gradients, which
+    decays weights and counts as a step: that step is skipped.
     """
     import megatron_fsdp
 

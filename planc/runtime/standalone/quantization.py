@@ -1,4 +1,7 @@
-"""Linear layers with frozen 4-bit weights, under tensor parallelism and FSDP."""
+"""Linear layers with frozen 4-bit weights, under tensor parallelism and FSDP.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 # mypy: allow-subclassing-any
 
@@ -15,9 +18,10 @@ from planc.runtime.standalone.shards import Runs, part_of, slices_of
 
 
 class FourBit(nn.Linear):
-    """A linear layer with a column of packed bytes as weight, which FSDP shards as any.
+    """A linear layer with a weight of packed bytes: one column of the storage dtype.
 
-    The scales of its blocks, `quant_state`, are replicated, and no parameter.
+    FSDP shards and all-gathers the column like any weight. The scales of its blocks,
+    `quant_state`, are not a parameter and are replicated.
     """
 
     compute: torch.dtype | None
@@ -50,7 +54,10 @@ def quantize(
     double: bool = False,
     block: int = 64,
 ) -> None:
-    """Quantizes a weight, or its shard, to 4 bits in place; on meta without scales."""
+    """Quantizes a linear layer's weight, or its local shard, to 4 bits, in place.
+
+    A layer on meta gets a packed weight on meta, and no scales yet.
+    """
     weight = layer.weight.detach()
     weight = weight.to_local() if isinstance(weight, DTensor) else weight
     layer.__class__ = FourBit
@@ -71,8 +78,10 @@ def quantize(
 
 
 class FilledFourBit(FourBit):
-    """A 4-bit linear layer that is loaded from unquantized weights: `source` is their
-    shape, their dtype and the ranges that this rank quantizes.
+    """A 4-bit linear layer that is loaded from files of unquantized weights.
+
+    `source` is the shape and dtype of the unquantized weight, and the ranges of it that
+    this rank quantizes: all, or its shard along the tensor axis.
     """
 
     source: tuple[tuple[int, ...], torch.dtype, tuple[Runs, ...]]

@@ -1,4 +1,7 @@
-"""Random number generators that are equal on an axis' ranks, or differ by rank."""
+"""Random number generators that are equal on the ranks of an axis, or differ by rank.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 import hashlib
 from typing import Any
@@ -9,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def sync_rng_state(mesh: DeviceMesh, axis: str) -> None:
-    """Copies an axis's first random state to its ranks, also DTensor's tracker, which
-    would start with that of the first of all ranks: different rows stay different.
+    """Copies the random state of an axis's first rank to all, for CPU and device.
+
+    DTensor's tracker, which torch starts with the state of the first of all ranks,
+    starts with each rank's own: ranks that read different rows stay different.
     """
     group = mesh[axis].get_group()
     first = distributed.get_global_rank(group, 0)
@@ -37,8 +42,9 @@ def hashed(*values: int | bytes, size: int) -> int:
 def draw(by_rank: bool, rank: int, device_type: str) -> None:
     """Switches the default generator between a stream by rank and the common one.
 
-    The seed is a common key with a hash of key and rank, so a restored state tells its
-    stream, and the common stream after it follows from the key.
+    All is in the generator's seed: a key, the same on all ranks, and a hash of key and
+    rank. So a state that checkpointing or a script restores tells which stream it is
+    of, and the common stream after it follows from the key, whatever each rank drew.
     """
     generator = torch.random.default_generator
     if device_type == "cuda":
@@ -60,8 +66,12 @@ def draw_by_rank(
     inside: bool | None = None,
     after: bool | None = None,
 ) -> None:
-    """Random numbers in a module, and after it: by rank where activations are shards
-    over the mesh, or the same on all; None changes nothing.
+    """Random numbers in a module and after it: by rank on shards, or the same on all.
+
+    Args:
+        module: where the layout of activations changes.
+        mesh: the ranks that shard them.
+        inside, after: whether they are shards there; None changes nothing.
     """
     rank, kind = mesh.get_local_rank(), mesh.device_type
     switch = torch.compiler.disable(draw)  # generators are unknown to the compiler

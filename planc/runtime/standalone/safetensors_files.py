@@ -1,4 +1,7 @@
-"""Folders of safetensors: the tensors in each file, and slices of them."""
+"""Folders of safetensors: the tensors in each file, and slices of them.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,7 +17,10 @@ SINGLE = "model.safetensors"
 
 
 class StoredTensor:
-    """A tensor of a checkpoint: its file, name, shape, and dtype (BF16)."""
+    """A tensor of a checkpoint: its file, its name in it, its shape and its dtype.
+
+    The dtype is its name in safetensors, such as BF16.
+    """
 
     def __init__(
         self, file: Path, name: str, shape: tuple[int, ...], dtype: str
@@ -25,8 +31,13 @@ class StoredTensor:
         self.dtype = dtype
 
     def copy_to(self, target: Tensor, ranges: Sequence[Runs]) -> None:
-        """Copies ranges of each dim from the memory-mapped file into a tensor of their
-        shape, cast to its dtype, without other memory.
+        """Copies some ranges into a tensor, cast to its dtype.
+
+        Values are copied from the memory-mapped file, without other memory.
+
+        Args:
+            target: a tensor with the shape of the concatenated ranges.
+            ranges: for each dim, positions in the stored tensor.
         """
         if not target.numel():
             return
@@ -45,8 +56,12 @@ def tensors_in_file(file: Path) -> Iterator[StoredTensor]:
 
 
 def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
-    """The tensors of a folder of safetensors (by its index, `model.safetensors` or all)
-    by name, from headers; `problems` receives files missing, broken or not as indexed.
+    """The tensors of a folder of safetensors by name, from the headers of its files.
+
+    Args:
+        folder: with `model.safetensors.index.json`, `model.safetensors`, or any
+            `*.safetensors`.
+        problems: receives each file that is missing, broken or not as indexed.
     """
     if not folder.is_dir():
         problems.append(f"{folder} is not a folder")

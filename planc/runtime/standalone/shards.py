@@ -1,4 +1,9 @@
-"""The slices of a tensor on a rank, and the full tensor from all ranks' slices."""
+"""The slices of a tensor that a rank holds, and the full tensor from all ranks' slices.
+
+Emitted scripts inline these definitions without their types: the only imports are torch
+and the standard library, and code lines are laid out so that every formatter leaves
+them as they are.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -36,7 +41,10 @@ def is_adapter(name: str) -> bool:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """(plain name, tensor) of parameters and persistent buffers, all names if tied."""
+    """(plain name, tensor) of each parameter and persistent buffer.
+
+    A tied tensor is repeated for each of its names.
+    """
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
         kept = {**module._parameters, **module._buffers}
@@ -90,7 +98,11 @@ def on_host(model: nn.Module) -> set[int]:
 
 
 def rank_orders(model: nn.Module) -> dict[str, Order]:
-    """Storage orders by plain name: parts by rank (`repack`), unlike in files."""
+    """The storage orders that differ from the model's, by the plain name of parameters.
+
+    A weight of several projections is stored rank by rank (`repack`), but files and
+    full tensors have the model's order.
+    """
     return {
         plain_name(f"{path}.{name}" if path else name): order
         for path, module in model.named_modules(remove_duplicate=False)
@@ -124,10 +136,14 @@ def splits(placement: Placement) -> bool:
 
 
 def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
-    """For each dim, the ranges of the full tensor that this rank holds, in the model's
-    order; `order` is the tensor's own if it is another.
+    """For each dim, the ranges of the full tensor that this rank holds.
 
-    Shards may be uneven or empty; those of packed projections have several ranges.
+    Shards may be uneven or empty, and those of packed projections have several ranges.
+
+    Args:
+        tensor: a DTensor, or a plain tensor.
+        order: the order in which it is stored, if that is not the model's; the ranges
+            are positions in the model's order.
     """
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
@@ -151,7 +167,8 @@ def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
 def chunk_positions(tensor: Tensor) -> list[list[int]] | None:
     """The positions of a Megatron-FSDP shard in the full tensor; None for others.
 
-    Shards of its evenly split buffers are uneven; the local tensor has its chunk noted.
+    It packs parameters into buffers that it splits evenly, so shards of a parameter are
+    uneven, and some empty. It records the chunk on the local tensor, for checkpoints.
     """
     known = getattr(getattr(tensor, "_local_tensor", None), CHUNK_LIST, None)
     if known is None:
@@ -169,8 +186,9 @@ def positions_of(
 ) -> list[list[int]]:
     """The positions in the full tensor that one rank holds, by dim.
 
-    FSDP's mesh dim is first, but it shards what tensor parallelism left: strided
-    shards, which have the number of inner shards, are split last.
+    FSDP shards the local tensors of tensor parallelism, though its mesh dim comes
+    first. It records that by a strided shard whose split factor is the number of inner
+    shards; strided shards are split last.
     """
     found = [torch.arange(size) for size in shape]
     late: list[tuple[int, Any]] = []
@@ -245,8 +263,11 @@ def blocks_of(
 def misplaced(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[Placement]
 ) -> bool:
-    """Whether torch would compute wrong offsets: FSDP shards an uneven dim unlike its
-    strided placement, which without inner shards has several ranges.
+    """Whether torch would compute wrong offsets for the shards of a tensor.
+
+    FSDP shards an uneven dim differently from its strided placement: for example 9 rows
+    over tp = 2 and then over 4 ranks. And a strided shard without inner shards has
+    several ranges, but torch expects one.
     """
     for axis, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)
@@ -275,8 +296,13 @@ def irregular(tensor: Tensor, order: Order | None = None) -> bool:
 
 
 def whole_of(tensor: Tensor, order: Order | None = None) -> Tensor:
-    """The full tensor in the model's order, on every rank of its mesh, a collective if
-    it is sharded; `order` is the one in which it is stored, if that is another.
+    """The full tensor in the model's order, on every rank of its mesh.
+
+    A collective if the tensor is sharded.
+
+    Args:
+        tensor: a DTensor, or a plain tensor.
+        order: the order in which it is stored, if that is not the model's.
     """
     if not isinstance(tensor, DTensor):
         return in_own_order(tensor.detach(), order)
@@ -302,10 +328,16 @@ def added_up(tensor: DTensor) -> Tensor:
 
 
 def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Tensor]:
-    """The full weights in the model's order, on the CPU of rank 0 (others: empty) or of
-    every rank; a collective.
+    """The full weights in the model's order, on the CPU; a collective.
 
-    Tied tensors have all names. 4-bit weights mean nothing without scales: left out.
+    Args:
+        model: sharded or not.
+        every_rank: whether all ranks get them; otherwise rank 0 gets them and others
+        an empty dict.
+
+    Returns:
+        Tensors by plain names; a tied tensor has each of its names. 4-bit weights are
+        left out, because their bytes have no meaning without their scales.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

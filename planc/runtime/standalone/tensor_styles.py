@@ -1,4 +1,7 @@
-"""Tensor-parallel styles that torch lacks, as subclasses of torch's `ParallelStyle`."""
+"""Tensor-parallel styles that torch lacks, as subclasses of torch's `ParallelStyle`.
+
+Emitted scripts inline these definitions without their types.
+"""
 
 # mypy: allow-subclassing-any
 
@@ -25,8 +28,15 @@ Parts = int | Sequence[int]
 
 
 def rank_order(size: int, parts: Parts, ranks: int) -> list[tuple[int, int]]:
-    """(start, stop) of the ranges of a dim, rank by rank, where each rank holds a slice
-    of each part: `parts` is their number, or their sizes.
+    """The ranges of a dim, rank by rank, where each rank holds a slice of each part.
+
+    Args:
+        size: the size of the dim.
+        parts: the number of equal parts, or the size of each.
+        ranks: the number of ranks that shard the dim.
+
+    Returns:
+        (start, stop) of each range, rank by rank.
     """
     sizes = [size // parts] * parts if isinstance(parts, int) else list(parts)
     if sum(sizes) != size or any(own % ranks for own in sizes):
@@ -42,8 +52,10 @@ def rank_order(size: int, parts: Parts, ranks: int) -> list[tuple[int, int]]:
 
 
 def repack(module: nn.Module, name: str, dim: int, parts: Parts, ranks: int) -> None:
-    """Reorders a parameter by ranks; `module._rank_order[name]`, (dim, ranges of the
-    full dim in their order here), tells checkpoints of it.
+    """Reorders a parameter by ranks, and stores the order on the module.
+
+    `module._rank_order[name]` is (dim, ranges): the ranges of the full dim in their
+    order here. Checkpoints and full tensors have the model's order.
     """
     whole = module._parameters.get(name)
     if whole is None:
@@ -68,8 +80,10 @@ def distribute(
 
 
 def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) -> None:
-    """Makes a forward use `views[name]` of each parameter: wrapped, not hooked, so that
-    stopping it early (recomputation) restores parameters, too.
+    """Makes a module's forward use the result of `views[name]` for each parameter.
+
+    The forward is wrapped rather than hooked, so that parameters are restored even if
+    it is stopped early, as in recomputation.
     """
     forward = module.forward
 
@@ -115,8 +129,10 @@ def gathered(value: Any, mesh: DeviceMesh) -> Any:
 
 
 class PackedParallel(ParallelStyle):
-    """ColwiseParallel or RowwiseParallel of a layer with several projections: a rank
-    has a slice of each, which the model's code splits or concatenates as ever.
+    """ColwiseParallel or RowwiseParallel of a linear layer with several projections.
+
+    Each projection is sharded, and a rank has a slice of every one, so that the model's
+    code can split the local output (or concatenate the local input) as without shards.
     """
 
     def __init__(self, style: Any, *, parts: Parts) -> None:
@@ -236,7 +252,11 @@ class BareParallel(ParallelStyle):
 
 
 class FeaturesParallel(BareParallel):
-    """An RMS norm over sharded features, with its output corrected."""
+    """An RMS norm over sharded features, with a sharded weight.
+
+    The module's code divides by the mean over the local features; its output is
+    corrected with the mean over all ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__({"weight": Shard(0)})
@@ -265,8 +285,10 @@ class FeaturesParallel(BareParallel):
 class ExpertsParallel(BareParallel):
     """Expert tensors that are sharded within each expert.
 
-    For input `Replicate`, the gradients of all inputs are summed; the sum over the
-    ranks has the output layout, or None leaves it partial.
+    Args:
+        held, parts: as for BareParallel.
+        input_layout: for `Replicate`, the gradients of all inputs are summed.
+        output_layout: the layout of the sum over the ranks; None leaves it partial.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""An optimizer's state dict in torch's flattened form: `state.NAME.exp_avg`,
-`param_groups.NAME.lr`.
+"""An optimizer's state dict in torch's flattened form, keyed by parameter names.
 
-Parameters have equal names under every plan; their indices and shards differ.
+Keys are `state.NAME.exp_avg` and `param_groups.NAME.lr`. A name is the same under every plan, while
+a parameter's index and its shards are not.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,14 @@ def storage_order(key: str, value: Any, own: Mapping[str, Order]) -> Order | Non
 def check_state(
     model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any], findings: list[Diagnostic]
 ) -> None:
-    """PL496 where a checkpoint's state, by its metadata, does not fit an optimizer's parameters."""
+    """Checks that an optimizer state in a checkpoint fits an optimizer.
+
+    Args:
+        model: the model that owns the parameters.
+        optimizer: the optimizer to fill.
+        stored: torch's metadata of each key.
+        findings: receives PL496 for parameters that either side lacks and for wrong shapes.
+    """
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     known = {owner(key) for key in stored if key.startswith(GROUPS)}
     if missing := [n for n in parameters if n not in known]:
@@ -124,7 +131,11 @@ def assembled(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """(name, parameter, group) of an optimizer; raises ValueError for one of no model."""
+    """(name, parameter, its group) of each parameter of an optimizer.
+
+    Raises:
+        ValueError: the optimizer has a parameter that is not in the model.
+    """
     tensors = dict(named_tensors(model))
     names = {id(tensors[group[0]]): group[0] for group in tied_names(model)}
     out = []

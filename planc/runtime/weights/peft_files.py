@@ -65,7 +65,11 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
 
 
 def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
-    """Fills the adapters, each rank its slices. Raises PL189, PL496, PL497, on every rank."""
+    """Fills the adapters; each rank reads its own slices. Every rank calls it.
+
+    Raises:
+        PlanError: PL189, PL496, PL497. On every rank.
+    """
     findings = _require_adapters(lowered, "to load")
     reshard(model)
     tensors, order = dict(named_tensors(model)), rank_orders(model)
@@ -243,7 +247,10 @@ def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
 
 
 def change(layer: Any) -> Tensor:
-    """What an adapter adds to a weight (`get_delta_weight`); a collective if it is sharded."""
+    """The change of a layer's weight by its adapter; a collective if the adapter is sharded.
+
+    The arithmetic is that of peft's `get_delta_weight`, in the adapter's dtype.
+    """
     embedding = bool(layer.lora_embedding_A)
     if embedding:
         a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]

@@ -1,4 +1,8 @@
-"""Tensors in another form than the model's, after transformers; read by `Run.load` alone."""
+"""Tensors that a checkpoint stores in another form than the model, and slices of them.
+
+Only `Run.load` reads these, because transformers defines the conversions and emitted scripts
+do not import it.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -60,7 +60,11 @@ def _comments(text: str) -> list[str]:
 
 
 def laid_out(text: str) -> str:
-    """A text in its canonical layout; raises UnexpectedInput if it is not in the grammar."""
+    """A text that parses, in its canonical layout.
+
+    Raises:
+        UnexpectedInput: the text is not in the grammar.
+    """
     rows: list[_Row] = []
     lines = TokenReader(tokens_of(text + "\n")).read()
     pads = _pads(lines)

@@ -1,4 +1,8 @@
-"""The parser's own tokens, and the comments between them, grouped by lines and brackets."""
+"""A plan's tokens and comments, grouped by lines and brackets: the formatter's input.
+
+The tokens are the parser's own, so the syntax is defined in one place; comments are found in the
+text between tokens.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +118,11 @@ def _is(part: TokenOrGroup, kind: str) -> bool:
 
 
 def tokens_of(text: str) -> Iterator[PlanToken]:
-    """The tokens and comments of a text; raises UnexpectedInput if it is not in the grammar."""
+    """The tokens and comments of a text, in order.
+
+    Raises:
+        UnexpectedInput: the text is not in the grammar.
+    """
     session = parser().parse_interactive(text)
     tokens = [t for t in session.exhaust_lexer() if t.type != "_NL"]
     end = 0
