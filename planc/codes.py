@@ -264,7 +264,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL710", "error", "input", "no plan that a suggestion could extend"),
     ("PL711", "error", "input", "a requirement that cannot be evaluated"),
     ("PL712", "error", "plan", "no plan can be suggested"),
-    ("PL713", "error", "input", "an estimate of what it does not model"),
     ("PL714", "warning", "plan", "tensor parallelism across nodes"),
     ("PL715", "warning", "plan", "checkpointing although memory is free"),
     ("PL716", "warning", "plan", "units that take much memory while gathered"),

@@ -82,7 +82,7 @@ class Candidates:
         space: of the choices.
         files: of the plan that they extend.
         batch: of the step; its micro-batches count if `micro_batches` says so.
-        count: what the model's layers keep, for rows, tokens of a row and a dtype.
+        count: what the model's layers keep in a plan's step.
         violated: the requirements that a choice does not meet.
         tried: how many choices were estimated.
         nearest: of those that do not fit and meet all requirements, the one that needs least.
@@ -95,7 +95,7 @@ class Candidates:
     hardware: Hardware
     stack: Stack
     optimizer: str
-    count: Callable[[int, int, str], Counted | None]
+    count: Callable[[PlanWork], Counted | None]
     violated: Callable[[Choice], frozenset[str]]
     micro_batches: int | None = None
     tried: int = 0
@@ -189,7 +189,7 @@ class Candidates:
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
-        counted = self.count(work.rows, work.tokens, work.compute_dtype)
+        counted = self.count(work)
         load = work.workload(counted)
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
@@ -230,15 +230,14 @@ class Candidates:
         mine = copy.copy(work)
         if key not in self._loads:
             mine.batch = replace(self.batch, micro_batches=micro_batches)
-            counted = self.count(mine.rows, mine.tokens, mine.compute_dtype)
+            counted = self.count(mine)
             self._loads[key] = mine.workload(counted) if counted else None
         load = self._loads[key]
         if load is None:
             return None
         axes = self.space.mesh(choice.sizes)
         mine.plan = replace(work.plan, mesh=replace(work.plan.mesh, axes=axes))
-        groups = mine.groups()
-        return replace(load, data=groups["data"], replicate=groups["replicate"])
+        return replace(load, **mine.groups(), world=self.space.world_size)
 
 
 def _first_error(sink: Sink) -> tuple[str, str] | None:

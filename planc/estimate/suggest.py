@@ -14,6 +14,7 @@ from planc.estimate.answer import Request
 from planc.estimate.candidates import Candidate, Candidates
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
 from planc.estimate.counted import Counted
+from planc.estimate.from_plan import PlanWork
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
 from planc.model.facts import Facts
@@ -215,17 +216,22 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
 # -------------------------------------------------------------------------------------------------
 
 
-def _counter(
-    facts: Facts, request: Request, sink: Sink
-) -> Callable[[int, int, str], Counted | None]:
+def _counter(facts: Facts, request: Request, sink: Sink) -> Callable[[PlanWork], Counted | None]:
     from planc.estimate.kept_tensors import count
 
     @cache
-    def counted(rows: int, tokens: int, dtype: str) -> Counted | None:
-        shape = {"batch": rows, "sequence": tokens}
-        return count(facts, sink, **shape, dtype=dtype, attention=request.attention)
+    def of(rows: int, tokens: int, dtype: str, exchange: tuple[str, int]) -> Counted | None:
+        return count(
+            facts,
+            sink,
+            batch=rows,
+            sequence=tokens,
+            dtype=dtype,
+            attention=request.attention,
+            exchange=exchange,
+        )
 
-    return counted
+    return lambda work: of(work.rows, work.tokens, work.compute_dtype, work.exchange)
 
 
 def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:
