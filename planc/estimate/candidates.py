@@ -85,6 +85,7 @@ class Candidates:
         count: what the model's layers keep in a plan's step.
         violated: the requirements that a choice does not meet.
         tried: how many choices were estimated.
+        extended: meshes that were tried beside the best ones.
         nearest: of those that do not fit and meet all requirements, the one that needs least.
     """
 
@@ -101,6 +102,7 @@ class Candidates:
     tried: int = 0
     excluded: dict[str, Excluded] = field(default_factory=dict)
     nearest: Candidate | None = None
+    extended: set[Sizes] = field(default_factory=set)
     _legal: dict[Sizes, tuple[str, str] | None] = field(default_factory=dict)
     _works: dict[Choice, PlanWork | None] = field(default_factory=dict)
     _loads: dict[tuple[Choice, int], Workload | None] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class Candidates:
         if found := self._legal[choice.sizes]:
             self.exclude(*found)
             return False
-        axes = self.space.mesh(sizes)
+        axes = self.space.mesh(sizes).axes
         rows, tokens = self.batch.global_batch, self.batch.sequence
         for role, size, what in (
             (AxisRole.DATA, rows, f"{rows} rows"),
@@ -148,7 +150,9 @@ class Candidates:
         if work is None:
             return None
         self.tried += 1
-        counts = divisors(self.batch.global_batch // work.data_ranks)
+        parts = work.pipeline.microbatches if work.pipeline else 1
+        rows, over = divmod(self.batch.global_batch // work.data_ranks, parts)
+        counts = () if over else divisors(rows)
         if self.micro_batches:
             counts = tuple(n for n in counts if n == self.micro_batches)
         if not counts:
@@ -169,7 +173,7 @@ class Candidates:
             return None
         result = Candidate(
             choice=choice,
-            mesh=tuple((a.name, a.size) for a in self.space.mesh(choice.sizes)),
+            mesh=tuple((a.name, a.size) for a in self.space.mesh(choice.sizes).axes),
             words=self.space.words(choice),
             micro_batches=counts[chosen],
             estimate=estimate(load, self.hardware, self.stack),
@@ -235,8 +239,7 @@ class Candidates:
         load = self._loads[key]
         if load is None:
             return None
-        axes = self.space.mesh(choice.sizes)
-        mine.plan = replace(work.plan, mesh=replace(work.plan.mesh, axes=axes))
+        mine.plan = replace(work.plan, mesh=self.space.mesh(choice.sizes))
         return replace(load, **mine.groups(), world=self.space.world_size)
 
 
