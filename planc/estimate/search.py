@@ -18,7 +18,7 @@ from planc.estimate.choice import FASTEST, LEANEST, Choice, Sizes
 MESHES = 12
 """How many meshes are searched in full."""
 
-ROUNDS, STARTS, NEAR = 2, 2, 1.2
+ROUNDS, STARTS, NEAR = 2, 3, 1.2
 """How often the extended axes are tried, on how many of the best meshes, and how much slower than
 the best a mesh may be to be searched further."""
 
@@ -103,7 +103,7 @@ def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[C
         if sizes in known:
             continue
         candidates.extended.add(sizes)
-        probes = (space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
+        probes = (space.probe(sizes, options) for options in (LEANEST, FASTEST))
         here = _tried(candidates, probes)
         best = min((c.seconds for c in ranked.values()), default=inf)
         if min((c.seconds for c in here.values()), default=inf) < NEAR * best and candidates.legal(

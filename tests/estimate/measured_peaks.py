@@ -45,7 +45,6 @@ MIXTRAL = LLAMA | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-TIED = LLAMA | {"tie_word_embeddings": True}
 PLAN = """plan measured for llama
 
 let block = model.layers.*
@@ -98,32 +97,16 @@ fsdp on dp_shard * cp {
 }
 """
 WHOLE = ("checkpointing=false",)
-PLAIN = (*WHOLE, "param_dtype=fp32")
 RUNS = {
     "fsdp": (LLAMA, PLAN, ()),
-    "fsdp, full": (LLAMA, PLAN, ("checkpointing=true",)),
-    "tp 2": (LLAMA, "llama", ("tp=2", *PLAIN)),
     "pp 2": (LLAMA, PLAN, ("pipeline_stages=2",)),
     "pp 4": (LLAMA, PLAN, ("pipeline_stages=4",)),
-    "pp 4, bf16": (LLAMA, PLAN, ("pipeline_stages=4", "param_dtype=bf16")),
-    "pp 2, tied": (TIED, PLAN, ("pipeline_stages=2",)),
-    "pp 2, gpipe": (LLAMA, PLAN, ("pipeline_stages=2", "pipeline_schedule=gpipe")),
-    "pp 2, full": (LLAMA, PLAN, ("pipeline_stages=2", "checkpointing=true")),
-    "pp 2, interleaved_1f1b": (
-        LLAMA,
-        PLAN,
-        ("pipeline_stages=2", "pipeline_schedule=interleaved_1f1b"),
-    ),
     "pp 2, zbv": (LLAMA, PLAN, ("pipeline_stages=2", "pipeline_schedule=zbv")),
-    "pp 2, tp 2": (LLAMA, "llama", ("pipeline_stages=2", "tp=2", *PLAIN)),
     "cp 2": (LLAMA, PLAN, ("cp=2",)),
-    "cp 2, full": (LLAMA, PLAN, ("cp=2", "checkpointing=true")),
     "cp 4, ulysses": (LLAMA, PLAN, ("cp=4", "attention=ulysses")),
     "pp 2, cp 2": (LLAMA, PLAN, ("pipeline_stages=2", "cp=2")),
     "ep 2": (MIXTRAL, "mixtral", ("ep=2", *WHOLE)),
     "ep 4": (MIXTRAL, "mixtral", ("ep=4", *WHOLE)),
-    "ep 2, full": (MIXTRAL, "mixtral", ("ep=2",)),
-    "pp 2, ep 2": (MIXTRAL, "mixtral", ("pipeline_stages=2", "ep=2", *WHOLE)),
 }
 """Model, plan and settings of each run; a text with lines is a plan."""
 
