@@ -1,4 +1,4 @@
-"""What torch's CPU allocator holds at most in the steps of four ranks, beside the estimate.
+"""What tensors hold at most in the steps of four ranks, beside the estimate.
 
     python tests/estimate/measured_peaks.py [WORD]
 
@@ -220,7 +220,7 @@ def errors(peaks):
 
 
 def judge():
-    print(f"\n## cpu_peaks.json: {RANKS} ranks, torch's CPU allocator\n")
+    print(f"\n## cpu_peaks.json: {RANKS} ranks as threads, the storages of their tensors\n")
     print("| run | MiB measured | estimated | error |\n" + "| --- " * 4 + "|")
     found = list(errors(json.loads(PEAKS.read_text())))
     for name, size, expected, error in found:
