@@ -16,6 +16,7 @@ COMMANDS = {
     "lower": "print the lowered plan: the torch calls that a plan means",
     "estimate": "estimate memory and time of a training step",
     "suggest": "search the fastest plan that fits, and write it",
+    "calibrate": "fit a hardware profile to measured steps",
     "diff": "compare two lowered plans",
     "why": "show which lines decide a module or a parameter",
     "show": "draw a plan as a page: its mesh, modules, memory and lines",

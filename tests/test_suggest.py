@@ -208,3 +208,38 @@ fsdp on dp {
     root           : unit
 }
 """
+
+
+def test_experts_are_divided_where_that_is_faster():
+    """Deepseek-v3 on 512 ranks: all-gathering its experts takes longer than sending tokens."""
+    _, made, _ = suggested("deepseek-v3", 512, 512, 4096)
+    best = made.found.best[0]
+    assert dict(best.choice.sizes)["ep"] > 1
+    _, alone, _ = suggested("deepseek-v3", 512, 512, 4096, settings=("ep=1",))
+    assert {dict(c.choice.sizes)["ep"] for c in alone.found.best} == {1}
+    assert best.seconds < alone.found.best[0].seconds
+
+
+def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
+    """As many microbatches as rows, and both schedules; blocks stay gathered in a pipeline."""
+    stages = ("pipeline_stages=4",)
+    _, made, _ = suggested("llama-3.1-8b", 16, 128, 8192, settings=stages)
+    for candidate in made.found.best:
+        sizes = dict(candidate.mesh)
+        rows = 128 // (sizes["dp_shard"] * sizes["dp_replicate"])
+        assert sizes["pp"] == 4
+        assert rows % dict(candidate.choice.options)["microbatches"] == 0
+    schedules = {dict(c.choice.options).get("pipeline_schedule") for c in made.found.best}
+    assert "interleaved_1f1b" in schedules
+    free = suggested("llama-3.1-8b", 16, 128, 8192)[1].found.best[0]
+    assert free.seconds <= made.found.best[0].seconds
+
+
+def test_a_plan_without_other_axes_is_searched_as_it_is():
+    space, _ = everything("llama-3.1-8b", 8, 16, 8192)
+    assert space.sizing == {"pp": "pipeline_stages"}
+    assert space.pipeline == ("microbatches", "pipeline_schedule")
+    assert space.experts is None
+    assert all(dict(sizes)["pp"] == 1 for sizes in space.meshes())
+    [first, *_] = space.meshes()
+    assert {dict(sizes)["pp"] for sizes in space.neighbors(first)} == {1, 2, 4, 8}

@@ -57,14 +57,13 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
 
     Args:
         plan, facts: as checked and lowered, with adapters applied.
-        sink: receives PL567 (a pipeline), PL700 and PL701 (profiles), PL702 (the batch), PL703
-            (layers that cannot be counted), PL713 (divided experts).
+        sink: receives PL700 and PL701 (profiles), PL702 (the batch), PL703 (layers that cannot be
+            counted).
 
     Returns:
         None after an error.
     """
     before = sink.errors
-    _unmodelled(plan, sink)
     hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
     if hardware and request.device_memory:
         hardware = replace(hardware, memory_gib=request.device_memory / GIB)
@@ -86,6 +85,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
             sequence=work.tokens,
             dtype=work.compute_dtype,
             attention=request.attention,
+            exchange=work.exchange,
         )
     step = work.workload(counted)
     return Answer(
@@ -99,33 +99,19 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     )
 
 
-def _unmodelled(plan: Plan, sink: Sink) -> None:
-    """Refuses what an estimate would silently leave out."""
-    if plan.pipeline is not None:
-        sink.error(
-            "PL567",
-            "an estimate of a plan with a pipeline is not supported yet",
-            plan.pipeline.origin,
-            help=f"estimate it with `{plan.pipeline.op.axis} = 1`",
-        )
-    if plan.mesh.experts and (axis := plan.mesh.experts.ranks).size > 1:
-        message = f"the estimate does not model `{axis.name}` = {axis.size} yet"
-        sink.error("PL713", message, axis.origin, help=f"estimate it with {axis.name} = 1")
-
-
 def _divisible(work: PlanWork, sink: Sink) -> None:
     """Whether each rank gets whole rows, and equal parts of a row."""
     batch, ranks = work.batch, work.data_ranks
     parts = (
-        (batch.global_batch, "rows", ranks * batch.micro_batches, AxisRole.DATA),
+        (batch.global_batch, "rows", ranks * work.parts, AxisRole.DATA),
         (batch.sequence, "tokens of a row", work.size(AxisRole.SEQUENCE), AxisRole.SEQUENCE),
     )
     for size, what, among, role in parts:
         if size % among:
             axes = work.plan.mesh.of_role(role)
             named = " * ".join(f"{a.name} {a.size}" for a in axes)
-            if role is AxisRole.DATA and batch.micro_batches > 1:
-                named += f" * {batch.micro_batches} micro-batches"
+            if role is AxisRole.DATA and work.parts > 1:
+                named += f" * {work.parts} micro-batches"
             sink.error(
                 "PL702",
                 f"{size} {what} cannot be split among {among} ({named})",

@@ -82,9 +82,10 @@ class Candidates:
         space: of the choices.
         files: of the plan that they extend.
         batch: of the step; its micro-batches count if `micro_batches` says so.
-        count: what the model's layers keep, for rows, tokens of a row and a dtype.
+        count: what the model's layers keep in a plan's step.
         violated: the requirements that a choice does not meet.
         tried: how many choices were estimated.
+        extended: meshes that were tried beside the best ones.
         nearest: of those that do not fit and meet all requirements, the one that needs least.
     """
 
@@ -95,12 +96,13 @@ class Candidates:
     hardware: Hardware
     stack: Stack
     optimizer: str
-    count: Callable[[int, int, str], Counted | None]
+    count: Callable[[PlanWork], Counted | None]
     violated: Callable[[Choice], frozenset[str]]
     micro_batches: int | None = None
     tried: int = 0
     excluded: dict[str, Excluded] = field(default_factory=dict)
     nearest: Candidate | None = None
+    extended: set[Sizes] = field(default_factory=set)
     _legal: dict[Sizes, tuple[str, str] | None] = field(default_factory=dict)
     _works: dict[Choice, PlanWork | None] = field(default_factory=dict)
     _loads: dict[tuple[Choice, int], Workload | None] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class Candidates:
         if found := self._legal[choice.sizes]:
             self.exclude(*found)
             return False
-        axes = self.space.mesh(sizes)
+        axes = self.space.mesh(sizes).axes
         rows, tokens = self.batch.global_batch, self.batch.sequence
         for role, size, what in (
             (AxisRole.DATA, rows, f"{rows} rows"),
@@ -148,7 +150,9 @@ class Candidates:
         if work is None:
             return None
         self.tried += 1
-        counts = divisors(self.batch.global_batch // work.data_ranks)
+        parts = work.pipeline.microbatches if work.pipeline else 1
+        rows, over = divmod(self.batch.global_batch // work.data_ranks, parts)
+        counts = () if over else divisors(rows)
         if self.micro_batches:
             counts = tuple(n for n in counts if n == self.micro_batches)
         if not counts:
@@ -169,7 +173,7 @@ class Candidates:
             return None
         result = Candidate(
             choice=choice,
-            mesh=tuple((a.name, a.size) for a in self.space.mesh(choice.sizes)),
+            mesh=tuple((a.name, a.size) for a in self.space.mesh(choice.sizes).axes),
             words=self.space.words(choice),
             micro_batches=counts[chosen],
             estimate=estimate(load, self.hardware, self.stack),
@@ -189,7 +193,7 @@ class Candidates:
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
-        counted = self.count(work.rows, work.tokens, work.compute_dtype)
+        counted = self.count(work)
         load = work.workload(counted)
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
@@ -230,15 +234,13 @@ class Candidates:
         mine = copy.copy(work)
         if key not in self._loads:
             mine.batch = replace(self.batch, micro_batches=micro_batches)
-            counted = self.count(mine.rows, mine.tokens, mine.compute_dtype)
+            counted = self.count(mine)
             self._loads[key] = mine.workload(counted) if counted else None
         load = self._loads[key]
         if load is None:
             return None
-        axes = self.space.mesh(choice.sizes)
-        mine.plan = replace(work.plan, mesh=replace(work.plan.mesh, axes=axes))
-        groups = mine.groups()
-        return replace(load, data=groups["data"], replicate=groups["replicate"])
+        mine.plan = replace(work.plan, mesh=self.space.mesh(choice.sizes))
+        return replace(load, **mine.groups(), world=self.space.world_size)
 
 
 def _first_error(sink: Sink) -> tuple[str, str] | None:

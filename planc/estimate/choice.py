@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+from planc.estimate.from_plan import Batch
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
-from planc.ops.lowered import MeshAxis
-from planc.plan.ir import Plan, Unit
+from planc.ops.lowered import ExpertMesh, MeshAxis
+from planc.plan.ir import Mesh, Plan, Unit
 
-LARGEST = {AxisRole.TENSOR: 64, AxisRole.SEQUENCE: 64, AxisRole.EXPERT: 512, AxisRole.STAGE: 64}
-"""The largest size of an axis that is tried; data axes have no limit. An axis is searched if the
-plan's mesh has it, so a plan with another kind of axis needs nothing else here."""
+LARGEST = {
+    AxisRole.TENSOR: 64,
+    AxisRole.SEQUENCE: 64,
+    AxisRole.EXPERT: 512,
+    AxisRole.STAGE: 64,
+}
+"""The largest size of an axis that is tried; data axes have no limit."""
+
+EXTENDED = (AxisRole.STAGE, AxisRole.SEQUENCE, AxisRole.EXPERT)
+"""Axes that begin at one rank; their sizes are tried on the best meshes, one axis at a time."""
+
+TOKENS = 8192
+"""The most tokens of a pipeline's microbatch, where a row has no more."""
 
 LOSS_CHUNKS = "loss_chunks", (0, 2, 8)
 SEQUENCE_PARALLEL = "sequence_parallel"
@@ -25,6 +36,9 @@ changes what the model learns, and a profile knows the rates of 16 bits only."""
 CHECKPOINTING = "checkpointing"
 SAVES = ("attention", "attention, matmul(every = 2)", "attention, matmul")
 """What selective checkpointing saves, from the least memory to the least time."""
+
+SCHEDULES = ("1f1b", "interleaved_1f1b")
+"""What is tried of a pipeline's schedules; the others need their units gathered."""
 
 LEANEST = {CHECKPOINTING: True, SEQUENCE_PARALLEL: True, LOSS_CHUNKS[0]: LOSS_CHUNKS[1][-1]}
 FASTEST = {CHECKPOINTING: False, SEQUENCE_PARALLEL: True, LOSS_CHUNKS[0]: 0}
@@ -38,7 +52,7 @@ Sizes = tuple[tuple[str, int], ...]
 class Choice:
     """
     Args:
-        sizes: of the mesh axes that are not `auto`, by name.
+        sizes: of the mesh axes that are not `auto`, and of the ranks that divide experts, by name.
         options: of the searched options, by name.
         save: what a checkpointed layer saves, as in `ops(save = [...])`; empty for the plan's way.
         resident: whether the units of blocks stay gathered until their backward pass.
@@ -57,6 +71,11 @@ class Space:
     Args:
         plan: the base without settings, with checkpointing where it has an option for it.
         defaults: the values of the plan's options without settings.
+        axes: of the mesh, also those that an option makes.
+        sizing: the options that make an axis and set its size, by the axis.
+        experts: the name and the axes of ranks that can divide experts, None without any.
+        pipeline: the options that set its number of microbatches and its schedule.
+        batch: of a step.
         name: of the plan in `extend`.
         family: of the model.
         fixed: axes and options that the user sets.
@@ -65,6 +84,11 @@ class Space:
 
     plan: Plan
     defaults: Mapping[str, object]
+    axes: tuple[MeshAxis, ...]
+    sizing: Mapping[str, str]
+    experts: ExpertMesh | None
+    pipeline: tuple[str, str]
+    batch: Batch
     name: str
     family: str
     world_size: int
@@ -74,43 +98,65 @@ class Space:
     @property
     def rest(self) -> MeshAxis:
         """The axis that takes the ranks that the others leave."""
-        axes = self.plan.mesh.axes
-        data = [a for a in axes if a.role is AxisRole.DATA]
-        return next((a for a in axes if a.inferred), (data or list(axes))[-1])
+        data = [a for a in self.axes if a.role is AxisRole.DATA]
+        return next((a for a in self.axes if a.inferred), (data or list(self.axes))[-1])
 
     def meshes(self) -> Iterator[Sizes]:
-        """The sizes of all axes but `auto`, of every mesh whose product is the world size."""
-        rest = self.rest
-        others = [a for a in self.plan.mesh.axes if a.name != rest.name]
+        """Every mesh whose product is the world size, with one rank along the extended axes."""
+        others = [a for a in self.axes if a.name != self.rest.name]
         for sizes in product(*(self._sizes(a) for a in others)):
-            left, over = divmod(self.world_size, prod(sizes))
-            if over or self.fixed.get(rest.name, left) != left:
-                continue
-            own = () if rest.inferred and rest.name not in self.fixed else ((rest.name, left),)
-            yield (*((a.name, s) for a, s in zip(others, sizes, strict=True)), *own)
+            yield from self._whole({a.name: s for a, s in zip(others, sizes, strict=True)})
+
+    def _whole(self, given: Mapping[str, int]) -> Iterator[Sizes]:
+        """The sizes with that of the rest, if the world size is a multiple of their product."""
+        rest, ranks = self.rest, {a.name for a in self.axes if a.name != self.rest.name}
+        left, over = divmod(self.world_size, prod(n for name, n in given.items() if name in ranks))
+        if over or self.fixed.get(rest.name, left) != left:
+            return
+        sizes = {name: n for name, n in given.items() if name != rest.name}
+        if not rest.inferred or rest.name in self.fixed:
+            sizes[rest.name] = left
+        if self.experts:
+            name = self.experts.ranks.name
+            sizes[name] = int(self.fixed.get(name, given.get(name, 1)))  # type: ignore[call-overload]
+            inside = prod({**sizes, rest.name: left}.get(a, 1) for a in self.experts.axes)
+            if inside % sizes[name]:
+                return
+        yield tuple(sizes.items())
+
+    def neighbors(self, sizes: Sizes) -> Iterator[Sizes]:
+        """The meshes with another size of one of the extended axes."""
+        axes = [a for a in self.axes if a.role in EXTENDED and a.name != self.rest.name]
+        for axis in [*axes, *([self.experts.ranks] if self.experts else [])]:
+            if self.sizing.get(axis.name, axis.name) not in self.fixed:
+                for n in divisors(self.world_size, LARGEST[axis.role]):
+                    yield from self._whole({**dict(sizes), axis.name: n})
 
     def _sizes(self, axis: MeshAxis) -> tuple[int, ...]:
-        given = self.fixed.get(axis.name)
+        given = self.fixed.get(self.sizing.get(axis.name, axis.name))
         if isinstance(given, int):
             return (given,)
+        if axis.role in EXTENDED:
+            return (1,)
         return divisors(self.world_size, LARGEST.get(axis.role, self.world_size))
 
     def alike(self, choice: Choice) -> Choice:
         """The choice without replicas: what one rank computes and keeps is the same."""
         if not self.rest.inferred or self.rest.name in self.fixed:
             return choice
-        data = {a.name for a in self.plan.mesh.of_role(AxisRole.DATA)} - set(self.fixed)
+        data = {a.name for a in self.axes if a.role is AxisRole.DATA} - set(self.fixed)
         sizes = tuple((n, 1 if n in data else size) for n, size in choice.sizes)
         return replace(choice, sizes=sizes)
 
-    def mesh(self, sizes: Sizes) -> tuple[MeshAxis, ...]:
-        """The plan's axes with other sizes."""
-        given, rest = dict(sizes), self.rest
-        left = self.world_size // prod(n for name, n in sizes if name != rest.name)
-        return tuple(
-            replace(a, size=left if a.name == rest.name else given[a.name])
-            for a in self.plan.mesh.axes
-        )
+    def mesh(self, sizes: Sizes) -> Mesh:
+        """The plan's mesh with other sizes."""
+        rest, given = self.rest.name, dict.fromkeys((a.name for a in self.axes), 1) | dict(sizes)
+        ranks = (given[a.name] for a in self.axes if a.name != rest)
+        given[rest] = self.world_size // prod(ranks)
+        axes = (a for a in self.axes if given[a.name] > 1 or a.name not in self.sizing)
+        some = self.experts is not None and given.get(self.experts.ranks.name, 1) > 1
+        divided = self.experts if some else None
+        return replace(self.plan.mesh, axes=tuple(axes), experts=divided).resized(given)
 
     def choices(self, sizes: Sizes) -> Iterator[Choice]:
         """The ways to checkpoint and to compute the loss on one mesh."""
@@ -125,16 +171,35 @@ class Space:
         """A choice with another rule for resharding, and with sequence parallelism or without."""
         if any(self._lists()):
             yield replace(choice, resident=not choice.resident)
-        split = any(a.size > 1 for a in self.mesh(choice.sizes) if a.role is AxisRole.TENSOR)
+        options, (microbatches, schedule) = dict(choice.options), self.pipeline
+        changes: dict[str, Iterable[object]] = {}
+        if microbatches in options:
+            count = int(str(options[microbatches]))
+            changes[microbatches] = {max(1, count // 2), count * 2}
+            changes[schedule] = SCHEDULES if self._open(schedule) else ()
+        for name, values in changes.items():
+            yield from (
+                replace(choice, options=tuple({**options, name: value}.items()))
+                for value in values
+                if value != options.get(name, self.defaults.get(name))
+            )
+        split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
         if split and self._open(SEQUENCE_PARALLEL):
-            options = dict(choice.options)
             options[SEQUENCE_PARALLEL] = not options[SEQUENCE_PARALLEL]
             yield replace(choice, options=tuple(options.items()))
 
     def probe(self, sizes: Sizes, wanted: Mapping[str, object]) -> Choice:
         """The choice with some options, where the plan has them; the others stay."""
         options = {name: value for name, value in wanted.items() if self._open(name)}
+        mesh, microbatches = self.mesh(sizes), self.pipeline[0]
+        if mesh.size(*self._named(AxisRole.STAGE)) > 1 and self._open(microbatches):
+            rows = self.batch.global_batch // mesh.size(*self._named(AxisRole.DATA))
+            largest = max(1, TOKENS // self.batch.sequence)
+            options[microbatches] = rows // divisors(rows, largest)[-1] if rows else 1
         return Choice(sizes=sizes, options=tuple(options.items()))
+
+    def _named(self, role: AxisRole) -> tuple[str, ...]:
+        return tuple(a.name for a in self.axes if a.role is role)
 
     def _open(self, name: str) -> bool:
         return name in self.plan.options and name not in self.fixed
@@ -166,6 +231,9 @@ class Space:
         on = options.pop(CHECKPOINTING, self.fixed.get(CHECKPOINTING, True))
         words = [f"checkpoint {way if on else 'none'}"] if known else []
         changed = {n: v for n, v in options.items() if v != self.defaults[n]}
+        name = self.experts.ranks.name if self.experts else ""
+        if (divided := dict(choice.sizes).get(name, 1)) > 1:
+            words.append(f"{name} {divided}")
         words += [f"{name} = {_literal(value)}" for name, value in changed.items()]
         return "; ".join([*words, *(["reshard = never"] if choice.resident else [])])
 
@@ -174,12 +242,14 @@ class Space:
     def text(self, choice: Choice) -> str:
         """The plan that extends the base by a choice, before it is laid out."""
         given = {n: v for n, v in self.fixed.items() if n in self.defaults}
-        options = {**dict(choice.options), **given}
+        made = {o: n for a, n in choice.sizes if (o := self.sizing.get(a))}
+        options = {**dict(choice.options), **made, **given}
         parts = [f"plan suggested for {self.family}", f'extend "{self.name}"']
         changed = [(n, v) for n, v in options.items() if v != self.defaults[n]]
         parts.append("\n".join(f"override option {n} = {_literal(v)}" for n, v in changed))
         sizes = {a.name: a.size for a in self.plan.mesh.axes}
-        axes = [(f"override {n}", str(s)) for n, s in choice.sizes if s != sizes[n]]
+        own = [(n, s) for n, s in choice.sizes if n not in self.sizing]
+        axes = [(f"override {n}", str(s)) for n, s in own if s != sizes.get(n, 1)]
         parts.append(_block("mesh", axes, " = "))
         if choice.save:
             action = f"ops(save = [{choice.save}])"

@@ -6,9 +6,11 @@ keeps comes from `kept_tensors`, counted without parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
@@ -18,12 +20,17 @@ from planc.lowering.memory import Holding, Holdings
 from planc.model.facts import DTYPE_BYTES, Facts
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
+from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
+from planc.plan.expert_rules import expert_styles
 from planc.plan.ir import LossRule, Plan, TensorRule, Unit
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 """The number of states that an optimizer keeps for a parameter, in the parameter's dtype."""
+
+Spread = tuple[tuple[str, ...], tuple[str, ...]]
+"""The axes that parameters are sharded over, and those they are replicated over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,7 @@ class PlanWork:
     optimizer: str = "adamw"
     rules: tuple[TensorRule, ...] = field(init=False)
     holdings: Holdings = field(init=False)
-    spread: tuple[tuple[str, ...], tuple[str, ...]] = field(init=False)
+    spread: tuple[Spread, Spread | None] = field(init=False)
     inside: dict[str, list[Holding]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +66,7 @@ class PlanWork:
         every = [*plan.tensor, *styles(plan)]
         alive = [r for r in every if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
         self.rules = tuple(alive)
-        self.holdings = Holdings(self.facts, plan, alive)
+        self.holdings = Holdings(self.facts, plan, [*alive, *expert_styles(plan)])
         self.spread = self._axes()
 
     def size(self, role: AxisRole) -> int:
@@ -71,9 +78,30 @@ class PlanWork:
         return self.size(AxisRole.DATA)
 
     @property
+    def pipeline(self) -> Pipeline | None:
+        return self.plan.pipeline.op if self.plan.pipeline else None
+
+    @property
+    def _ranks(self) -> int:
+        """The number of places in the pipeline."""
+        return self.plan.mesh.size(self.pipeline.axis) if self.pipeline else 1
+
+    @property
+    def parts(self) -> int:
+        """Parts of the rows of a rank: a pipeline cuts each batch into microbatches."""
+        return self.batch.micro_batches * (self.pipeline.microbatches if self.pipeline else 1)
+
+    @property
     def rows(self) -> int:
         """Rows of one rank's micro-batch."""
-        return self.batch.global_batch // (self.data_ranks * self.batch.micro_batches)
+        return self.batch.global_batch // (self.data_ranks * self.parts)
+
+    @property
+    def exchange(self) -> tuple[str, int]:
+        """What attention exchanges between parts of a sequence, and how many there are."""
+        ops = (r.op for r in self.plan.context if r.op and self.plan.mesh.size(r.axis) > 1)
+        found = next(ops, None)
+        return (found.attention, self.plan.mesh.size(found.axis)) if found else ("", 1)
 
     @property
     def tokens(self) -> int:
@@ -90,6 +118,13 @@ class PlanWork:
 
     def group(self, *names: str) -> Group:
         """The ranks along some axes; the last axis of the mesh is the innermost."""
+        experts = self.plan.mesh.experts
+        if experts and {*names} & {*experts.sizes}:
+            inner = self.group(*experts.axes).stride
+            if experts.ranks.name not in names:
+                inner *= experts.ranks.size
+            size = self.plan.mesh.size(*names)
+            return Group(name=" x ".join(names), size=size, stride=inner)
         axes = [a for a in self.plan.mesh.axes if a.name in names]
         inner = 1
         if axes:
@@ -100,35 +135,58 @@ class PlanWork:
 
     def workload(self, counted: Counted | None) -> Workload:
         """The step's work; without counts, parameters alone."""
-        groups = self.groups()
+        op, layers = self.pipeline, [*self._layers(counted)]
+        stages = range(op.stages if op else 1)
         return Workload(
-            stages=((*self._layers(counted),),),
-            data=groups["data"],
-            replicate=groups["replicate"],
-            tensor=groups["tensor"],
-            context=groups["context"],
-            micro_batches=self.batch.micro_batches,
+            stages=tuple(tuple((x, n[i]) for x, n in layers if n[i]) for i in stages),
+            **self.groups(),
+            micro_batches=op.microbatches if op else self.batch.micro_batches,
+            runs=self.batch.micro_batches if op else 1,
+            schedule=op.schedule if op else "1f1b",
+            chunks=len(stages) // self._ranks,
+            reduced_once=op is not None,
+            crossing=max((x.boundary for x, _ in layers), default=0) if op else 0,
+            world=self.plan.mesh.world_size,
             tokens=self.batch.global_batch * self.batch.sequence,
             sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,
             precision=self._precision(),
         )
 
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, Any]:
         """The groups of ranks that communicate, by their names in `Workload`."""
-        shard, replicate = self.spread
-        roles = {"tensor": AxisRole.TENSOR, "context": AxisRole.SEQUENCE}
-        axes = {n: [a.name for a in self.plan.mesh.of_role(r)] for n, r in roles.items()}
-        axes |= {"data": list(shard), "replicate": list(replicate)}
-        return {name: self.group(*names) for name, names in axes.items()}
+        (shard, replicate), apart = self.spread
+        experts, mesh = self.plan.mesh.experts, self.plan.mesh
+        axes = {
+            "data": shard,
+            "replicate": replicate,
+            "tensor": tuple(a.name for a in mesh.of_role(AxisRole.TENSOR)),
+            "context": tuple(a.name for a in mesh.of_role(AxisRole.SEQUENCE)),
+            "pipeline": (self.pipeline.axis,) if self.pipeline else (),
+            "experts": (experts.ranks.name,) if experts else (),
+        }
+        found: dict[str, Any] = {name: self.group(*names) for name, names in axes.items()}
+        return found | {"apart": apart and tuple(self.group(*names) for names in apart)}
 
-    def _axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes that most parameters are sharded over, and those they are replicated over."""
-        section = self.plan.fsdp
+    def _axes(self) -> tuple[Spread, Spread | None]:
+        """The axes that most parameters are sharded over and those they are replicated over; and
+        the same of the largest unit whose axes are others, such as that of experts.
+        """
+        section, mesh = self.plan.fsdp, self.plan.mesh
         if section is None:
-            return tuple(a.name for a in self.plan.mesh.of_role(AxisRole.DATA)), ()
-        units = section.units
-        largest = max(units, key=lambda u: self.holdings.of_unit(u, None)[1], default=None)
-        return section.axes(largest) if largest else (section.shard, section.replicate)
+            return (tuple(a.name for a in mesh.of_role(AxisRole.DATA)), ()), None
+        sizes: dict[Spread, int] = {}
+        for unit in section.units:
+            axes, size = section.axes(unit), self.holdings.of_unit(unit, None)[1]
+            sizes[axes] = max(sizes.get(axes, 0), size)
+        of_experts = {*mesh.experts.sizes} if mesh.experts else set()
+        order = sorted(sizes, key=lambda a: (not of_experts.isdisjoint(a[0]), -sizes[a]))
+        if not order:
+            return (section.shard, section.replicate), None
+        return order[0], order[1] if len(order) > 1 else None
+
+    def _apart(self, unit: Unit | None) -> bool:
+        section, apart = self.plan.fsdp, self.spread[1]
+        return section is not None and unit is not None and section.axes(unit) == apart
 
     def _precision(self) -> Precision:
         section = self.plan.fsdp
@@ -142,25 +200,71 @@ class PlanWork:
             states=rest * OPTIMIZERS[self.optimizer],
         )
 
-    def _layers(self, counted: Counted | None) -> Iterable[tuple[Layer, int]]:
-        """Each kind of counted layer, then what is outside, unit by unit."""
+    def _layers(self, counted: Counted | None) -> Iterator[tuple[Layer, Counter[int]]]:
+        """Each kind of counted layer, then what is outside, unit by unit, with the number of equal
+        ones by the stage of the pipeline.
+        """
         claimed: list[Holding] = []
         for part in counted.parts if counted else ():
             if part.at:
                 inside = self._inside(part)
                 claimed += inside
-                yield self._layer(part, inside, counted), len(part.like)
+                yield self._layer(part, inside, counted), Counter(map(self._stage, part.like))
         taken = {id(h) for h in claimed}
         rest = [h for h in self.holdings.all if id(h) not in taken]
-        outside = counted.parts[-1] if counted else Part(at="", like=("",))
-        bare = replace(outside, saved=(), products=(), attended=(), moved=())
-        units = list({id(h.unit): h.unit for h in rest}.values())
-        for i, unit in enumerate(units):
-            inside = [h for h in rest if h.unit is unit]
-            times = 1 if unit is None or unit.group else len(unit.members[0])
-            last = i == len(units) - 1 and counted is not None
-            part = outside if last else replace(bare, like=("",) * times)
-            yield self._layer(part, inside, counted), len(part.like)
+        for stage in range(self.pipeline.stages if self.pipeline else 1):
+            here = [h for whole in rest for h in self._of_stage(whole, stage)]
+            part = self._outside(counted, stage)
+            bare = replace(part, saved=(), products=(), attended=(), moved=())
+            units = list({id(h.unit): h.unit for h in here}.values())
+            for i, unit in enumerate(units):
+                inside = [h for h in here if h.unit is unit]
+                names = () if unit is None or unit.group else unit.members[0].names()
+                times = sum(self._stage(name) == stage for name in names) or 1
+                last = i == len(units) - 1 and counted is not None
+                one = part if last else replace(bare, like=("",) * times)
+                yield self._layer(one, inside, counted), Counter({stage: len(one.like)})
+
+    def _stage(self, name: str) -> int:
+        """The stage of the pipeline that has a module; what computes the loss is in the last."""
+        op = self.pipeline
+        if op is None:
+            return 0
+        head, _, rest = name.partition(f"{op.blocks}.")
+        if rest and not head:
+            return op.stage_of(int(rest.partition(".")[0]))
+        after = (n for m in op.outputs for n in m.names())
+        last = not name or any(f"{name}.".startswith(f"{n}.") for n in after)
+        return op.stages - 1 if last else 0
+
+    def _of_stage(self, holding: Holding, stage: int) -> Iterator[Holding]:
+        """The part of some parameters that a stage holds; the first and the last share tied ones,
+        of which one rank has no copy.
+        """
+        op = self.pipeline
+        if op is None:
+            yield holding
+            return
+        names = [*holding.modules.names()]
+        shared = any(f"{name}.{holding.parameter.name}" in op.ties for name in names)
+        if shared and op.stages - 1 not in stages_of_rank(op.schedule, 0, self._ranks, op.stages):
+            here = len(names) if stage in (0, op.stages - 1) else 0
+        else:
+            here = sum(self._stage(name) == stage for name in names)
+        if here:
+            yield replace(holding, count=holding.count * here // len(names))
+
+    def _outside(self, counted: Counted | None, stage: int) -> Part:
+        """What a stage computes and keeps outside all layers."""
+        if counted is None:
+            return Part(at="", like=("",))
+        part = counted.parts[-1]
+        lists: dict[str, Any] = {
+            n: getattr(part, n) for n in ("saved", "products", "attended", "moved")
+        }
+        for name, every in lists.items():
+            lists[name] = tuple(x for x in every if self._stage(x.module) == stage)
+        return replace(part, **lists)
 
     def _inside(self, part: Part) -> list[Holding]:
         """The parameters of the layers that a part stands for."""
@@ -173,7 +277,9 @@ class PlanWork:
         times = len(part.like)
         local = sum(prod(h.local) * h.count for h in inside) // times
         trained = sum(prod(h.local) * h.count for h in inside if h.parameter.trainable) // times
-        unit = next((h.unit for h in inside if h.unit is not None), None)
+        apart = sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)) // times
+        own = (h.unit for h in inside if h.unit is not None and not self._apart(h.unit))
+        unit = next(own, None)
         last = bool(part.products) and not part.at
         if not part.at and self.plan.loss:  # the loss keeps no logits
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
@@ -182,6 +288,7 @@ class PlanWork:
         return Layer(
             name=self._name(part, unit),
             parameters=local,
+            apart=apart,
             frozen=local - trained,
             matmuls=tuple(split.matmuls()),
             attention=tuple(split.attention()),

@@ -1,7 +1,7 @@
 """Counts what a model's forward keeps for backward and what it computes, on fake tensors.
 
 The model is built at its real widths with as few layers as have all kinds of layer, and runs once
-without data. It is the only module of the estimate that imports torch.
+without data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
 
-_FORMAT = "counted 1"
+_FORMAT = "counted 2"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -29,7 +29,14 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
 
 def count(
-    facts: Facts, sink: Sink, *, batch: int, sequence: int, dtype: str, attention: str = "sdpa"
+    facts: Facts,
+    sink: Sink,
+    *,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    attention: str = "sdpa",
+    exchange: tuple[str, int] = ("", 1),
 ) -> Counted | None:
     """Runs one forward with loss of a transformers model on fake tensors.
 
@@ -38,6 +45,7 @@ def count(
         batch, sequence: of one rank's micro-batch.
         dtype: of parameters and activations, such as `bfloat16`.
         attention: transformers' `attn_implementation`.
+        exchange: what attention exchanges between parts of a sequence, and how many there are.
         sink: receives PL703 where the model cannot be run so.
 
     Returns:
@@ -46,11 +54,11 @@ def count(
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
         return None
-    asked = f"{_FORMAT} {batch} x {sequence} {dtype} {attention}"
+    asked = f"{_FORMAT} {batch} x {sequence} {dtype} {attention} {exchange}"
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str))
     known = _KNOWN.get(key) or _read(key)
     found = known or _count(
-        facts, sink, batch=batch, sequence=sequence, dtype=dtype, attention=attention
+        facts, sink, (batch, sequence), dtype, attention=attention, exchange=exchange
     )
     if found and not known:
         keep(key, found.document())
@@ -68,7 +76,13 @@ def _read(key: str) -> Counted | None:
 
 
 def _count(
-    facts: Facts, sink: Sink, *, batch: int, sequence: int, dtype: str, attention: str
+    facts: Facts,
+    sink: Sink,
+    shape: tuple[int, int],
+    dtype: str,
+    *,
+    attention: str,
+    exchange: tuple[str, int],
 ) -> Counted | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -78,7 +92,7 @@ def _count(
     try:
         with FakeTensorMode():
             model = _build(values, dtype, attention, sink)
-            return model and _run(model, facts, depth.kept, batch, sequence)
+            return model and _run(model, facts, depth.kept, shape, exchange)
     except Exception as error:
         _unknown(sink, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", attention)
         return None
@@ -114,16 +128,22 @@ def _build(values: dict[str, Any], dtype: str, attention: str, sink: Sink) -> An
 
 
 def _run(
-    model: Any, facts: Facts, kept: dict[int, list[tuple[int, ...]]], batch: int, sequence: int
+    model: Any,
+    facts: Facts,
+    kept: dict[int, list[tuple[int, ...]]],
+    shape: tuple[int, int],
+    exchange: tuple[str, int],
 ) -> Counted:
     import torch
 
+    from planc.estimate.context_stand_in import exchanging
     from planc.model.sources.huggingface import one_sequence_a_row, quiet
 
     named = _layers(facts, kept)
     recorder = _Recorder(model, named)
-    tokens = torch.zeros((batch, sequence), dtype=torch.long)
-    with quiet(), recorder.running(), one_sequence_a_row():
+    tokens = torch.zeros(shape, dtype=torch.long)
+    parts = exchanging(model, exchange, recorder.exchange)
+    with quiet(), recorder.running(), one_sequence_a_row(), parts:
         output = model(input_ids=tokens, labels=tokens)
     return Counted(parts=recorder.parts(), logits=output.logits.numel())
 
@@ -154,6 +174,7 @@ class _Recorder:
         self.products: dict[str, list[Product]] = {}
         self.attended: dict[str, list[Attended]] = {}
         self.moved: dict[str, list[Moved]] = {}
+        self.exchanged: dict[str, list[Moved]] = {}
         self.boundary: dict[str, int] = {}
         self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
         self.alive: list[Any] = []
@@ -179,6 +200,7 @@ class _Recorder:
                 products=tuple(self.products.get(at, ())),
                 attended=tuple(self.attended.get(at, ())),
                 moved=tuple(self.moved.get(at, ())),
+                exchanged=tuple(self.exchanged.get(at, ())),
             )
             for at in (*self.named, "")
         )
@@ -221,6 +243,10 @@ class _Recorder:
             entry = Saved(module=module, size=storage.nbytes())
             self.saved.setdefault(at, []).append(entry)
         return tensor
+
+    def exchange(self, size: int) -> None:
+        at, module = self.layer()
+        self.exchanged.setdefault(at, []).append(Moved(module=module, size=size))
 
     def ran(self, func: Any, args: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]

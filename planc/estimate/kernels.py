@@ -44,7 +44,8 @@ def _quantized(m: int, n: int, k: int, processors: int) -> float:
 
 
 def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
-    """Of one forward; a flash kernel computes the causal half, matmuls the whole square.
+    """Of one forward; a flash kernel computes the causal half, with a mask the whole square, as
+    matmuls do.
 
     A kernel for short heads spends more of its time on the softmax (measured: 64 reaches two
     thirds of 128).
@@ -60,7 +61,7 @@ def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
         return matmul(scores, hardware) + matmul(values, hardware)
     short = sqrt(min(1.0, part.head_dim / 128))
     reached = hardware.matmul_tflops * hardware.attention_fraction * pace * short * 1e12
-    return part.flops / 2 / reached + hardware.kernel_us * 1e-6
+    return part.flops / (1 if part.masked else 2) / reached + hardware.kernel_us * 1e-6
 
 
 def moved(size: float, kernels: float, hardware: Hardware) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from planc.estimate.pipeline import in_flight, order
+from planc.estimate.pipeline import in_flight, orders
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Layer, Recompute, Sharding, Workload
 from planc.source import Span
@@ -83,74 +83,88 @@ def usable(hardware: Hardware, stack: Stack) -> float:
 class _Rank:
     def __init__(self, work: Workload, stack: Stack, rank: int, ahead: int) -> None:
         self.work, self.stack, self.rank, self.ahead = work, stack, rank, ahead
-        self.stages = work.stages[rank :: work.pipeline.size]
+        own = work.of_rank(rank)
+        self.stages = [work.stages[stage] for stage in own]
+        self.sends = [work.crossing * (stage < len(work.stages) - 1) for stage in own]
         self.layers = [pair for stage in self.stages for pair in stage]
         self.elements = sum(layer.parameters * n for layer, n in self.layers)
         self.trained = self.elements - sum(layer.frozen * n for layer, n in self.layers)
-        self.shard = work.data.size if work.sharding is Sharding.FULL else 1
-        self.steps = 1 if work.sharding is Sharding.REPLICATED else work.data.size
+        self.full = work.sharding is Sharding.FULL
+        self.whole = self.full and work.reduced_once
+        apart = sum(layer.apart * n for layer, n in self.layers)
+        # the share of the rank, by the ranks that shard what is apart and what is not
+        rest = (self.elements - apart) / work.data.size
+        rest += apart / (work.apart[0].size if work.apart else 1)
+        self.part = rest / self.elements if self.elements else 1.0
+        self.shard = self.part if self.full else 1.0
+        self.steps = 1.0 if work.sharding is Sharding.REPLICATED else self.part
 
     def memory(self) -> RankMemory:
+        work = self.work
         held = (*self.rest(), self.gradients(), *self.compute_gradients(), *self.tied())
-        keeps = self.work.micro_batches > 1 or self.stack.keeps_compute_gradients
-        early = held if keeps else self.rest()
-        kept, resident = tuple(self.activations()), tuple(self.resident())
-        moments = (
-            Moment(name="loss", items=(*early, *kept, *resident, *self.transient(loss=True))),
-            Moment(
-                name="backward of a layer",
-                items=(
-                    *early,
-                    *self.activations(loss=False),
-                    *resident,
-                    *self.gathered(),
-                    *self.recomputed(),
-                    *self.transient(loss=False),
-                ),
-            ),
-            Moment(name="end of backward", items=(*held, *self.reduced())),
-            Moment(name="optimizer step", items=(*held, *self.stepped())),
-        )
-        return RankMemory(rank=self.rank, moments=moments)
+        early = self.rest()
+        if self.whole:
+            early = (
+                *early,
+                *(self.whole_gradients() if work.micro_batches * work.runs > 1 else ()),
+            )
+        elif work.micro_batches > 1 or self.stack.keeps_compute_gradients:
+            early = held
+        loss = (*early, *self.activations(), *self.resident(), *self.transient(loss=True))
+        inner = (*self.resident(), *self.gathered(), *self.recomputed())
+        backward = (*early, *self.activations(loss=False), *inner, *self.transient(loss=False))
+        moments = [
+            Moment(name="loss", items=loss),
+            Moment(name="backward of a layer", items=backward),
+        ]
+        end = (*held, *self.reduced())
+        if self.whole:
+            whole = (*self.rest(), *self.whole_gradients(), *self.stays_gathered())
+            left = (*whole, *self.activations(done=1), *self.gradients_on_their_way())
+            moments.append(Moment(name="end of a micro-batch", items=left))
+            end = (*whole, self.gradients(), *self.reduced())
+        moments.append(Moment(name="end of backward", items=end))
+        moments.append(Moment(name="optimizer step", items=(*held, *self.stepped())))
+        return RankMemory(rank=self.rank, moments=tuple(moments))
 
     def rest(self) -> tuple[Item, ...]:
-        precision, elements = self.work.precision, self.elements
-        share = f" / {self.shard} ranks" if self.shard > 1 else ""
-        steps = f" / {self.steps} ranks" if self.steps > 1 else ""
-        state = precision.master + precision.states
+        precision, state = (
+            self.work.precision,
+            self.work.precision.master + self.work.precision.states,
+        )
         return (
-            Item(
-                name="parameters",
-                size=elements / self.shard * precision.rest,
-                how=f"{elements:,} elements x {precision.rest} bytes{share}",
-            ),
-            Item(
-                name="optimizer state",
-                size=self.trained / self.steps * state,
-                how=f"{self.trained:,} elements x {state} bytes{steps}",
-            ),
+            self._sharded("parameters", self.elements, precision.rest, self.shard),
+            self._sharded("optimizer state", self.trained, state, self.steps),
         )
 
     def gradients(self) -> Item:
-        width = self.work.precision.reduce if self.shard == 1 else self.work.precision.rest
-        share = f" / {self.shard} ranks" if self.shard > 1 else ""
-        return Item(
-            name="gradients",
-            size=self.trained / self.shard * width,
-            how=f"{self.trained:,} elements x {width} bytes{share}",
-        )
+        precision = self.work.precision
+        width = precision.reduce if self.shard == 1 else precision.rest
+        return self._sharded("gradients", self.trained, width, self.shard)
+
+    def _sharded(self, name: str, elements: int, width: int, share: float) -> Item:
+        ranks = f" / {1 / share:.6g} ranks" if share < 1 else ""
+        how = f"{elements:,} elements x {width} bytes{ranks}"
+        return Item(name=name, size=elements * share * width, how=how)
 
     def compute_gradients(self) -> tuple[Item, ...]:
         if not self.stack.keeps_compute_gradients:
             return ()
+        width, name = self.work.precision.compute, "gradients before accumulation"
+        return (self._sharded(name, self.trained, width, 1.0),)
+
+    def whole_gradients(self) -> Iterable[Item]:
+        """Those of a pipeline's micro-batches, which FSDP reduces at the end of a step."""
+        yield self._sharded("whole gradients", self.trained, self.work.precision.reduce, 1.0)
+
+    def stays_gathered(self) -> Iterable[Item]:
         width = self.work.precision.compute
-        return (
-            Item(
-                name="gradients before accumulation",
-                size=self.trained * width,
-                how=f"{self.trained:,} elements x {width} bytes",
-            ),
-        )
+        yield self._sharded("units gathered after backward", self.elements, width, 1.0)
+
+    def gradients_on_their_way(self) -> Iterable[Item]:
+        most = max((_unit(x) for x, _ in self.layers if not x.lookup), default=0)
+        if (width := self.work.precision.compute) != self.work.precision.reduce:
+            yield self._sharded("gradients before accumulation", most, width, 1.0)
 
     def tied(self) -> Iterable[Item]:
         """The copy of tied parameters' gradients that the first and the last stage sum."""
@@ -169,20 +183,27 @@ class _Rank:
             return layer.boundary
         return layer.kept_selective if recompute is Recompute.SELECTIVE else layer.kept
 
-    def activations(self, *, loss: bool = True) -> Iterable[Item]:
+    def activations(self, *, loss: bool = True, done: int = 0) -> Iterable[Item]:
         """At the fullest moment of the schedule, by kind of layer; what the loss keeps is freed
         before the layers' backward.
+
+        Args:
+            done: the number of micro-batches of the fullest stage whose backward has passed.
         """
         work = self.work
-        passes = order(
-            work.schedule, self.rank, work.pipeline.size, work.chunks, work.micro_batches
-        )
+        ranks, micro = work.pipeline.size, work.micro_batches
         each = [sum(self.kept(x) * n for x, n in stage) for stage in self.stages]
         most = max(
-            in_flight(passes, work.chunks),
+            in_flight(orders(work.schedule, ranks, work.chunks, micro)[self.rank], work.chunks),
             key=lambda held: sum(h * size for h, size in zip(held, each, strict=True)),
         )
-        for stage, held in zip(self.stages, most, strict=True):
+        if done:
+            fullest = max(range(len(each)), key=lambda i: each[i] * (most[i] > 0))
+            most = tuple(h - done * (i == fullest) for i, h in enumerate(most))
+        for stage, held, sends in zip(self.stages, most, self.sends, strict=True):
+            if sends * held:
+                how = f"{sends / 2**20:,.1f} MiB x {held} in flight"
+                yield Item(name="outputs sent to the next stage", size=sends * held, how=how)
             for layer, n in stage:
                 if layer.loss and not loss:
                     continue
@@ -234,32 +255,30 @@ class _Rank:
 
     def resident(self) -> Iterable[Item]:
         """FSDP's units that stay gathered."""
-        if self.work.sharding is not Sharding.FULL:
-            return
-        for layer, n in self.layers:
+        width = self.work.precision.compute
+        for layer, n in self.layers if self.full else ():
             if layer.resident:
-                width = self.work.precision.compute
-                yield Item(
-                    name=f"gathered {layer.name}",
-                    size=layer.parameters * n * width,
-                    how=f"{layer.parameters:,} elements x {width} bytes, until the end of the step",
-                    origin=layer.origin,
-                )
+                how = f"{layer.parameters:,} elements x {width} bytes, until the end of the step"
+                size, name = layer.parameters * n * width, f"gathered {layer.name}"
+                yield Item(name=name, size=size, how=how, origin=layer.origin)
 
     def gathered(self) -> Iterable[Item]:
         """FSDP's gathered units, two at a time, and the gradients of one on their way."""
-        if self.work.sharding is not Sharding.FULL:
+        if not self.full:
             return
         precision = self.work.precision
-        units = [(x.parameters, n) for x, n in self.layers if not x.resident and not x.lookup]
+        units = [(_unit(x), n) for x, n in self.layers if not x.resident and not x.lookup]
         most, count = max(units, default=(0, 0))
+        name, how = (
+            "gathered units",
+            f"{min(2, count)} x {most:,} elements x {precision.compute} bytes",
+        )
+        yield Item(name=name, size=most * precision.compute * min(2, count), how=how)
+        if self.whole:
+            yield from self.gradients_on_their_way()
+            return
         outside = [(x, n) for x, n in self.layers if x.loss or not x.matmuls]
         held = sum(x.parameters * n for x, n in outside if x.resident)
-        yield Item(
-            name="gathered units",
-            size=most * precision.compute * min(2, count),
-            how=f"{min(2, count)} x {most:,} elements x {precision.compute} bytes",
-        )
         yield Item(
             name="gradients before reduction",
             size=most * (precision.compute + precision.reduce) + held * precision.compute,
@@ -268,20 +287,17 @@ class _Rank:
 
     def reduced(self) -> Iterable[Item]:
         """A unit's whole gradient and its copy for the reduce-scatter."""
-        if self.work.sharding is not Sharding.FULL:
-            return
-        precision = self.work.precision
-        largest = max((x.parameters for x, _ in self.layers), default=0)
-        yield Item(
-            name="gradients being reduced",
-            size=largest * precision.reduce,
-            how=f"the largest unit, {largest:,} elements x {precision.reduce} bytes",
-        )
+        if self.full:
+            largest = max((_unit(x) for x, _ in self.layers), default=0)
+            yield self._sharded("gradients being reduced", largest, self.work.precision.reduce, 1.0)
 
     def stepped(self) -> Iterable[Item]:
         if copies := self.stack.optimizer_copies:
-            yield Item(
-                name="copies in the optimizer",
-                size=copies * self.trained / self.steps * self.work.precision.rest,
-                how=f"{copies:g} x the parameters it steps",
-            )
+            size = copies * self.trained * self.steps * self.work.precision.rest
+            how = f"{copies:g} x the parameters it steps"
+            yield Item(name="copies in the optimizer", size=size, how=how)
+
+
+def _unit(layer: Layer) -> int:
+    """Elements of the largest FSDP unit of a layer."""
+    return max(layer.parameters - layer.apart, layer.apart)

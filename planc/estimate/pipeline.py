@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
+
+from planc.model.cache import entry_name, keep, recall
+from planc.ops.pipeline import stages_of_rank
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+"""Those with a formula here; of others torch makes the lists."""
+
+_OF_TORCH = {
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
+_PARTS = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 class Pass(NamedTuple):
-    """One forward or backward of a micro-batch on one of a rank's stages."""
+    """One forward or backward of a micro-batch on one of a rank's stages.
+
+    Args:
+        part: of a backward that is split: `I` for the gradients of inputs, `W` of weights.
+    """
 
     forward: bool
     chunk: int
     micro_batch: int
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +46,51 @@ class Timetable:
     busy: tuple[float, ...]
 
 
+@cache
+def orders(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Pass]]:
+    """The passes of each rank, in order."""
+    if schedule in SCHEDULES:
+        return [order(schedule, rank, ranks, chunks, micro_batches) for rank in range(ranks)]
+    key = entry_name("timetable 1", f"{schedule} {ranks} {chunks} {micro_batches}")
+    rows = recall(key)
+    if not isinstance(rows, list):
+        rows = list(_torch_orders(schedule, ranks, chunks, micro_batches))
+        keep(key, rows)
+    return [[Pass(*each) for each in row] for row in rows]
+
+
+def _torch_orders(schedule: str, ranks: int, chunks: int, micro: int) -> Iterator[list[Any]]:
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    for rank, actions in enumerate(get_schedule_ops(_OF_TORCH[schedule], ranks, micro, chunks)):
+        own = stages_of_rank(schedule, rank, ranks, ranks * chunks)
+        flat = [one for a in actions if a for one in (a.sub_actions or (a,))]
+        yield [
+            (kind == "FORWARD", own.index(a.stage_index), a.microbatch_index, _PARTS.get(kind, ""))
+            for a in flat
+            for kind in [a.computation_type.name]
+        ]
+
+
 def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Pass]:
     """The passes of one rank, in order.
 
     1F1B (Narayanan et al., 2019) runs as many forwards as ranks follow, then alternates;
-    interleaved 1F1B (Narayanan et al., 2021) takes micro-batches in groups of `ranks`, chunk by
-    chunk; GPipe (Huang et al., 2019) runs all forwards first.
+    interleaved 1F1B (Narayanan et al., 2021) takes micro-batches in groups of about `ranks`, chunk
+    by chunk; GPipe (Huang et al., 2019) runs all forwards first.
     """
     total = micro_batches * chunks
-    group = ranks * chunks
+    group = micro_batches // max(1, micro_batches // ranks) if chunks > 1 else ranks
 
     def nth(i: int, forward: bool) -> Pass:
-        chunk = i % group // ranks
-        micro_batch = i // group * ranks + i % ranks if chunks > 1 else i
+        chunk = i % (group * chunks) // group
+        micro_batch = i // (group * chunks) * group + i % group if chunks > 1 else i
         return Pass(forward, chunk if forward else chunks - 1 - chunk, micro_batch)
 
     if schedule == "gpipe":
         warm = total
     elif schedule == "interleaved_1f1b" and chunks > 1:
-        warm = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+        warm = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * group)
     else:
         warm = min(total, ranks - rank - 1)
     passes = [nth(i, True) for i in range(warm)]
@@ -60,7 +103,7 @@ def in_flight(passes: Sequence[Pass], chunks: int) -> list[tuple[int, ...]]:
     """For each moment at which a forward ended: how many micro-batches each chunk holds."""
     held, found = [0] * chunks, []
     for each in passes:
-        held[each.chunk] += 1 if each.forward else -1
+        held[each.chunk] += 1 if each.forward else -(each.part != "I")
         if each.forward:
             found.append(tuple(held))
     return found
@@ -79,32 +122,34 @@ def timetable(
     """Runs the passes of all ranks, each after what it depends on.
 
     Args:
-        forward, backward: seconds of each stage's pass; stage `chunk * ranks + rank`.
-        hop: seconds to receive a micro-batch from the stage before or after.
+        forward, backward: seconds of each stage's pass; a split backward's halves are equal.
+        hop: seconds to receive a micro-batch from the stage before or after, on another rank.
     """
-    orders = [order(schedule, r, ranks, chunks, micro_batches) for r in range(ranks)]
-    stages = ranks * chunks
+    lists, stages = orders(schedule, ranks, chunks, micro_batches), ranks * chunks
+    own = [stages_of_rank(schedule, rank, ranks, stages) for rank in range(ranks)]
     done: dict[tuple[bool, int, int], float] = {}
     at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     waiting = set(range(ranks))
     while waiting:
         moved = False
         for rank in tuple(waiting):
-            while at[rank] < len(orders[rank]):
-                each = orders[rank][at[rank]]
-                stage = each.chunk * ranks + rank
+            while at[rank] < len(lists[rank]):
+                each = lists[rank][at[rank]]
+                stage = own[rank][each.chunk]
                 before = stage - 1 if each.forward else stage + 1
-                first = before < 0 or before == stages
+                first = before < 0 or before == stages or each.part == "W"
                 ready = 0.0 if first else done.get((each.forward, before, each.micro_batch))
                 if ready is None:
                     break
-                takes = (forward if each.forward else backward)[stage] + (0.0 if first else hop)
+                takes = (forward if each.forward else backward)[stage] / (2 if each.part else 1)
+                takes += 0.0 if first or before in own[rank] else hop
                 clock[rank] = max(clock[rank], ready) + takes
                 busy[rank] += takes
-                done[each.forward, stage, each.micro_batch] = clock[rank]
+                if each.part != "W":
+                    done[each.forward, stage, each.micro_batch] = clock[rank]
                 at[rank] += 1
                 moved = True
-            if at[rank] == len(orders[rank]):
+            if at[rank] == len(lists[rank]):
                 waiting.discard(rank)
         assert moved or not waiting, "the schedule waits for itself"
     return Timetable(seconds=max(clock), busy=tuple(busy))

@@ -38,12 +38,17 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
     peak, room = step.fullest.peak / GIB, step.usable / GIB
     moment = step.fullest.largest
     verdict = "fits" if step.fits else "DOES NOT FIT"
-    yield f"memory of a rank: {peak:.2f} GiB at most ({moment.name}); {room:.1f} usable: {verdict}"
+    place = f", place {step.fullest.rank} of the pipeline" * (len(step.ranks) > 1)
+    at = f"{moment.name}{place}"
+    yield f"memory of a rank: {peak:.2f} GiB at most ({at}); {room:.1f} usable: {verdict}"
     for item in sorted(moment.items, key=lambda i: -i.size):
         yield from _item(item, explain)
     for other in step.fullest.moments:
         if other is not moment:
             yield f"  {other.size / GIB:8.2f}  at another time: {other.name}"
+    for rank in step.ranks:
+        if rank is not step.fullest:
+            yield f"  {rank.peak / GIB:8.2f}  at place {rank.rank}: {rank.largest.name}"
 
 
 def _item(item: Item, explain: bool) -> Iterator[str]:

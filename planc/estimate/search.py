@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 
 from planc.estimate.candidates import Candidate, Candidates, Excluded
 from planc.estimate.choice import FASTEST, LEANEST, Choice, Sizes
 
 MESHES = 12
 """How many meshes are searched in full."""
+
+ROUNDS, STARTS, NEAR = 2, 3, 1.2
+"""How often the extended axes are tried, on how many of the best meshes, and how much slower than
+the best a mesh may be to be searched further."""
 
 VARIED = 3
 """How many of the fastest choices on a mesh are varied further."""
@@ -62,6 +67,8 @@ def search(
         if candidates.legal(sizes):
             probes = (space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
             ranked |= _tried(candidates, probes)
+    for _ in range(ROUNDS):
+        ranked |= _extended(candidates, ranked)
     for done, sizes in enumerate(_best_meshes(ranked.values(), space.requires)):
         progress(len(meshes) + done, total)
         here = _tried(candidates, space.choices(sizes))
@@ -83,6 +90,27 @@ def search(
         apart=_apart(candidates, best[0], order) if best else None,
         nearest=candidates.nearest,
     )
+
+
+def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
+    """The probes of meshes beside the best ones, which have other sizes of one extended axis."""
+    space, found = candidates.space, dict[Choice, Candidate]()
+    starts = _best_meshes(ranked.values(), space.requires)[:STARTS]
+    if not starts and candidates.nearest:
+        starts = [candidates.nearest.choice.sizes]
+    known = {choice.sizes for choice in ranked} | candidates.extended
+    for sizes in dict.fromkeys(n for start in starts for n in space.neighbors(start)):
+        if sizes in known:
+            continue
+        candidates.extended.add(sizes)
+        probes = (space.probe(sizes, options) for options in (LEANEST, FASTEST))
+        here = _tried(candidates, probes)
+        best = min((c.seconds for c in ranked.values()), default=inf)
+        if min((c.seconds for c in here.values()), default=inf) < NEAR * best and candidates.legal(
+            sizes
+        ):
+            found |= here
+    return found
 
 
 def _apart(candidates: Candidates, best: Candidate, order: list[Candidate]) -> Candidate | None:

@@ -6,7 +6,7 @@ The pipeline's timetable is simulated; the gradients' reduction and the optimize
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from planc.estimate import collectives, kernels
@@ -23,6 +23,8 @@ class Spent:
     attention: float = 0.0
     memory_bound: float = 0.0
     tensor_collectives: float = 0.0
+    context_collectives: float = 0.0
+    expert_collectives: float = 0.0
     data_collectives: float = 0.0
     launch: float = 0.0
     pipeline_sends: float = 0.0
@@ -87,15 +89,21 @@ class Passes:
     ) -> Spent:
         stack = self.stack
         matmul, attention, memory = parts
-        tensor = sum(collectives.seconds(c, self.hardware) for c in sent)
-        exposed = max(tensor * (1 - stack.tensor_overlap), tensor - matmul)
+        each = dict.fromkeys((self.work.tensor, self.work.context, self.work.experts), 0.0)
+        for c in sent:
+            each[c.group] += collectives.seconds(c, self.hardware)
+        whole = sum(each.values())
+        exposed = max(whole * (1 - stack.tensor_overlap), whole - matmul)
+        share = {group: exposed * size / whole if whole else 0.0 for group, size in each.items()}
         computed = matmul + attention + memory + exposed
         left = max(0.0, data - stack.data_overlap * computed)
         return Spent(
             matmul=matmul,
             attention=attention,
             memory_bound=memory,
-            tensor_collectives=exposed,
+            tensor_collectives=share[self.work.tensor],
+            context_collectives=share[self.work.context],
+            expert_collectives=share[self.work.experts],
             data_collectives=left,
             launch=max(0.0, launch - computed - left),
         )
@@ -103,7 +111,11 @@ class Passes:
     def forward(self, layer: Layer) -> Spent:
         parts = kernels.forward(layer, self.hardware, self.stack)
         launch = self.launch(layer, layer.forward, 1)
-        return self._passed(layer, parts, layer.forward, self.gather(layer), launch)
+        work, share = self.work, 1.0
+        if work.reduced_once:  # units stay gathered after a backward, or from the first forward on
+            before = 1 if layer.resident else min(work.micro_batches, work.pipeline.size)
+            share = before / work.micro_batches
+        return self._passed(layer, parts, layer.forward, share * self.gather(layer), launch)
 
     def backward(self, layer: Layer) -> Spent:
         work, stack = self.work, self.stack
@@ -119,7 +131,8 @@ class Passes:
         full = work.sharding is Sharding.FULL
         size = stack.parameter_passes + (stack.unit_passes if full else 0)
         memory += kernels.moved(size * layer.parameters, 0, self.hardware)
-        data = (0.0 if layer.resident else self.gather(layer)) + self.reduce(layer)
+        data = 0.0 if layer.resident else self.gather(layer)
+        data += 0.0 if work.reduced_once else self.reduce(layer)
         launch = self.launch(layer, sent, passes)
         return self._passed(layer, (matmul, attention, memory), sent, data, launch)
 
@@ -134,30 +147,39 @@ class Passes:
 
     def sent(self, layer: Layer) -> float:
         """Seconds of all collectives of a layer in a step, nothing overlapped."""
+        work = self.work
         again = layer.forward if self.repeated(layer) else ()
         own = (*layer.forward, *layer.backward, *again)
-        each = sum(collectives.seconds(c, self.hardware) for c in own) + self.reduce(layer)
+        each = sum(collectives.seconds(c, self.hardware) for c in own)
+        each += 0.0 if work.reduced_once else self.reduce(layer)
         gathers = (1 if layer.resident else 2) * self.gather(layer)
-        return (each + gathers) * self.work.micro_batches + self.after(layer)
+        return (each + gathers) * work.micro_batches * work.runs + self.after(layer)
+
+    def _parts(self, layer: Layer) -> Iterator[tuple[int, Group, Group]]:
+        """The elements of a layer's units, and the groups that shard and replicate them."""
+        work = self.work
+        yield layer.parameters - layer.apart, work.data, work.replicate
+        if work.apart and layer.apart:
+            yield layer.apart, *work.apart
 
     def gather(self, layer: Layer) -> float:
         """Of FSDP's all-gather before each pass of a micro-batch."""
-        work = self.work
-        if work.sharding is not Sharding.FULL:
+        if self.work.sharding is not Sharding.FULL:
             return 0.0
-        size = layer.parameters * work.precision.compute
-        return self._collective(Kind.ALL_GATHER, size, work.data)
+        width = self.work.precision.compute
+        parts = self._parts(layer)
+        return sum(self._collective(Kind.ALL_GATHER, n * width, shard) for n, shard, _ in parts)
 
     def reduce(self, layer: Layer) -> float:
         """Of FSDP's reduce-scatter after each backward, and the all-reduce over replicas."""
-        work = self.work
-        if work.sharding is not Sharding.FULL:
+        if self.work.sharding is not Sharding.FULL:
             return 0.0
-        size = layer.parameters * work.precision.reduce
-        shard = size / work.data.size
-        return self._collective(Kind.REDUCE_SCATTER, size, work.data) + self._collective(
-            Kind.ALL_REDUCE, shard, work.replicate
-        )
+        seconds = 0.0
+        for elements, shard, replicate in self._parts(layer):
+            size = elements * self.work.precision.reduce
+            seconds += self._collective(Kind.REDUCE_SCATTER, size, shard)
+            seconds += self._collective(Kind.ALL_REDUCE, size / shard.size, replicate)
+        return seconds
 
     def _collective(self, kind: Kind, size: float, group: Group) -> float:
         return collectives.seconds(Collective(kind=kind, size=size, group=group), self.hardware)
@@ -168,7 +190,7 @@ class Passes:
         """
         work = self.work
         if work.sharding is Sharding.FULL:
-            return 0.0
+            return self.reduce(layer) if work.reduced_once else 0.0
         size = layer.parameters * work.precision.reduce
         if work.sharding is Sharding.REPLICATED:
             return self._collective(Kind.ALL_REDUCE, size, work.data)
@@ -177,7 +199,7 @@ class Passes:
             Kind.ALL_GATHER, gathered, work.data
         )
 
-    def optimizer(self, parameters: int) -> float:
+    def optimizer(self, parameters: float) -> float:
         """Of stepping a rank's share, and of the passes over all it holds (norms, zeroing)."""
         work = self.work
         share = 1 if work.sharding is Sharding.REPLICATED else work.data.size
@@ -200,7 +222,7 @@ def bytes_sent(work: Workload, hardware: Hardware, stack: Stack) -> float:
     )
     passes, ranks = Passes(work, bytewise, stack), work.pipeline.size
     return max(
-        sum(passes.sent(x) * n for stage in work.stages[rank::ranks] for x, n in stage)
+        sum(passes.sent(x) * n for stage in work.of_rank(rank) for x, n in work.stages[stage])
         for rank in range(ranks)
     )
 
@@ -220,19 +242,20 @@ def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
         backward=[s.total for s in backward],
         hop=_hop(work, hardware),
     )
-    last = [sum(s.total for s in backward[rank::ranks]) for rank in range(ranks)]
+    last = [sum(backward[stage].total for stage in work.of_rank(r)) for r in range(ranks)]
     exposed, optimizer = _after(passes, last)
     worst = max(range(ranks), key=lambda r: plan.busy[r])
-    spent = _sum((s, count) for s in (*forward[worst::ranks], *backward[worst::ranks]))
-    sends = max(0.0, plan.busy[worst] - spent.total)
+    own, runs = work.of_rank(worst), work.runs
+    spent = _sum((part[stage], count * runs) for part in (forward, backward) for stage in own)
+    sends = max(0.0, plan.busy[worst] * runs - spent.total)
     spent = replace(
         spent,
         data_collectives=spent.data_collectives + exposed,
         optimizer=optimizer,
         pipeline_sends=sends,
-        pipeline_bubble=plan.seconds - plan.busy[worst],
+        pipeline_bubble=(plan.seconds - plan.busy[worst]) * runs,
     )
-    seconds = plan.seconds + exposed + optimizer
+    seconds = plan.seconds * runs + exposed + optimizer
     return StepTime(
         seconds=seconds,
         spent=spent,
@@ -251,11 +274,13 @@ def _after(passes: Passes, last: Sequence[float]) -> tuple[float, float]:
     work, ranks = passes.work, passes.work.pipeline.size
     # buckets are all-reduced during the last backward; ZeRO-1 scatters after it
     overlap = passes.stack.data_overlap if work.sharding is Sharding.REPLICATED else 0.0
-    exposed, held = [0.0], [0]
+    exposed, held = [0.0], [0.0]
     for rank in range(ranks):
-        layers = [pair for stage in work.stages[rank::ranks] for pair in stage]
+        layers = [pair for stage in work.of_rank(rank) for pair in work.stages[stage]]
         exposed.append(sum(passes.after(x) * n for x, n in layers) - overlap * last[rank])
-        held.append(sum((x.parameters - x.frozen) * n for x, n in layers))
+        # what fewer ranks shard counts as often as it is more on each
+        times = work.data.size / work.apart[0].size - 1 if work.apart else 0.0
+        held.append(sum((x.parameters - x.frozen + times * x.apart) * n for x, n in layers))
     return max(exposed), passes.optimizer(max(held))
 
 
@@ -280,7 +305,12 @@ def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:
     name = max(parts, key=lambda n: parts[n])
     percent = 100 * parts[name] / spent.total
     where = ""
-    groups = {"tensor_collectives": work.tensor, "data_collectives": work.data}
+    groups = {
+        "tensor_collectives": work.tensor,
+        "context_collectives": work.context,
+        "expert_collectives": work.experts,
+        "data_collectives": work.data,
+    }
     if name in groups:
         crosses = groups[name].in_node(hardware.ranks_per_node) < groups[name].size
         where = " across nodes" if crosses else " in a node"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from planc import compiler
 from planc.diagnostic import Sink
@@ -14,12 +15,14 @@ from planc.estimate.answer import Request
 from planc.estimate.candidates import Candidate, Candidates
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
 from planc.estimate.counted import Counted
+from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
 from planc.model.facts import Facts
 from planc.plan import elaborate
 from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
+from planc.plan.mesh_axes import EXPERTS
 from planc.plan.scope import Definition, Scope
 from planc.resources import PLANS
 from planc.source import Source
@@ -149,12 +152,48 @@ def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) 
     return Space(
         plan=with_all or default,
         defaults=default.options,
+        **_extents(files, facts, asked, default),
+        batch=asked.request.batch or Batch(global_batch=1, sequence=1),
         name=name,
         family=facts.family,
         world_size=asked.world_size,
         fixed=fixed,
         requires=tuple(asked.requires),
     )
+
+
+def _extents(
+    files: tuple[ast.File, ...], facts: Facts, asked: Asked, default: Plan
+) -> dict[str, Any]:
+    """The axes that a plan can have, and the options that make them, found by setting them."""
+
+    def plan(settings: Mapping[str, object]) -> Plan | None:
+        words = [f"{name}={value}" for name, value in settings.items()]
+        size = asked.world_size * 2 ** len(settings)
+        return elaborate(files, facts, Sink(), world_size=size, settings=words)
+
+    ones = [
+        n for n, v in default.options.items() if isinstance(v, int) and v == 1 and v is not True
+    ]
+    made = [(name, plan({name: 2})) for name in ones]
+    sizing = {
+        axis.name: name
+        for name, other in made
+        for axis in (other.mesh.axes if other else ())
+        if default.mesh.axis(axis.name) is None
+    }
+    wide, divided = plan(dict.fromkeys(sizing.values(), 2)), plan({EXPERTS: 2})
+    axes = wide.mesh.axes if wide else default.mesh.axes
+    options, op = default.options, wide.pipeline.op if wide and wide.pipeline else None
+    return {
+        "axes": tuple(replace(a, size=1) if a.name in sizing else a for a in axes),
+        "sizing": sizing,
+        "experts": divided.mesh.experts if divided and divided.experts else None,
+        "pipeline": (
+            next((n for n, v in options.items() if op and v == op.microbatches), ""),
+            next((n for n, v in options.items() if op and v == op.schedule), ""),
+        ),
+    }
 
 
 def _extended(plan: str, folder: str) -> str | None:
@@ -201,12 +240,14 @@ def _violated(
 
 def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
     """The names that a plan's `require` can use, with the values of a choice."""
-    mesh = replace(space.plan.mesh, axes=space.mesh(choice.sizes))
+    mesh = space.mesh(choice.sizes)
     scope = Scope(facts=facts, sink=sink, evaluate=evaluate, solve=lambda: mesh)
-    scope.axis_names = mesh.names
+    divided = (space.experts.ranks.name,) if space.experts else ()
+    scope.axis_names = (*(a.name for a in space.axes), *divided)
     origin = space.plan.origin
     fixed = {n: v for n, v in space.fixed.items() if n in space.defaults}
-    for name, value in {**space.defaults, **dict(choice.options), **fixed}.items():
+    made = {o: n for a, n in choice.sizes if (o := space.sizing.get(a))}
+    for name, value in {**space.defaults, **dict(choice.options), **made, **fixed}.items():
         literal = ast.Literal(origin=origin, value=value)  # type: ignore[arg-type]
         scope.define(Definition(name=name, kind="option", value=literal, origin=origin))
     return scope
@@ -215,17 +256,22 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
 # -------------------------------------------------------------------------------------------------
 
 
-def _counter(
-    facts: Facts, request: Request, sink: Sink
-) -> Callable[[int, int, str], Counted | None]:
+def _counter(facts: Facts, request: Request, sink: Sink) -> Callable[[PlanWork], Counted | None]:
     from planc.estimate.kept_tensors import count
 
     @cache
-    def counted(rows: int, tokens: int, dtype: str) -> Counted | None:
-        shape = {"batch": rows, "sequence": tokens}
-        return count(facts, sink, **shape, dtype=dtype, attention=request.attention)
+    def of(rows: int, tokens: int, dtype: str, exchange: tuple[str, int]) -> Counted | None:
+        return count(
+            facts,
+            sink,
+            batch=rows,
+            sequence=tokens,
+            dtype=dtype,
+            attention=request.attention,
+            exchange=exchange,
+        )
 
-    return counted
+    return lambda work: of(work.rows, work.tokens, work.compute_dtype, work.exchange)
 
 
 def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:

@@ -11,11 +11,16 @@ from planc.model.facts import DTYPE_BYTES, Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
+from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
 from planc.ops.styles import Colwise, Experts, Parameters, Rowwise, Sequence
+from planc.plan.expert_rules import dividing
 
 if TYPE_CHECKING:
     from planc.estimate.from_plan import PlanWork
+
+Passes = tuple[tuple[Collective, ...], tuple[Collective, ...]]
+"""The collectives of a forward and of a backward pass."""
 
 _SPLITS = (Colwise, Rowwise, Experts, Parameters)
 
@@ -30,6 +35,11 @@ class Split:
         rules = ((self._below(r.modules), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
         self.ranks = work.size(AxisRole.TENSOR)
+        experts = work.plan.mesh.experts
+        self.experts = experts.ranks.size if experts else 1
+        found = ((self._below(r.modules), r.dispatch) for r in dividing(work.plan))
+        self.divided = {name: way for name, way in found if name is not None}
+        """How tokens come to the experts of modules that ranks divide."""
         norms = any(isinstance(r.style, Sequence) for r in self.ruled.values())
         self.stream = self.ranks if norms else 1
         """Over how many ranks the residual stream is split."""
@@ -57,6 +67,8 @@ class Split:
         style = self._style(module)
         if not module and not self.name:  # the loss: its logits are whole
             return 1
+        if way := self._dispatch(module):  # ranks with equal tokens send a part each
+            return self.experts if way == ALL_REDUCE else self.ranks
         if isinstance(style, Sequence | Rowwise | Experts):
             return self.ranks
         if isinstance(style, Colwise):
@@ -69,11 +81,19 @@ class Split:
             holder = holder.rpartition(".")[0]
         return self.stream
 
+    def _dispatch(self, module: str) -> str | None:
+        """How tokens come to the divided experts that a module is or is inside of."""
+        inside = (way for name, way in self.divided.items() if f"{module}.".startswith(f"{name}."))
+        return next(inside, None)
+
     def matmuls(self) -> Iterable[Matmul]:
         for p in self.part.products:
             style = self._style(p.module)
             m, n, k, count = p.m, p.n, p.k, p.count
-            if isinstance(style, Colwise):
+            if way := self._dispatch(p.module):
+                count = -(-count // self.experts)
+                m = m if way == ALL_REDUCE else -(-m * self.experts // self.ranks)
+            elif isinstance(style, Colwise):
                 n = -(-n // self.ranks)
             elif isinstance(style, Rowwise):
                 k = -(-k // self.ranks)
@@ -84,14 +104,16 @@ class Split:
             yield Matmul(m=m, n=n, k=k, count=count)
 
     def attention(self) -> Iterable[Attention]:
+        _, parts = self.work.exchange  # a script's exchange is not counted
         for a in self.part.attended:
             batch, heads, queries, keys, dim = a.shape
             yield Attention(
                 batch=batch,
                 heads=-(-heads // self.factor(a.module)),
                 queries=queries,
-                keys=keys * self.work.size(AxisRole.SEQUENCE),
+                keys=keys * (1 if parts > 1 else self.work.size(AxisRole.SEQUENCE)),
                 head_dim=dim,
+                masked=parts > 1,
             )
 
     def moved(self) -> float:
@@ -131,7 +153,51 @@ class Split:
             matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
         return matmuls, () if "attention" in every else attention
 
-    def collectives(self) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    def collectives(self) -> Passes:
+        """Those of each pass, over all axes."""
+        some = (self._of_tensors(), self._of_context(), self._of_experts())
+        return sum((x[0] for x in some), ()), sum((x[1] for x in some), ())
+
+    def _of_context(self) -> Passes:
+        """What attention gathers of other parts of the sequence, or exchanges with them."""
+        axes, (way, _) = self.work.plan.mesh.of_role(AxisRole.SEQUENCE), self.work.exchange
+        group = self.work.group(*(a.name for a in axes))
+        kinds = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]
+        if way == "ulysses":
+            kinds = [Kind.ALL_TO_ALL] * 2
+        sizes = [e.size / self.factor(e.module) for e in self.part.exchanged]
+        one, two = (
+            tuple(Collective(kind=kind, size=size, group=group) for size in sizes) for kind in kinds
+        )
+        return one, two
+
+    def _of_experts(self) -> Passes:
+        """Tokens go to the ranks of their experts and back, or all ranks' results are summed."""
+        mesh, tensor = self.work.plan.mesh, self.work.plan.mesh.of_role(AxisRole.TENSOR)
+        width = DTYPE_BYTES.get(self.work.compute_dtype, 4)
+        rows: dict[str, tuple[str, float]] = {}
+        for p in self.part.products:
+            if way := self._dispatch(p.module):
+                rows.setdefault(p.module, (way, p.m * p.count * p.k * width))
+        if not rows or mesh.experts is None:
+            return (), ()
+        group, alike = (
+            self.work.group(mesh.experts.ranks.name),
+            self.work.group(*(a.name for a in tensor)),
+        )
+        found: list[Collective] = []
+        for way, size in rows.values():
+            if way == ALL_REDUCE:
+                found.append(Collective(kind=Kind.ALL_REDUCE, size=self.part.boundary, group=group))
+                continue
+            found.append(
+                Collective(kind=Kind.ALL_TO_ALL, size=size / self.ranks, group=group, count=2)
+            )
+            if alike.size > 1:
+                found.append(Collective(kind=Kind.ALL_GATHER, size=self.part.boundary, group=alike))
+        return tuple(found), tuple(found)
+
+    def _of_tensors(self) -> Passes:
         """Of each rowwise module: its partial output is all-reduced, or scattered along the
         sequence, where the next block gathers it. Backward does the reverse.
         """

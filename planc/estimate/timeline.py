@@ -28,19 +28,20 @@ def passes(found: Answer) -> Bars:
     """What the first rank of a pipeline does for one micro-batch, and once in a step, in order."""
     work, time = found.work, found.estimate.time
     made = Passes(work, found.hardware, found.stack)
-    layers = [pair for stage in work.stages[:: work.pipeline.size] for pair in stage]
+    layers = [pair for stage in work.of_rank(0) for pair in work.stages[stage]]
     bars: Bars = {}
     for name, way, order in (
         ("forward", made.forward, layers),
         ("backward", made.backward, layers[::-1]),
     ):
-        bars[f"{name} of a micro-batch, x {work.micro_batches}"] = [
+        bars[f"{name} of a micro-batch, x {work.micro_batches * work.runs}"] = [
             (kind.replace("_", " "), seconds * n, f"{n} x {layer.name}", "")
             for layer, n in order
             for kind, seconds in asdict(way(layer)).items()
             if seconds
         ]
-    passed = sum(part[1] for bar in bars.values() for part in bar) * work.micro_batches
+    passed = sum(part[1] for bar in bars.values() for part in bar)
+    passed *= work.micro_batches * work.runs
     last = time.spent.optimizer
     waits = max(0.0, time.seconds - passed - last)
     ends = (("optimizer", last, "once", ""), ("waiting", waits, "pipeline, collectives", ""))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+from planc.ops.pipeline import stages_of_rank
 from planc.source import Span
 
 
@@ -83,6 +84,7 @@ class Attention:
         queries, keys: positions.
         head_dim: of a head.
         fused: whether a flash kernel computes it, or matmuls and a softmax in fp32.
+        masked: whether it reads a mask, and so computes the whole square.
     """
 
     batch: int
@@ -91,6 +93,7 @@ class Attention:
     keys: int
     head_dim: int
     fused: bool = True
+    masked: bool = False
 
     @property
     def flops(self) -> float:
@@ -115,6 +118,7 @@ class Layer:
     Args:
         name: of its kind.
         parameters: elements on one rank before FSDP's sharding.
+        apart: those of them that `Workload.apart` shards, in units of their own.
         frozen: those of them that do not train.
         matmuls, attention: of one forward.
         moved: bytes that memory-bound kernels of one forward read and write.
@@ -136,6 +140,7 @@ class Layer:
 
     name: str
     parameters: int
+    apart: int = 0
     frozen: int = 0
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
@@ -185,9 +190,15 @@ class Workload:
         stages: of the pipeline, each with its layers in order, as (layer, number of equal ones).
         data: the group that gradients are averaged over; it shards too, as `sharding` says.
         replicate: the group of replicas of a sharded group (HSDP), of size 1 without.
-        tensor, context, pipeline: the other groups.
-        micro_batches: in a step, for each pipeline.
+        apart: groups that shard and replicate some parameters in place of both, as experts.
+        tensor, context, experts, pipeline: the other groups.
+        micro_batches: in one run of the schedule.
+        runs: of the schedule in a step.
         chunks: stages that one rank holds (interleaved schedules).
+        reduced_once: whether gradients stay whole, and units gathered after a backward pass, until
+            all passes are done.
+        crossing: bytes that a stage keeps of what it sent, for each micro-batch in flight.
+        world: the number of ranks, 0 for the product of the groups.
         tokens: of the step, over all ranks.
         tied: elements of parameters that the first and the last stage share.
     """
@@ -195,12 +206,18 @@ class Workload:
     stages: tuple[tuple[tuple[Layer, int], ...], ...]
     data: Group
     replicate: Group = Group(name="replicate", size=1)
+    apart: tuple[Group, Group] | None = None
     tensor: Group = Group(name="tensor", size=1)
     context: Group = Group(name="context", size=1)
+    experts: Group = Group(name="experts", size=1)
     pipeline: Group = Group(name="pipeline", size=1)
     micro_batches: int = 1
+    runs: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    reduced_once: bool = False
+    crossing: float = 0
+    world: int = 0
     tokens: int
     sharding: Sharding = Sharding.FULL
     recompute: Recompute = Recompute.NONE
@@ -210,15 +227,17 @@ class Workload:
     @property
     def ranks(self) -> int:
         groups = (self.data, self.replicate, self.tensor, self.context, self.pipeline)
-        return prod(group.size for group in groups)
+        return self.world or prod(group.size for group in groups)
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank of the pipeline."""
+        return stages_of_rank(self.schedule, rank, self.pipeline.size, len(self.stages))
 
     @property
     def model_flops(self) -> float:
         """Of one step over all ranks: forward and twice that for backward, nothing recomputed."""
         one = sum(layer.flops * n for stage in self.stages for layer, n in stage)
-        ranks = self.tensor.size * self.context.size * self.data.size * self.replicate.size
-        return 3 * one * ranks * self.micro_batches
+        return 3 * one * self.ranks / self.pipeline.size * self.micro_batches * self.runs
 
     def __post_init__(self) -> None:
         assert len(self.stages) == self.pipeline.size * self.chunks
-        assert self.chunks == 1 or self.micro_batches % self.pipeline.size == 0

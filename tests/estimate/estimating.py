@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+import measured_peaks
 import measured_steps
 import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
@@ -160,6 +161,7 @@ def main():
     judge_vtrain(options.vtrain)
     for name in ("h100", "h200"):
         measured_steps.judge(name)
+    measured_peaks.judge()
     published_runs.judge()
 
 

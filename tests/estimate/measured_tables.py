@@ -5,9 +5,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoder import Decoder, Run, workload
+
 from planc.diagnostic import Sink
 from planc.estimate import profiles
-from planc.estimate.decoder import Decoder, Run, workload
 from planc.estimate.workload import Precision, Sharding
 
 DATA = Path(__file__).parent / "data"

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import measured_steps
+from decoder import Decoder, Run, workload
 from measured_tables import hardware, stack
 
-from planc.estimate.decoder import Decoder, Run, workload
 from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.workload import Precision, Recompute, Sharding

@@ -7,6 +7,7 @@ from statistics import median
 
 import measured_steps
 import pytest
+from decoder import Decoder, Run, split, workload
 from estimating import errors, quantile, slow, spearman
 from measured_tables import accelerator, hardware, playbook, playbook_model, stack, vtrain
 
@@ -14,7 +15,6 @@ from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate import collectives, profiles
 from planc.estimate.calibrate import calibrated
-from planc.estimate.decoder import Decoder, Run, split, workload
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
 from planc.estimate.memory import GIB

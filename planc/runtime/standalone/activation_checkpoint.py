@@ -70,7 +70,9 @@ class _Held:
 
     def see(self, view: Tensor) -> None:
         # as in torch: below autograd, `detach` starts a new version counter
-        view = torch.utils.checkpoint._detach_helper(view)
+        key = torch._C.DispatchKey.ADInplaceOrView
+        with torch._C._SetExcludeDispatchKeyGuard(key, False):
+            view = view.detach()
         self.views.append((view, view._version))
 
     def get_val(self, _allow: bool) -> Tensor:
@@ -109,8 +111,9 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
 
     def _hold(self, func: Any) -> None:
         """Replaces the results that torch just saved by `_Held`."""
-        kept = self.storage.get(func, {})
-        at = self.func_counter[func] - 1
+        # torch 2.11: a list of what is saved; later: also what is not, by its number
+        kept = self.storage.get(func, ())
+        at = len(kept) - 1
 
         def own(leaf: Any) -> Any:
             if not isinstance(leaf.val, torch.Tensor):
@@ -118,7 +121,7 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
             held = self.held[_memory(leaf.val)] = _Held(leaf.val)
             return held
 
-        if at in kept:
+        if kept:
             wrapper = torch.utils.checkpoint._VersionWrapper
             kept[at] = torch.utils._pytree.tree_map_only(wrapper, own, kept[at])
 

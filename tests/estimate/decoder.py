@@ -1,7 +1,7 @@
 """The work of a decoder-only transformer, from its dims alone.
 
 `planc estimate` describes a model by what its modules keep and compute; this describes one by
-formula, for tables of published runs and for a search that tries thousands of meshes.
+formula, for tables of runs of other software.
 """
 
 from __future__ import annotations

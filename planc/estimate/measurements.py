@@ -1,0 +1,161 @@
+"""A user's own measurements, and the hardware profile that is fitted to them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from statistics import median
+
+from planc import compiler
+from planc.diagnostic import Sink
+from planc.estimate.answer import Answer, Request, answer
+from planc.estimate.calibrate import CONSTANTS, calibrated
+from planc.estimate.from_plan import Batch
+from planc.estimate.memory import GIB
+from planc.estimate.profiles import Hardware
+from planc.estimate.step import estimate
+
+NEEDED = ("model", "plan", "world_size", "batch", "seq", "seconds")
+OPTIONAL = ("set", "micro_batches", "gib")
+ROWS = len(CONSTANTS) + 1
+"""The fewest rows that say something of all constants that are fitted."""
+
+APART = 1.5
+"""How far two measurements of one setting may be apart, as a ratio."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A row of the file.
+
+    Args:
+        setting: the texts of its other columns.
+        seconds: of a step.
+        gib: the peak of `torch.cuda.max_memory_allocated`, None where it was not measured.
+        made: its estimate with the profile that is fitted.
+    """
+
+    setting: tuple[str, ...]
+    seconds: float
+    gib: float | None
+    made: Answer
+
+
+def read(path: Path, request: Request, sink: Sink, *, allow_code: bool) -> list[Measured]:
+    """The measurements of a CSV file.
+
+    Its columns are those of `NEEDED` and, if it has them, of `OPTIONAL`: `set` has settings of the
+    plan between spaces.
+
+    Args:
+        request: the profiles; its batch does not count.
+        sink: receives PL717 (the file or a row cannot be used), PL718 (too few rows, or rows that
+            contradict each other), and what is wrong with a plan.
+    """
+    try:
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+    except (OSError, ValueError) as error:
+        sink.error("PL717", f"{path} cannot be read: {error}", help="name a CSV file")
+        return []
+    columns = {name for row in rows[:1] for name in row}
+    if missing := [name for name in NEEDED if name not in columns]:
+        sink.error(
+            "PL717",
+            f"{path} has no column `{missing[0]}`",
+            help=f"columns are {', '.join(NEEDED)}, and may be {', '.join(OPTIONAL)}",
+        )
+        return []
+    found = [_measured(row, i + 2, request, sink, allow_code) for i, row in enumerate(rows)]
+    some = [one for one in found if one]
+    if len(some) == len(found):
+        _judge(some, path, sink)
+    return some
+
+
+def _measured(
+    row: dict[str, str], line: int, request: Request, sink: Sink, allow_code: bool
+) -> Measured | None:
+    try:
+        world_size, rows, tokens = (int(row[name]) for name in ("world_size", "batch", "seq"))
+        micro = int(row.get("micro_batches") or 1)
+        seconds, gib = float(row["seconds"]), float(row["gib"]) if row.get("gib") else None
+    except (TypeError, ValueError) as error:
+        sink.error("PL717", f"line {line}: {error}", help="write numbers")
+        return None
+    if not all(n > 0 and isfinite(n) for n in (world_size, rows, tokens, micro, seconds, gib or 1)):
+        sink.error("PL717", f"line {line}: a number is not positive", help="leave out failed runs")
+        return None
+    from planc.model.load import load
+
+    facts = load(row["model"], sink, allow_code=allow_code)
+    settings = (row.get("set") or "").split()
+    compiled = facts and compiler.compile_plan(
+        facts, row["plan"], sink, world_size=world_size, settings=settings
+    )
+    batch = Batch(global_batch=rows, sequence=tokens, micro_batches=micro)
+    asked = replace(request, batch=batch)
+    made = answer(*compiled.applied, asked, sink) if compiled and compiled.applied else None
+    if made is None or not made.counted:
+        sink.error("PL717", f"line {line} has no estimate", help="mend its plan, or leave it out")
+        return None
+    setting = tuple(str(row.get(name)) for name in (*NEEDED[:-1], *OPTIONAL[:-1]))
+    return Measured(setting=setting, seconds=seconds, gib=gib, made=made)
+
+
+def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
+    """Reports PL718."""
+    times: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        times.setdefault(row.setting, []).append(row.seconds)
+    if len(times) < ROWS:
+        sink.error(
+            "PL718",
+            f"{path} has {len(times)} settings, and {len(CONSTANTS)} constants are fitted",
+            help=f"measure at least {ROWS} steps that differ in batch, model or mesh",
+        )
+    for setting, seconds in times.items():
+        if max(seconds) > APART * min(seconds):
+            sink.error(
+                "PL718",
+                f"one setting takes {min(seconds):g} s and {max(seconds):g} s",
+                facts=(" ".join(text for text in setting if text not in ("", "None")),),
+                help="leave out steps that waited for something else",
+            )
+
+
+def fitted(rows: Sequence[Measured], name: str) -> Hardware:
+    """The profile of the rows with constants that are nearest to them."""
+    first = rows[0].made
+    measured = [(row.made.work, row.seconds) for row in rows]
+    found = calibrated(first.hardware, first.stack, measured)
+    changed = {n for n in CONSTANTS if getattr(found, n) != getattr(first.hardware, n)}
+    own = dict.fromkeys(changed, f"fitted to {len(rows)} measured steps")
+    return replace(found, name=name, sources=first.hardware.sources | own)
+
+
+def toml(profile: Hardware) -> str:
+    """A profile as a file."""
+    plain = [f for f in fields(profile) if f.name != "sources"]
+    lines = [f"{f.name} = {json.dumps(getattr(profile, f.name))}" for f in plain]
+    sources = [f"{name} = {json.dumps(text)}" for name, text in profile.sources.items()]
+    return "\n".join([*lines, "", "[sources]", *sources, ""])
+
+
+def report(rows: Sequence[Measured], profile: Hardware) -> Iterator[str]:
+    """The errors before and after, and the constants that changed."""
+    stack, before = rows[0].made.stack, rows[0].made.hardware
+    for words, machine in (("before", before), ("after", profile)):
+        times = [estimate(r.made.work, machine, stack).time.seconds for r in rows]
+        errors = sorted(abs(t / r.seconds - 1) for t, r in zip(times, rows, strict=True))
+        yield f"{words}: time error median {median(errors):.1%}, worst {errors[-1]:.1%}"
+    peaks = [abs(r.made.estimate.fullest.peak / GIB / r.gib - 1) for r in rows if r.gib]
+    if peaks:
+        yield f"memory error median {median(peaks):.1%}, worst {max(peaks):.1%} (nothing is fitted)"
+    for name in CONSTANTS:
+        old, new = getattr(before, name), getattr(profile, name)
+        if old != new:
+            yield f"  {name} = {old:g} -> {new:.4g}"

@@ -1,0 +1,179 @@
+"""Estimates of plans with pipelines, divided experts and parts of sequences."""
+
+import json
+from dataclasses import replace
+from statistics import median
+
+import measured_peaks
+import pytest
+from measured_tables import hardware, stack
+
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.estimate.answer import Request, answer
+from planc.estimate.from_plan import Batch
+from planc.estimate.pipeline import in_flight, orders, timetable
+from planc.estimate.step import estimate
+from planc.estimate.step_time import bytes_sent
+from planc.estimate.workload import Kind
+from planc.ops.pipeline import stages_of_rank
+
+OF_TORCH = ("zero_bubble", "zbv", "dualpipe_v")
+CONTEXT = """plan parts for llama
+
+option attention = "all_gather"
+
+mesh {
+    dp_shard = auto
+    cp       = 2
+}
+
+context on cp {
+    attention = attention
+}
+
+fsdp on dp_shard * cp {
+    precision(param = bf16, reduce = fp32)
+    model.layers.* : unit
+    root           : unit(reshard = never)
+}
+"""
+
+
+def found(model, plan, world_size, rows, tokens, *settings):
+    sink = Sink()
+    compiled = compile_plan(model, plan, sink, world_size=world_size, settings=settings)
+    assert compiled.applied, sink.diagnostics
+    batch = Batch(global_batch=rows, sequence=tokens)
+    made = answer(*compiled.applied, Request(batch=batch), sink)
+    assert made, sink.diagnostics
+    return made
+
+
+@pytest.mark.parametrize("schedule", OF_TORCH)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchs_timetables_run_each_pass_once(schedule, ranks):
+    for rank, passes in enumerate(orders(schedule, ranks, 2, 8)):
+        assert len(set(passes)) == len(passes)
+        own = stages_of_rank(schedule, rank, ranks, 2 * ranks)
+        assert {p.chunk for p in passes} == {*range(len(own))}
+        forward = {(p.chunk, p.micro_batch) for p in passes if p.forward}
+        whole = {(p.chunk, p.micro_batch) for p in passes if not p.forward and p.part != "I"}
+        assert forward == whole == {(c, m) for c in range(2) for m in range(8)}
+        held = in_flight(passes, 2)
+        assert max(map(sum, held)) < 16
+    pace = {"ranks": ranks, "chunks": 2, "micro_batches": 8, "hop": 0.0}
+    table = timetable(schedule, forward=[0.5] * 2 * ranks, backward=[1.0] * 2 * ranks, **pace)
+    plain = {"ranks": ranks, "chunks": 1, "micro_batches": 8, "hop": 0.0}
+    simple = timetable("1f1b", forward=[1.0] * ranks, backward=[2.0] * ranks, **plain)
+    assert table.busy == simple.busy == (24.0,) * ranks
+    assert 24 < table.seconds < simple.seconds
+
+
+def test_a_message_within_a_rank_takes_no_time():
+    """The fold of a V: both stages in the middle are on the last rank."""
+    pace = {"ranks": 2, "chunks": 2, "micro_batches": 4}
+    passes = {"forward": [1.0] * 4, "backward": [2.0] * 4}
+    assert timetable("zbv", hop=0.5, **pace, **passes).busy == (24 + 4, 24 + 4)
+    assert timetable("interleaved_1f1b", hop=0.5, **pace, **passes).busy[0] == 24 + 4 * 1.5
+
+
+def test_stages_hold_the_model_once():
+    whole = found("llama-3.1-8b", "llama", 8, 64, 1024).work
+    staged = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=4").work
+    assert [sum(n for x, n in stage if x.matmuls and not x.loss) for stage in staged.stages] == [
+        8
+    ] * 4
+
+    def parameters(stages):
+        return sum(x.parameters * n for stage in stages for x, n in stage)
+
+    assert parameters(staged.stages) == parameters(whole.stages)
+    assert [any(x.loss for x, _ in stage) for stage in staged.stages] == [False] * 3 + [True]
+    assert staged.model_flops == pytest.approx(whole.model_flops)
+    assert staged.ranks == whole.ranks == 8
+
+
+def test_tied_parameters_are_on_both_ends():
+    staged = found("llama-3.2-1b", "llama", 8, 64, 1024, "pipeline_stages=2").work
+    first, last = (sum(x.parameters * n for x, n in stage) for stage in staged.stages)
+    assert last - first == 2048  # the last norm; both have 8 blocks and the embedding
+
+
+def items(made, rank, moment="loss"):
+    moments = {m.name: m for m in made.estimate.ranks[rank].moments}
+    return {i.name: i.size for i in moments[moment].items}
+
+
+def test_microbatches_in_flight_and_whole_gradients():
+    made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=4")
+    blocks = [items(made, rank)["activations of model.layers.*"] for rank in range(4)]
+    assert blocks == [pytest.approx(blocks[3] * (4 - rank)) for rank in range(4)]
+    sent = [items(made, rank).get("outputs sent to the next stage", 0) for rank in range(4)]
+    assert sent == [n * 4 * 1024 * 4096 * 2 for n in (4, 3, 2, 0)]
+    blocks = sum(x.parameters * n for x, n in made.work.stages[1])
+    assert items(made, 1)["whole gradients"] == 4 * blocks
+
+
+def test_divided_experts():
+    one, two = (found("qwen3-30b-a3b", "qwen3_moe", 16, 32, 1024, f"ep={n}") for n in (1, 4))
+    (plain, _), (divided, _) = one.work.stages[0][0], two.work.stages[0][0]
+    experts = 128 * 3 * 2048 * 768
+    assert divided.apart == experts / 4 and plain.apart == 0
+    assert plain.parameters - experts == divided.parameters - divided.apart
+    assert two.work.apart[0].size == 4 and two.work.experts.size == 4
+    for name in ("parameters", "optimizer state"):
+        sizes = [items(made, 0, "optimizer step")[name] for made in (one, two)]
+        assert sizes[0] == pytest.approx(sizes[1])
+    assert sum(m.flops for m in divided.matmuls) == pytest.approx(
+        sum(m.flops for m in plain.matmuls), rel=0.001
+    )
+    [sent] = [c for c in divided.forward if c.kind is Kind.ALL_TO_ALL]
+    assert (sent.size, sent.count) == (2 * 1024 * 8 * 2048 * 2, 2)  # rows, experts of each, bf16
+    assert (
+        two.estimate.time.spent.expert_collectives > 0 == one.estimate.time.spent.expert_collectives
+    )
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ulysses"])
+def test_parts_of_sequences(tmp_path, attention):
+    path = tmp_path / "parts.plan"
+    path.write_text(CONTEXT)
+    plan = str(path), 8, 8, 4096
+    one = found("llama-3.1-8b", *plan, "cp=1")
+    four = found("llama-3.1-8b", *plan, "cp=4", f"attention={attention}")
+    layer, whole = four.work.stages[0][0][0], one.work.stages[0][0][0]
+    width = 1024 if attention == "all_gather" else 4096  # keys and values of 8 heads, or of all
+    rows, tokens = 4, 1024
+    [part] = layer.attention
+    gathers = attention == "all_gather"
+    assert (part.queries, part.keys) == (tokens if gathers else 4 * tokens, 4 * tokens)
+    assert part.heads == (32 if gathers else 8)
+    assert part.masked and not whole.attention[0].masked
+    assert part.flops == pytest.approx(whole.attention[0].flops)
+    sizes = [c.size for c in layer.forward]
+    if gathers:
+        assert sizes == [2 * rows * 4 * tokens * width * 2]
+    else:
+        assert sizes == [rows * tokens * n * 2 for n in (4096, 1024, 1024, 4096)]
+    assert four.work.ranks == 8 and four.estimate.time.spent.context_collectives > 0
+
+
+def test_what_a_pipeline_sends_is_reduced_once():
+    made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=2")
+    more = replace(made.work, runs=2)
+    two = estimate(more, hardware("h100-8x"), stack("torch"))
+    assert two.time.spent.matmul == pytest.approx(2 * made.estimate.time.spent.matmul)
+    assert two.time.seconds < 2 * made.estimate.time.seconds
+    sent = [bytes_sent(work, made.hardware, made.stack) for work in (made.work, more)]
+    assert sent[0] < sent[1] < 2 * sent[0]
+
+
+def test_the_peaks_of_four_ranks():
+    """The halves of a split backward are not told apart, so V schedules are further off."""
+    peaks = json.loads(measured_peaks.PEAKS.read_text())
+    assert set(peaks) == set(measured_peaks.RUNS)
+    found = [(name, abs(error)) for name, *_, error in measured_peaks.errors(peaks)]
+    assert median(error for _, error in found) < 0.02
+    assert max(error for name, error in found if "zbv" not in name) < 0.05
+    assert max(error for _, error in found) < 0.09
