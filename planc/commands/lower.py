@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.model(parser, nargs="?", otherwise="with --save or --check, all targets")
     shared_arguments.plan(parser)
     shared_arguments.common(parser)
-    parser.add_argument("--format", choices=("text", "json", "python"), default="text")
+    parser.add_argument("--format", choices=("text", "json", "python", "tp-plan"), default="text")
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
     )
@@ -50,6 +50,15 @@ def run(options: argparse.Namespace) -> int:
         from planc.emit.python import script
 
         text = script.render(compiled.lowered, digest=compiled.digest)
+    elif options.format == "tp-plan":
+        from planc.emit import tp_plan
+
+        found = Sink()
+        written = tp_plan.render(compiled.lowered, found)
+        output.show(found, "full", sys.stderr, quiet=True)
+        if written is None:
+            return output.exit_code(found)
+        text = written
     else:
         from planc.emit import text as plain
 

@@ -1,5 +1,6 @@
 """The styles of a tensor section, with their arguments; transformers' names in terms of these."""
 
+import re
 from typing import get_args
 
 from planc.ops import styles as ir
@@ -46,6 +47,13 @@ def equivalent(name: str) -> str | None:
     """The help for a style of transformers: what a plan writes in its place; None for any other."""
     told = _STYLES.get(name)
     return f"`{name}` of transformers is, in a plan, {told}" if told else None
+
+
+def style_of_transformers(name: str) -> str | None:
+    """A style of transformers as a plan writes it; None if no style of a plan has its meaning."""
+    same = name in ("colwise", "rowwise", "replicate")
+    found = re.match(r"`([^`]*)`(;|$)", f"`{name}`" if same else _STYLES.get(name, ""))
+    return found[1] if found else None
 
 
 STYLES = tuple(kind_of(cls) for cls in get_args(get_args(ir.Style)[0]) if cls is not ir.Custom)
