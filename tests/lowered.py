@@ -148,7 +148,7 @@ def _ops(layers, tp, layer, vocabulary, checkpoint):
     return (
         Configure(name="use_cache", value=False, reason="training keeps no key/value cache"),
         *(styles(layers, tp) if tp > 1 else ()),
-        *([Checkpoint(modules=block, origin=Span.at("plans/llama.plan:46"))] * checkpoint),
+        *([Checkpoint(modules=block, origin=Span.at("plans/llama.plan:42"))] * checkpoint),
         unit(f"model.layers[0:{layers - 1}]", **layer),
         unit(f"model.layers[{layers - 1}]", reshard=False, **layer),
         unit("model.embed_tokens", line=52, **vocabulary),

@@ -77,7 +77,7 @@ def test_a_block():
         full(HEADS)
         == """\
 error[PL203]: 8 key/value heads cannot be split over tp = 16
-  --> plans/llama.plan:13:9
+  --> plans/llama.plan:12:9
    |
  5 |     tp       = 16
    |                -- tp is 16
@@ -117,7 +117,7 @@ def test_several_labels_on_one_line_hang_below_it():
         full(error("x", *labels))
         == """\
 error[PL203]: x
-  --> plans/llama.plan:12:5
+  --> plans/llama.plan:11:5
    |
 11 |     model.layers.* {
    |     ^^^^^^^^^^^^^^ each
@@ -136,7 +136,7 @@ def test_labels_beside_each_other():
         full(error("x", *labels))
         == """\
 error[PL203]: x
-  --> plans/llama.plan:13:34
+  --> plans/llama.plan:12:34
    |
 12 |         self_attn.{q,k,v}_proj : colwise
    |         ---------        -----   ^^^^^^^ style
@@ -199,7 +199,7 @@ def test_spans_of_several_lines_and_of_none():
         full(error("x", nothing, at(PLAN, "tensor", to="}"), line))
         == """\
 error[PL203]: x
-  --> plans/llama.plan:16:1
+  --> plans/llama.plan:15:1
    |
  1 | plan llama for llama
    |                     - here
@@ -278,7 +278,7 @@ def test_text_is_wrapped_to_the_width():
         == """\
 error[PL203]: one two three four five six seven
               eight
-  --> plans/llama.plan:13:34
+  --> plans/llama.plan:12:34
    |
 12 |         self_attn.{q,k,v}_proj : colwise
    |                                  ^^^^^^^
@@ -358,7 +358,7 @@ def test_concise():
     assert (
         render([HEADS, setting, aside], "concise")
         == """\
-plans/llama.plan:13:9: error[PL203]: 8 key/value heads cannot be split over tp = 16
+plans/llama.plan:12:9: error[PL203]: 8 key/value heads cannot be split over tp = 16
 --set tp=16: error[PL300]: not a size
 info[PL203]: two lines
 """
@@ -397,7 +397,7 @@ def test_github():
     assert render(found, "github") == (
         "::error file=plans/llama.plan,line=12,col=9,endColumn=31,title=PL203::"
         "8 key/value heads cannot be split over tp = 16"
-        "%0Aplans/llama.plan:13: k_proj is split by head%0Aplans/llama.plan:5: tp is 16"
+        "%0Aplans/llama.plan:12: k_proj is split by head%0Aplans/llama.plan:5: tp is 16"
         "%0Afact: num_key_value_heads = 8  (config.json)"
         "%0Ahelp: tp can be 1, 2, 4 or 8 for this model\n"
         "::warning file=a%2Cb%3Ac%25.plan,line=1,endLine=2,title=PL203::100%25 a:b,␍%0Ac\n"

@@ -8,11 +8,12 @@ from math import prod
 from planc import compiler
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
+from planc.plan.mesh_axes import CONTEXT, EXPERTS, STAGES
 from planc.proof.layout_flow import flow
 from planc.source import Source
 from planc.syntax import parse
 
-AXES = ("pp", "cp", "ep")
+AXES = (STAGES, CONTEXT, EXPERTS)
 MICROBATCHES = 8
 Rules = dict[str, dict[str, str]]
 
@@ -34,13 +35,10 @@ def wanted(settings: Iterable[str], sink: Sink) -> dict[str, int]:
 
 def mesh(sizes: Mapping[str, int], *, tensor: bool) -> list[str]:
     """The lines of the mesh, outermost axis first."""
-    plain = {"dp_replicate": "1", "dp_shard": "auto"}
-    named = {name: str(size) for name, size in sizes.items()}
-    before = {name: named[name] for name in named if name == "pp"}
-    after = {name: named[name] for name in named if name == "cp"}
-    last = {name: named[name] for name in named if name == "ep"}
-    every = before | plain | after | ({"tp": "1"} if tensor else {}) | last
-    return [f"    {name} = {size}" for name, size in every.items()]
+    own = {name: f"    {name} = {size}" for name, size in sizes.items()}
+    around = ["    dp_replicate = 1", "    dp_shard = auto", own.get(CONTEXT, "")]
+    inner = ["    tp = 1"] if tensor else []
+    return [x for x in (own.get(STAGES, ""), *around, *inner, own.get(EXPERTS, "")) if x]
 
 
 def experts(rules: Rules) -> Iterator[str]:
@@ -67,12 +65,12 @@ def sections(sizes: Mapping[str, int], blocks: str, divided: Iterable[str]) -> I
         blocks: the list of blocks that a pipeline is cut in.
         divided: the modules with experts.
     """
-    if "pp" in sizes:
+    if STAGES in sizes:
         yield "pipeline on pp {"
         yield from (f"    microbatches = {MICROBATCHES}", f"    stages = even({blocks}.*)", "}", "")
-    if "cp" in sizes:
+    if CONTEXT in sizes:
         yield from ("context on cp {", "    attention = all_gather", "}", "")
-    if "ep" in sizes:
+    if EXPERTS in sizes:
         yield "expert on ep {"
         yield from (*(f"    {name} : dispatch(all_to_all)" for name in divided), "}", "")
 

@@ -16,6 +16,7 @@ from planc.draft.search import Search, named_below
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists
+from planc.plan.mesh_axes import EXPERTS
 from planc.proof.flow_findings import generic
 from planc.proof.small_case import SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out
@@ -82,7 +83,7 @@ def _divided(draft_plan: Draft, facts: Facts, sizes: dict[str, int], sink: Sink)
     """Adds axes to a draft, and proves it with them."""
     draft_plan.divide(sizes)
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    why = "no module with experts is known" if "ep" in sizes and not draft_plan.experts else ""
+    why = "no module with experts is known" if EXPERTS in sizes and not draft_plan.experts else ""
     why = why or proved(laid_out(render(draft_plan)), facts, draft_plan.sizes)
     if why:
         sink.warning("PL660", f"this plan could not be proved with {shown}: {why}")

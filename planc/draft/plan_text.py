@@ -7,6 +7,7 @@ from textwrap import wrap
 
 from planc.draft import axes
 from planc.draft.roles import TOWER
+from planc.plan.mesh_axes import CONTEXT, EXPERTS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class Draft:
 
     def divide(self, sizes: dict[str, int]) -> None:
         """Adds axes of these sizes; the ranks of `ep` hold whole experts."""
-        self.experts = [*axes.experts(self.plain)] if "ep" in sizes else []
-        self.sizes = {name: size for name, size in sizes.items() if name != "ep" or self.experts}
+        self.experts = [*axes.experts(self.plain)] if EXPERTS in sizes else []
+        self.sizes = {name: size for name, size in sizes.items() if name != EXPERTS or self.experts}
         if self.experts:
             self.plain = axes.undivided(self.plain)
             self.sequence = self.sequence and axes.undivided(self.sequence)
@@ -186,7 +187,7 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _fsdp(draft: Draft) -> Iterable[str]:
-    shards = "dp_shard_cp" if "cp" in draft.sizes else "dp_shard"
+    shards = "dp_shard_cp" if CONTEXT in draft.sizes else "dp_shard"
     yield f"fsdp on {shards}, replicate on dp_replicate {{"
     yield "    precision(param = param_dtype, reduce = reduce_dtype)"
     for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):

@@ -79,8 +79,7 @@ def elaborate(
         return None
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
-    # without its ranks, experts are divided otherwise than the plan says
-    broken = {"expert"} if any(d.code == "PL550" for d in sink) else set[str]()
+    broken = {"expert"} if any(d.code == "PL550" for d in sink) else set[str]()  # of the mesh
 
     def part(name: str, read: Callable[[], T]) -> T:
         before = sink.errors
