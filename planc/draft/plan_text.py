@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from planc.draft import axes
 from planc.draft.roles import TOWER
-from planc.plan.mesh_axes import CONTEXT, EXPERTS
+from planc.plan.mesh_axes import CONTEXT, EXPERTS, SHARD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,7 +187,7 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _fsdp(draft: Draft) -> Iterable[str]:
-    shards = "dp_shard_cp" if CONTEXT in draft.sizes else "dp_shard"
+    shards = f"{SHARD}_{CONTEXT}" if CONTEXT in draft.sizes else SHARD
     yield f"fsdp on {shards}, replicate on dp_replicate {{"
     yield "    precision(param = param_dtype, reduce = reduce_dtype)"
     for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
