@@ -10,7 +10,7 @@ from planc import compiler
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.diffing import compare, render
-from planc.diffing.delta import Delta
+from planc.diffing.compare import Delta
 from planc.emit import sends
 from planc.lowering.step import Step
 from planc.model.load import load
