@@ -283,3 +283,12 @@ def test_a_model_whose_order_nothing_shows_is_not_cut(tmp_path, monkeypatch):
     unknown = BlockOrder(problem="the small model does not run")
     monkeypatch.setattr(section, "block_order", lambda *_: unknown)
     assert codes_of(load("llama-3.1-8b", Sink()), tmp_path) == ["PL566"]
+
+
+def test_norms_of_later_steps_are_as_near_as_the_weights():
+    """AdamW enlarges rounding: a first norm that is off by as much is wrong."""
+    from planc.trial.prove import _norm
+
+    assert _norm([1e-7, 5e-4]) == 1e-7
+    assert _norm([5e-4, 1e-7]) == 5e-4
+    assert _norm([1e-7, 2e-3]) == 2e-3

@@ -48,7 +48,7 @@ CASES = {
 def small(kind, changes):
     """A small model of float32, equal on every rank."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **changes)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 

@@ -143,7 +143,7 @@ def test_rows_say_what_the_operations_do():
     assert "keep" in layers["[31]"].marks[1].about
     query = layers["[0:31]"].inside[0].inside[0]
     assert [(m.text, m.axes, m.place) for m in query.marks] == [
-        ("colwise", ("tp",), "plans/llama.plan:35")
+        ("colwise", ("tp",), "plans/llama.plan:39")
     ]
 
 
@@ -290,7 +290,7 @@ def test_a_lowered_plan_is_shown_without_its_text(tmp_path):
     assert call("lower", *LLAMA, "--format", "json", "-o", file)[0] == 0
     read = Page(shown("llama-3.1-8b", str(file)))
     assert read.with_attribute("data-place") == []
-    assert "plans/llama.plan:35" in read.texts["template"]
+    assert "plans/llama.plan:39" in read.texts["template"]
     assert "PL705" in call("show", "llama-3.1-8b", file, *STEP, "-o", "-")[2]
 
 
@@ -371,8 +371,8 @@ def test_a_click_lights_both_sides(window, page, tmp_path):
     window.open(file, 1400)
     window.click('[data-module="model.layers[0:31].self_attn.q_proj"]')
     lit = on(window)
-    assert "model.layers[0:31].self_attn.q_proj" in lit and "plans/llama.plan:35" in lit
-    assert "plans/llama.plan:66" in lit, "the line of a block's checkpoint decides its modules too"
+    assert "model.layers[0:31].self_attn.q_proj" in lit and "plans/llama.plan:39" in lit
+    assert "plans/llama.plan:70" in lit, "the line of a block's checkpoint decides its modules too"
     told = window.run("return document.getElementById('why').innerText")
     script = """
         const parts = [...arguments].map((name) => document.querySelector(name));
@@ -380,7 +380,7 @@ def test_a_click_lights_both_sides(window, page, tmp_path):
         return plan.top < line.top && line.bottom < plan.bottom"""
     assert window.run(script, "#plan", "[data-place$=':35']"), "the line is not in view"
     assert "colwise, on tp = 8" in told and "[4096, 4096] -> [512, 4096]" in told
-    window.click('[data-place="plans/llama.plan:36"]')
+    window.click('[data-place="plans/llama.plan:40"]')
     lit = on(window)
     assert "model.layers[0:31].mlp.up_proj" in lit and "model.layers[0:31].mlp.gate_proj" in lit
     assert "model.layers[0:31].self_attn.q_proj" not in lit

@@ -78,7 +78,7 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
         ranks = plan.mesh.size(*section.axes(part)[0])
         if part.shard_dim > 0:
             _dim(part, own, ranks, sink)
-        if part.shard_dim >= 0:
+        if part.shard_dim >= 0 and "expert" not in plan.broken:
             _short(part, own, ranks, sink)
 
 

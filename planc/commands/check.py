@@ -141,7 +141,9 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     }
     lines: tuple[str, ...] = ()
     if compiled.lowered and compiled.plan:
-        mesh = " | ".join(f"{a.name} {a.size}" for a in compiled.plan.mesh.axes)
+        experts = compiled.plan.mesh.experts
+        axes = (*compiled.plan.mesh.axes, *((experts.ranks,) if experts else ()))
+        mesh = " | ".join(f"{a.name} {a.size}" for a in axes)
         head = f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to "
         real = certificate.summary(proof) if proof else "not checked: real processes"
         lines = f"{head}{compiled.digest[:12]}", f"checked: {checked}; {real}"

@@ -10,6 +10,9 @@ from planc import compiler
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.diffing import compare, render
+from planc.diffing.compare import Delta
+from planc.emit import sends
+from planc.lowering.step import Step
 from planc.model.load import load
 
 
@@ -23,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{side}-world-size", metavar="N", type=shared_arguments.size)
         parser.add_argument(f"--{side}-set", metavar="NAME=VALUE", action="append", default=[])
     shared_arguments.training_step(parser, required=False)
+    shared_arguments.sends(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--html", metavar="FILE", help="write both plans side by side as a page")
 
@@ -49,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
         sides.append(compiled)
         for diagnostic in sink:
             merged.add(diagnostic)
-    estimates = _estimates(sides, options, merged) if options.batch and options.seq else {}
+    asked = options.batch and options.seq and not options.sends
+    estimates = _estimates(sides, options, merged) if asked else {}
+    steps = _steps(sides, options, merged) if options.sends else {}
     output.show(merged, "full", sys.stderr, quiet=True)
     old, new = (side.lowered for side in sides)
     if old is None or new is None or merged.failed:
@@ -61,13 +67,36 @@ def run(options: argparse.Namespace) -> int:
         page = changes.render(old, new, tuple(render.estimates(estimates)))
         if output.write(page, options.html) == output.FAILED:
             return output.FAILED
-    elif options.format == "json":
-        also = {"estimate": estimates} if estimates else {}
-        print(json.dumps(render.document(change) | also, indent=2))
     else:
-        terminal.show(render.render(change))
-        terminal.show("".join(f"{line}\n" for line in render.estimates(estimates)))
+        _print(change, estimates, steps, options.format)
     return output.CLEAN if change.same else output.FINDINGS
+
+
+def _print(
+    change: Delta, estimates: dict[str, dict[str, float]], steps: dict[str, Step], form: str
+) -> None:
+    if form == "json":
+        also: dict[str, object] = {"estimate": estimates} if estimates else {}
+        if steps:
+            also["sends"] = {side: sends.document(step)["sends"] for side, step in steps.items()}
+        print(json.dumps(render.document(change) | also, indent=2))
+        return
+    terminal.show(render.render(change))
+    lines = (*render.estimates(estimates), *(sends.changes(steps) if steps else ()))
+    terminal.show("".join(f"{line}\n" for line in lines))
+
+
+def _steps(
+    sides: list[compiler.Compiled], options: argparse.Namespace, sink: Sink
+) -> dict[str, Step]:
+    """What a step sends, before and after; empty where a batch cannot be split."""
+    found: dict[str, Step] = {}
+    for side, compiled in zip(("old", "new"), sides, strict=True):
+        facts = compiled.applied[1] if compiled.applied else None
+        if compiled.lowered is not None:
+            step = shared_arguments.sends_of(options, compiled.lowered, facts, sink)
+            found |= {side: step} if step else {}
+    return found if len(found) == len(sides) else {}
 
 
 def _estimates(

@@ -7,6 +7,7 @@ import sys
 
 from planc.commands import output, shared_arguments
 from planc.diagnostic import Sink
+from planc.draft.axes import wanted
 from planc.draft.init import draft
 from planc.model.load import load
 
@@ -15,6 +16,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.model(parser)
     shared_arguments.trust(parser)
     parser.add_argument(
+        "--set",
+        metavar="AXIS=SIZE",
+        action="append",
+        default=[],
+        help="an axis of the plan: pp, cp or ep",
+    )
+    parser.add_argument(
         "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
     )
 
@@ -22,8 +30,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     with output.waiting(f"drafting and proving a plan for {options.model}"):
-        facts = load(options.model, sink, allow_code=options.allow_code)
-        drafted = draft(facts, sink) if facts else None
+        sizes = wanted(options.set, sink)
+        facts = None if sink.failed else load(options.model, sink, allow_code=options.allow_code)
+        drafted = draft(facts, sink, sizes) if facts else None
     if sink.diagnostics:
         output.show(sink, "full", sys.stderr)
     if drafted is None:

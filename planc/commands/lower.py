@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.ops.lowered import Lowered
 from planc.project import ProjectError, Target, project
+
+if TYPE_CHECKING:
+    from planc.compiler import Compiled
+    from planc.lowering.step import Step
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +27,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
     )
+    shared_arguments.sends(parser)
+    shared_arguments.batch(parser, required=False)
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument(
         "--save", action="store_true", help="write the lowered plans of the project's targets"
@@ -42,31 +50,55 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
         return output.exit_code(sink)
-    if options.format == "json":
+    step = None
+    if options.sends:
+        facts = compiled.applied[1] if compiled.applied else None
+        step = shared_arguments.sends_of(options, compiled.lowered, facts, sink)
+        if step is None:
+            output.show(sink, "full", sys.stderr, quiet=True)
+            return output.exit_code(sink)
+    if options.format == "tp-plan":
+        return _tp_plan(options, compiled.lowered)
+    text = _text(options.format, compiled, step)
+    if options.format == "text" and options.output in (None, "-"):
+        terminal.show(text, titled=True)
+        return output.CLEAN
+    return output.write(text, options.output)
+
+
+def _tp_plan(options: argparse.Namespace, lowered: Lowered) -> int:
+    """Writes what transformers' `tp_plan` can say of a lowered plan."""
+    from planc.emit import tp_plan
+
+    sink = Sink()
+    written = tp_plan.render(lowered, sink)
+    output.show(sink, "full", sys.stderr, quiet=True)
+    return output.exit_code(sink) if written is None else output.write(written, options.output)
+
+
+def _text(form: str, compiled: Compiled, step: Step | None) -> str:
+    """The lowered plan; as text with what a step sends after it, as JSON that in its place."""
+    assert compiled.lowered is not None
+    if form == "json":
         from planc.ops.document import dumps
 
-        text = dumps(compiled.lowered)
-    elif options.format == "python":
+        if step is None:
+            return dumps(compiled.lowered)
+        from planc.emit.sends import document
+
+        return json.dumps(document(step), indent=2) + "\n"
+    if form == "python":
         from planc.emit.python import script
 
-        text = script.render(compiled.lowered, digest=compiled.digest)
-    elif options.format == "tp-plan":
-        from planc.emit import tp_plan
+        return script.render(compiled.lowered, digest=compiled.digest)
+    from planc.emit import text as plain
 
-        found = Sink()
-        written = tp_plan.render(compiled.lowered, found)
-        output.show(found, "full", sys.stderr, quiet=True)
-        if written is None:
-            return output.exit_code(found)
-        text = written
-    else:
-        from planc.emit import text as plain
+    text = plain.render(compiled.lowered, digest=compiled.digest)
+    if step is not None:
+        from planc.emit.sends import lines
 
-        text = plain.render(compiled.lowered, digest=compiled.digest)
-        if options.output in (None, "-"):
-            terminal.show(text, titled=True)
-            return output.CLEAN
-    return output.write(text, options.output)
+        text += "".join(f"{line}\n" for line in lines(step))
+    return text
 
 
 def _of_targets(options: argparse.Namespace, sink: Sink) -> int:

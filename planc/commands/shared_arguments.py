@@ -6,7 +6,11 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from planc.diagnostic import Sink
     from planc.estimate.answer import Request
+    from planc.lowering.step import Step
+    from planc.model.facts import Facts
+    from planc.ops.lowered import Lowered
 
 
 def size(text: str) -> int:
@@ -89,7 +93,7 @@ def trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def batch(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
         "--batch", metavar="B", type=size, required=required, help="rows of a step, all ranks"
     )
@@ -101,6 +105,10 @@ def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
         default=1,
         help="passes that a step accumulates gradients over (default 1)",
     )
+
+
+def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    batch(parser, required=required)
     parser.add_argument(
         "--hardware", metavar="NAME", default="h100-8x", help="a profile, or a .toml file"
     )
@@ -111,6 +119,33 @@ def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
     )
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+
+
+def sends(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sends", action="store_true", help="say what a step sends (bytes by --batch and --seq)"
+    )
+
+
+def sends_of(
+    options: argparse.Namespace, lowered: Lowered, facts: Facts | None, sink: Sink
+) -> Step | None:
+    """The step whose collectives are asked for; None after PL702, a batch that cannot be split."""
+    from planc.lowering.step import Step
+
+    step = Step(
+        lowered=lowered,
+        config=facts.config if facts else {},
+        batch=options.batch if options.seq else None,
+        sequence=options.seq if options.batch else None,
+        micro_batches=options.micro_batches or 1,
+    )
+    given = step.batch, step.sequence
+    for size, what, among in zip(given, ("rows", "tokens of a row"), step.among, strict=True):
+        if size is not None and size % among:
+            message = f"{size} {what} cannot be split among {among}"
+            sink.error("PL702", message, help=f"use a multiple of {among}, or another mesh")
+    return None if sink.failed else step
 
 
 def request(options: argparse.Namespace, device_memory: float | None = None) -> Request:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Sink
+from planc.draft.axes import proved
 from planc.draft.observe import run
 from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Roles, RunRecord, roles
@@ -15,6 +16,7 @@ from planc.draft.search import Search, named_below
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists
+from planc.plan.mesh_axes import EXPERTS
 from planc.proof.flow_findings import generic
 from planc.proof.small_case import SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out
@@ -34,11 +36,14 @@ class InitResult:
     runs: int
 
 
-def draft(facts: Facts, sink: Sink) -> InitResult:
+def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> InitResult:
     """A first plan for a model.
 
-    The sink receives PL660 (not decided or proved) and PL661 (a dead rule of transformers' own
-    plan).
+    Args:
+        facts: the facts of the model.
+        sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
+        sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
+            transformers' own plan that matches nothing).
     """
     known, model, builder, why = _small(facts)
     made = run(builder) if builder is not None else None
@@ -57,12 +62,26 @@ def draft(facts: Facts, sink: Sink) -> InitResult:
             search.with_sequence()
         _comments(draft_plan, search, outcome, sink)
     _unmatched_rules(facts, builder, draft_plan, sink)
+    if sizes:
+        _divided(draft_plan, facts, sizes, sink)
     return InitResult(
         text=laid_out(render(draft_plan)),
         outcome=outcome,
         sequence=draft_plan.sequence is not None,
         runs=search.runs,
     )
+
+
+def _divided(draft_plan: Draft, facts: Facts, sizes: dict[str, int], sink: Sink) -> None:
+    """Adds axes to a draft, and proves it with them."""
+    draft_plan.divide(sizes)
+    shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    why = "no module with experts is known" if EXPERTS in sizes and not draft_plan.experts else ""
+    why = why or proved(laid_out(render(draft_plan)), facts, draft_plan.sizes)
+    if why:
+        sink.warning("PL660", f"this plan could not be proved with {shown}: {why}")
+    told = f"Not proved with {shown}: {why}." if why else f"Layout flow proved it with {shown} too."
+    draft_plan.comment.append(told)
 
 
 def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None, str]:

@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from textwrap import wrap
 
+from planc.draft import axes
 from planc.draft.roles import TOWER
+from planc.plan.mesh_axes import CONTEXT, EXPERTS, SHARD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class Draft:
         embedding, head, tail: modules for units: the token embedding, the head, the norms before
             it.
         comment, notes: paragraphs at the top, and comments by module.
+        sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
+        experts: the modules whose experts the ranks of `ep` divide.
     """
 
     name: str
@@ -40,6 +44,16 @@ class Draft:
     head: str | None = None
     tail: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
+
+    def divide(self, sizes: dict[str, int]) -> None:
+        """Adds axes of these sizes; the ranks of `ep` hold whole experts."""
+        self.experts = [*axes.experts(self.plain)] if EXPERTS in sizes else []
+        self.sizes = {name: size for name, size in sizes.items() if name != EXPERTS or self.experts}
+        if self.experts:
+            self.plain = axes.undivided(self.plain)
+            self.sequence = self.sequence and axes.undivided(self.sequence)
 
 
 def render(draft: Draft) -> str:
@@ -58,8 +72,8 @@ def render(draft: Draft) -> str:
     for i, path in enumerate(draft.blocks):
         if any(f"${names[i]} " in line for line in (*tensor, *units, *again)):
             lines.append(f"let {names[i]} = {path}.*")
-    axes = ["    dp_replicate = 1", "    dp_shard = auto", *(["    tp = 1"] if tensor else [])]
-    lines += ["", "mesh {", *axes, "}", ""]
+    lines += ["", "mesh {", *axes.mesh(draft.sizes, tensor=bool(tensor)), "}", ""]
+    lines += axes.sections(draft.sizes, next(iter(draft.blocks), ""), draft.experts)
     if tensor:
         lines += ["tensor on tp {", *(f"    {line}" for line in tensor), "}", ""]
     if again:
@@ -168,7 +182,8 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _fsdp(draft: Draft) -> Iterable[str]:
-    yield "fsdp on dp_shard, replicate on dp_replicate {"
+    shards = f"{SHARD}_{CONTEXT}" if CONTEXT in draft.sizes else SHARD
+    yield f"fsdp on {shards}, replicate on dp_replicate {{"
     yield "    precision(param = param_dtype, reduce = reduce_dtype)"
     for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
         classes = draft.units.get(path)
@@ -176,6 +191,8 @@ def _fsdp(draft: Draft) -> Iterable[str]:
             yield f"    ${name} : unit(reshard = except_last)"
         elif path in draft.called:
             yield from (f"    {path}.*<{cls}> : unit" for cls in classes or ())
+    for name in draft.experts:
+        yield f"    {name} : unit(on = ep_shard, shard_dim = auto, reshard = except_last)"
     ends = [*draft.tail, *([draft.head] if draft.head else [])]
     apart = list(_separate_units(draft.embedding, ends))
     together = [*([draft.embedding] if draft.embedding else []), *ends]

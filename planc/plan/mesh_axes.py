@@ -18,6 +18,8 @@ DERIVED = {
     # divide the experts among them, it is what these leave: `expert_mesh`.
     "ep_shard": ("dp_shard", "cp", "tp"),
 }
+STAGES = "pp"
+CONTEXT = "cp"
 EXPERTS = "ep"
 """No axis of the product: the ranks that divide experts are some of those along `EXPERT_AXES`."""
 EXPERT_REST = "ep_shard"
@@ -26,7 +28,7 @@ EXPERT_AXES = DERIVED[EXPERT_REST]
 LOADED = ("dp_replicate", "dp_shard", "tp")
 """The axes that accelerate's data loaders know: ranks along `tp` read the same rows."""
 
-_ROLES = {"pp": AxisRole.STAGE, "cp": AxisRole.SEQUENCE, "ep": AxisRole.EXPERT}
+_ROLES = {STAGES: AxisRole.STAGE, CONTEXT: AxisRole.SEQUENCE, EXPERTS: AxisRole.EXPERT}
 """The roles that follow from the name of an axis; the names are torchtitan's."""
 
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 MESH = {
-    "dp_replicate": 1,  # plans/llama.plan:17
-    "dp_shard": 8,  # plans/llama.plan:18
+    "dp_replicate": 1,  # plans/llama.plan:18
+    "dp_shard": 8,  # plans/llama.plan:19
     "tp": 8,  # --set tp=8
 }
 
@@ -67,29 +67,29 @@ def tensor_parallel(model, mesh):
             block,
             tp_mesh,
             {
-                "self_attn.q_proj": ColwiseParallel(),  # plans/llama.plan:35
-                "self_attn.k_proj": ColwiseParallel(),  # plans/llama.plan:35
-                "self_attn.v_proj": ColwiseParallel(),  # plans/llama.plan:35
-                "mlp.gate_proj": ColwiseParallel(),  # plans/llama.plan:36
-                "mlp.up_proj": ColwiseParallel(),  # plans/llama.plan:36
-                "input_layernorm": SequenceParallel(),  # plans/llama.plan:38
-                "post_attention_layernorm": SequenceParallel(),  # plans/llama.plan:38
-                # plans/llama.plan:39
+                "self_attn.q_proj": ColwiseParallel(),  # plans/llama.plan:39
+                "self_attn.k_proj": ColwiseParallel(),  # plans/llama.plan:39
+                "self_attn.v_proj": ColwiseParallel(),  # plans/llama.plan:39
+                "mlp.gate_proj": ColwiseParallel(),  # plans/llama.plan:40
+                "mlp.up_proj": ColwiseParallel(),  # plans/llama.plan:40
+                "input_layernorm": SequenceParallel(),  # plans/llama.plan:42
+                "post_attention_layernorm": SequenceParallel(),  # plans/llama.plan:42
+                # plans/llama.plan:43
                 "self_attn": PrepareModuleInput(
                     input_kwarg_layouts={"hidden_states": Shard(1)},
                     desired_input_kwarg_layouts={"hidden_states": Replicate()},
                 ),
-                # plans/llama.plan:40
+                # plans/llama.plan:44
                 "self_attn.o_proj": RowwiseParallel(
                     output_layouts=Shard(1),
                     use_local_output=False,
                 ),
-                # plans/llama.plan:41
+                # plans/llama.plan:45
                 "mlp": PrepareModuleInput(
                     input_layouts=(Shard(1),),
                     desired_input_layouts=(Replicate(),),
                 ),
-                # plans/llama.plan:42
+                # plans/llama.plan:46
                 "mlp.down_proj": RowwiseParallel(
                     output_layouts=Shard(1),
                     use_local_output=False,
@@ -100,14 +100,14 @@ def tensor_parallel(model, mesh):
         model,
         tp_mesh,
         {
-            # plans/llama.plan:49
+            # plans/llama.plan:53
             "model.embed_tokens": RowwiseParallel(
                 input_layouts=Replicate(),
                 output_layouts=Shard(1),
                 use_local_output=False,
             ),
-            "model.norm": SequenceParallel(),  # plans/llama.plan:50
-            # plans/llama.plan:51
+            "model.norm": SequenceParallel(),  # plans/llama.plan:54
+            # plans/llama.plan:55
             "lm_head": ColwiseParallel(
                 input_layouts=Shard(1),
                 output_layouts=Replicate(),
@@ -118,7 +118,7 @@ def tensor_parallel(model, mesh):
 
 def checkpoint(model):
     """Recomputes activations in the backward pass, to save memory."""
-    for i, block in enumerate(model.model.layers):  # plans/llama.plan:66
+    for i, block in enumerate(model.model.layers):  # plans/llama.plan:70
         model.model.layers[i] = checkpoint_wrapper(
             block,
             checkpoint_impl=CheckpointImpl.NO_REENTRANT,
@@ -132,15 +132,15 @@ def shard(model, mesh):
         reduce_dtype=torch.float32,
     )
     fsdp = {"mesh": mesh["dp_shard"], "mp_policy": policy}
-    for i in range(0, 31):  # plans/llama.plan:72
+    for i in range(0, 31):  # plans/llama.plan:76
         fully_shard(model.model.layers[i], **fsdp, reshard_after_forward=True)
-    # plans/llama.plan:72
-    fully_shard(model.model.layers[31], **fsdp, reshard_after_forward=False)
     # plans/llama.plan:76
+    fully_shard(model.model.layers[31], **fsdp, reshard_after_forward=False)
+    # plans/llama.plan:80
     fully_shard(model.model.embed_tokens, **fsdp, reshard_after_forward=True)
-    # plans/llama.plan:77
+    # plans/llama.plan:81
     fully_shard([model.model.norm, model.lm_head], **fsdp, reshard_after_forward=False)
-    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/llama.plan:79
+    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/llama.plan:83
 
 
 def parallelize(model, mesh=None):

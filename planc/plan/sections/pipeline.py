@@ -33,10 +33,11 @@ def pipeline(program: Program) -> PipelineRule | None:
         return None
     settings = _settings(program)
     ranks = program.mesh.size(axis) if program.mesh else 1
-    if ranks == 1 or not _complete(settings, section, program):
+    if ranks == 1:
         return None
-    found = _stages(settings.lines["stages"].value, ranks, program)  # type: ignore[union-attr]
-    if found is None:
+    complete, stages = _complete(settings, section, program), settings.lines.get("stages")
+    found = _stages(stages.value, ranks, program) if isinstance(stages, ast.Setting) else None
+    if found is None or not complete:
         return None
     return _cut(axis, found, settings, section, program)
 

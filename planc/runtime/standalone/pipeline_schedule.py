@@ -268,7 +268,19 @@ class Schedule:
         ]
         losses: list[Tensor] = []
         nothing = [None] * len(steps)
-        self.schedule._step_microbatches(
-            [()] * len(steps), steps, nothing, losses, False
-        )
+        try:
+            self.schedule._step_microbatches(
+                [()] * len(steps), steps, nothing, losses, False
+            )
+        except RuntimeError as error:  # such as of a peer that has ended
+            error.add_note(self._place())
+            raise
         return losses
+
+    def _place(self) -> str:
+        """Which stages this rank has, and those that it exchanges tensors with."""
+        own = self.stages.own
+        near = {n for s in own for n in (s - 1, s + 1)} - {*own, -1, self.stages.count}
+        others = ", ".join(map(str, sorted(near)))
+        mine = ", ".join(map(str, own))
+        return f"in a step of stage {mine}, which exchanges tensors with stage {others}"

@@ -1,0 +1,317 @@
+"""The collectives that operations imply in a step: kind, axes, times and bytes on one rank.
+
+They are those of `run.forward_backward`: clipping and the optimizer send more. Times and bytes were
+compared with those of real processes (`tests/processes/test_sends.py`). What is not known is named
+(`left_out`), not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil, prod
+
+from planc.lowering.step import Sent, Step, parameters_of
+from planc.model.facts import DTYPE_BYTES, Modules
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.base import AxisRole
+from planc.ops.context import ContextParallel
+from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
+from planc.ops.fsdp import FullyShard
+from planc.ops.layouts import Replicate, Shard
+from planc.ops.loss import ChunkLoss
+from planc.ops.pipeline import Pipeline, stages_of_rank
+from planc.ops.registry import AnyOp
+from planc.ops.styles import Attributes, Colwise, Input, Output, Rowwise, Sequence, style_name
+from planc.ops.tensor_parallel import Parallelize, Tie
+
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+EXCHANGE, SEND = "all-to-all", "send"
+_SILENT = (Tie, Checkpoint)
+
+
+def sends(step: Step) -> tuple[Sent, ...]:
+    """The collectives of every operation, in order; equal ones of an operation are one."""
+    found: dict[Sent, int] = {}
+    for op in step.lowered.ops:
+        for sent in _of(op, step):
+            one = replace(sent, times=0)
+            if sent.times and step.wide(sent.axes):
+                found[one] = found.get(one, 0) + sent.times
+    return tuple(replace(one, times=times) for one, times in found.items())
+
+
+def left_out(step: Step) -> tuple[str, ...]:
+    """What may send, and is not counted."""
+    known = (Colwise, Rowwise, Sequence, Input, Output, Attributes)
+    names: dict[str, None] = {}
+    for op in step.lowered.ops:
+        if isinstance(op, Parallelize) and step.wide(op.axes) and not isinstance(op.style, known):
+            names[f"{style_name(op.style)} of {op.modules}"] = None
+        elif isinstance(op, Checkpoint) and op.save:
+            names[f"what backward repeats of {op.modules}"] = None
+        elif op.WORD in {"freeze", "lora", "quantize", "megatron_fsdp"}:
+            names[op.WORD] = None
+    return tuple(names)
+
+
+def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
+    match op:
+        case Parallelize():
+            yield from _tensor(op, step)
+        case FullyShard():
+            yield from _fsdp(op, step)
+        case ContextParallel():
+            yield from _context(op, step)
+        case DispatchExperts():
+            yield from _experts(op, step)
+        case ChunkLoss():
+            yield from _loss(op, step)
+        case Pipeline():
+            yield from _pipeline(op, step)
+
+
+def _repeats(op: Parallelize | DispatchExperts, step: Step) -> int:
+    """How often the forward pass of modules runs in a pass: twice where a checkpoint repeats it.
+
+    Early stopping ends before the last collective of a block, which nothing saves after.
+    """
+    for one in step.lowered.ops:
+        if isinstance(one, Checkpoint) and not one.save and op.modules.within(one.modules):
+            stops = one.early_stop and isinstance(op, Parallelize) and isinstance(op.style, Rowwise)
+            return 1 if stops and op.modules == _last(one.modules, step) else 2
+    return 1
+
+
+def _last(block: Modules, step: Step) -> Modules | None:
+    """The last module of a block, where its output is a sum over the ranks."""
+    depth, order = len(block.path), [child.name for child in block.module.children]
+    inside: dict[int, list[Parallelize | DispatchExperts]] = {}
+    for op in step.lowered.ops:
+        if isinstance(op, Parallelize | DispatchExperts) and len(op.modules.path) > depth:
+            name = str(op.modules.path[depth])
+            quiet = isinstance(op, Parallelize) and isinstance(op.style, Colwise | Sequence)
+            if not quiet and op.modules.within(block) and name in order:
+                inside.setdefault(order.index(name), []).append(op)
+    last = inside[max(inside)] if inside else []
+    rows = [o for o in last if isinstance(o, Parallelize) and isinstance(o.style, Rowwise)]
+    known = all(isinstance(o, Parallelize) and isinstance(o.style, Rowwise | Input) for o in last)
+    return rows[-1].modules if rows and known else None
+
+
+# Operations --------------------------------------------------------------------------------------
+
+
+def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
+    losses = [one.modules for one in step.lowered.ops if isinstance(one, ChunkLoss)]
+    if any(op.modules.within(head) for head in losses):  # the loss runs in place of the head
+        return
+    counts = len(op.modules) * step.passes, _repeats(op, step)
+    some = _linear if isinstance(op.style, Colwise | Rowwise) else _redistributed
+    for kind, times, size in some(op, step, *counts):
+        yield Sent(
+            word=op.WORD,
+            where=str(op.modules),
+            kind=kind,
+            axes=op.axes,
+            times=times,
+            size=size,
+        )
+
+
+_Found = Iterator[tuple[str, int, int | None]]
+"""(kind, times, bytes)"""
+
+
+def _linear(op: Parallelize, step: Step, count: int, again: int) -> _Found:
+    style, shape = op.style, next((s.shape for s in op.shapes if s.name == "weight"), None)
+    looked_up = op.modules.module.kind == "embedding"
+    turned = looked_up or op.modules.module.kind == "conv1d"
+    out, into = (shape[::-1] if turned else shape) if shape else (None, None)
+    whole, made = step.size(into), step.size(out)
+    match style:
+        case Colwise():
+            if isinstance(style.input, Shard) and not looked_up:
+                yield GATHER, count * again, whole
+                yield SCATTER, count, whole
+            elif not looked_up and not _fed(op, step):
+                yield REDUCE, count, whole
+            if isinstance(style.output, Replicate):
+                yield GATHER, count * again, made
+        case Rowwise(output=Replicate()):
+            yield REDUCE, count * again, made
+        case Rowwise(output=Shard()):
+            yield SCATTER, count * again, made
+            yield GATHER, count, made
+
+
+def _redistributed(op: Parallelize, step: Step, count: int, again: int) -> _Found:
+    """Inputs and outputs of modules, and norms of parts of a sequence."""
+    style, whole = op.style, step.size(step.hidden)
+    match style:
+        case Input():
+            pairs = [p for p in (*style.positional, *(p for _, p in style.named)) if p]
+            for _ in [p for p in pairs if isinstance(p.source, Shard) and p.target == Replicate()]:
+                yield GATHER, count * again, whole
+                if not style.local:
+                    yield SCATTER, count, whole
+        case Output():
+            for pair in style.positional:
+                if pair and pair.source == Replicate() and isinstance(pair.target, Shard):
+                    yield GATHER, count, whole
+        case Sequence() if any(isinstance(one, FullyShard) for one in step.lowered.ops):
+            for parameter in op.modules.module.parameters:
+                yield REDUCE, len(op.modules), parameter.numel * step.width
+
+
+def _fed(op: Parallelize, step: Step) -> bool:
+    """Whether a module above gives this one DTensors, whose gradients are summed there."""
+    return any(
+        isinstance(one, Parallelize)
+        and isinstance(one.style, Input)
+        and not one.style.local
+        and op.modules.within(one.modules)
+        for one in step.lowered.ops
+    )
+
+
+def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
+    units = 1 if op.group else sum(len(m) for m in op.members)
+    stored = next((p.dtype for m in op.members for p in parameters_of(m)), "float32")
+    width = DTYPE_BYTES[op.param or stored]
+    reduced = op.gathered // width * DTYPE_BYTES[op.reduce or op.param or stored]
+    one = Sent(
+        word=op.WORD, where=op.name, kind=GATHER, axes=op.shard, times=units, size=op.gathered
+    )
+    if not op.gathered:
+        return
+    kept = op.reshard is False
+    gathers = (1 if step.lowered.pipeline else step.micro_batches) if kept else 2 * step.passes
+    if op.shard:
+        yield replace(one, times=units * gathers)
+        yield replace(one, kind=SCATTER, size=reduced)
+    if op.replicate:
+        ranks = step.lowered.axis_size(*op.shard)
+        yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
+
+
+def _context(op: ContextParallel, step: Step) -> Iterator[Sent]:
+    pipeline = step.lowered.pipeline
+    bounds = pipeline.bounds if pipeline else (0, step.lowered.layers)
+    stages = pipeline.stages if pipeline else 1
+    tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
+    split = step.lowered.axis_size(*tensor)
+    heads = step.number("num_attention_heads", "n_head")
+    keys = step.number("num_key_value_heads") or heads
+    dim = step.number("head_dim") or (step.hidden // heads if step.hidden and heads else None)
+    if "kv_lora_rank" in step.config:
+        dim = None  # keys and values have widths of their own
+    own = {len(range(*bounds[s : s + 2])) for s in range(stages)}
+    places = step.lowered.axis_size(pipeline.axis) if pipeline else 1
+    blocks = max(own) * (stages // places)
+    again = 2 if any(isinstance(o, Checkpoint) and not o.save for o in step.lowered.ops) else 1
+    one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
+    tokens = None if step.tokens is None else step.tokens * step.parts
+    facts = None if tokens is None else 8 * tokens
+    yield replace(one, times=step.passes * (stages // places), size=facts)
+    passes = step.passes * blocks
+    if op.attention == "all_gather":
+        each = step.size(step.parts, keys and 2 * keys // split, dim)
+        both = replace(one, where="keys and values", size=each)
+        yield replace(both, times=passes * again)
+        yield replace(both, kind=SCATTER, times=passes)
+        return
+    for where, number in (("queries", heads), ("keys and values", keys), ("outputs", heads)):
+        size = step.size(number and number // split, dim)
+        count = passes * (1 + (where == "keys and values"))
+        yield replace(one, where=where, kind=EXCHANGE, times=count * (1 + again), size=size)
+
+
+def _experts(op: DispatchExperts, step: Step) -> Iterator[Sent]:
+    again, count = _repeats(op, step), len(op.modules) * step.passes
+    one = Sent(
+        word=op.WORD, where=str(op.modules), kind=EXCHANGE, axes=(op.axis,), times=count, size=None
+    )
+    chosen = step.number("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k")
+    states, weights = step.size(step.hidden), step.size(chosen)
+    if op.batched:
+        return
+    if op.dispatch != ALL_TO_ALL:
+        yield replace(one, kind=REDUCE, times=count * (again + 1), size=states)
+        yield replace(one, kind=REDUCE, size=weights)
+        return
+    split = step.lowered.axis_size(*op.shared)
+    part = None if step.tokens is None else ceil(step.tokens / split) / step.tokens
+    rows = None if states is None or chosen is None or part is None else states * chosen * part
+    share = None if weights is None or part is None else weights * part
+    yield replace(one, times=count * again, size=8 * op.shapes[0].shape[0])
+    yield replace(one, times=count * 2 * (again + 1), size=None if rows is None else int(rows))
+    yield replace(one, times=count * (again + 1), size=None if share is None else int(share))
+    if op.shared:
+        joined = replace(one, kind=GATHER, axes=op.shared)
+        yield replace(joined, times=count * 2, size=states)
+        yield replace(joined, times=count, size=weights)
+
+
+def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
+    if not op.axes:
+        return
+    one = Sent(
+        word=op.WORD, where=str(op.modules), kind=GATHER, axes=op.axes, times=step.passes, size=None
+    )
+    heads = [
+        o.style
+        for o in step.lowered.ops
+        if isinstance(o, Parallelize) and op.modules.within(o.modules)
+    ]
+    states = step.size(step.hidden)
+    if any(isinstance(s, Colwise) and isinstance(s.input, Shard) for s in heads):
+        yield replace(one, size=states)
+    yield replace(one, kind=REDUCE, size=states)
+    # of each token three numbers in float32
+    ranks = step.lowered.axis_size(*op.axes)
+    size = None if step.tokens is None else 12 * ceil(step.tokens / op.chunks) * ranks
+    yield replace(one, where="each token", times=step.passes * op.chunks, size=size)
+
+
+def _pipeline(op: Pipeline, step: Step) -> Iterator[Sent]:
+    """Once for all stages: the ranks of a stage send to those of the next, and back."""
+    if op != step.lowered.pipeline:
+        return
+    ranks = step.lowered.axis_size(op.axis)
+    home = {s: r for r in range(ranks) for s in stages_of_rank(op.schedule, r, ranks, op.stages)}
+    tensor = [a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR]
+    split = step.lowered.axis_size(*tensor) if _scattered(step) else 1
+    whole = step.size(step.hidden)
+    size = None if whole is None else whole // split
+    one = Sent(word=op.WORD, where="", kind=SEND, axes=(op.axis,), times=step.passes, size=size)
+    for stage in range(op.stages - 1):
+        if home[stage] != home[stage + 1]:
+            yield replace(one, where=f"stage {stage} -> {stage + 1}")
+            yield replace(one, where=f"stage {stage + 1} -> {stage}")
+    for name in op.ties:  # both ends send their gradient
+        yield replace(one, where=name, times=2, size=_shard(name, op, step))
+
+
+def _shard(name: str, op: Pipeline, step: Step) -> int | None:
+    """Bytes of a rank's part of a shared parameter's gradient."""
+    path, _, last = name.rpartition(".")
+    ops = step.lowered.ops
+    owner = next((m for m in op.shared if str(m) == path), None)
+    found = next((p for p in owner.module.parameters if p.name == last), None) if owner else None
+    if found is None:
+        return None
+    split = [o.shapes for o in ops if isinstance(o, Parallelize) and str(o.modules) == path]
+    local = next((prod(s.local) for shapes in split for s in shapes if s.name == last), found.numel)
+    ranks = next((step.lowered.axis_size(*o.shard) for o in ops if isinstance(o, FullyShard)), 1)
+    return local // ranks * DTYPE_BYTES[found.dtype]
+
+
+def _scattered(step: Step) -> bool:
+    """Whether the hidden states between blocks are parts of the sequence."""
+    return any(
+        isinstance(op, Parallelize)
+        and isinstance(op.style, Rowwise)
+        and isinstance(op.style.output, Shard)
+        for op in step.lowered.ops
+    )

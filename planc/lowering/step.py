@@ -1,0 +1,120 @@
+"""A step of a lowered plan: its batch, and the sizes that what it sends is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from planc.model.facts import DTYPE_BYTES, Modules
+from planc.ops.context import ContextParallel
+from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Equal collectives of one operation, of a step, on a rank that runs it.
+
+    Args:
+        word: the name of the operation.
+        where: what it works on.
+        kind: of the collective.
+        axes: of its group.
+        times: in a step.
+        size: bytes of the whole tensor: gathered, before it is scattered, reduced, exchanged or
+            sent; the mean over the ranks where a router decides. None where they depend on the
+            batch, which is not given, or are not known.
+    """
+
+    word: str
+    where: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """The plan and the batch of a step.
+
+    Args:
+        lowered: the plan.
+        config: of the model.
+        batch, sequence: rows of all ranks, and tokens of a row; None where they are not given.
+        micro_batches: passes of a rank that accumulate gradients.
+    """
+
+    lowered: Lowered
+    config: Mapping[str, Any] = field(default_factory=dict)
+    batch: int | None = None
+    sequence: int | None = None
+    micro_batches: int = 1
+
+    @cached_property
+    def passes(self) -> int:
+        """The forward passes of a stage in a step."""
+        op = self.lowered.pipeline
+        return self.micro_batches * (op.microbatches if op else 1)
+
+    @cached_property
+    def parts(self) -> int:
+        """The ranks that each sequence is split over."""
+        ops = [op for op in self.lowered.ops if isinstance(op, ContextParallel)]
+        return self.lowered.axis_size(*(op.axis for op in ops))
+
+    @cached_property
+    def ranks(self) -> int:
+        """The ranks that read different rows."""
+        return self.lowered.axis_size(*self.lowered.data)
+
+    @property
+    def among(self) -> tuple[int, int]:
+        """What the rows of a step and the tokens of a row are divided by."""
+        return self.ranks * self.passes, self.parts
+
+    @cached_property
+    def tokens(self) -> int | None:
+        """The tokens of a pass on one rank."""
+        if self.batch is None or self.sequence is None:
+            return None
+        rows, parts = self.among
+        return self.batch // rows * (self.sequence // parts)
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a number of an activation."""
+        units = [op for op in self.lowered.ops if isinstance(op, FullyShard)]
+        given = next((op.param for op in units if op.param), None)
+        stored = (p.dtype for op in units for m in op.members for p in parameters_of(m))
+        return DTYPE_BYTES[given or next(stored, "float32")]
+
+    @cached_property
+    def hidden(self) -> int | None:
+        """The features of the hidden states."""
+        return self.number("hidden_size", "n_embd", "d_model")
+
+    def number(self, *names: str) -> int | None:
+        """The first of some settings of the model that is a number."""
+        values = (self.config.get(name) for name in names)
+        return next((v for v in values if isinstance(v, int)), None)
+
+    def size(self, *features: int | None) -> int | None:
+        """Bytes of an activation with these features for each token of a pass."""
+        every = (self.tokens, *features)
+        return None if None in every else self.width * prod(n for n in every if n is not None)
+
+    def wide(self, axes: tuple[str, ...]) -> bool:
+        return self.lowered.axis_size(*axes) > 1
+
+
+def parameters_of(modules: Modules) -> Iterator[Any]:
+    """The parameters of a module and of all inside."""
+    waiting = [modules.module]
+    while waiting:
+        module = waiting.pop()
+        yield from module.parameters
+        waiting += [child.module for child in module.children]

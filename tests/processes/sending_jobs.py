@@ -1,0 +1,119 @@
+"""What tests/processes/test_sends.py runs on every rank: a step's collectives, counted and told."""
+
+from collections import Counter
+
+import torch
+import transformers
+from torch import distributed
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import planc
+from planc.lowering.sends import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, sends
+from planc.lowering.step import Step
+
+KINDS = {
+    "all_gather_into_tensor": GATHER,
+    "_allgather_base_": GATHER,
+    "reduce_scatter_tensor": SCATTER,
+    "_reduce_scatter_base_": SCATTER,
+    "all_reduce": REDUCE,
+    "allreduce_": REDUCE,
+    "alltoall_base_": EXCHANGE,
+    "send": SEND,
+}
+LENGTH = 16
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "attention_dropout": 0.0,
+}
+
+
+def _tensors(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _group(values):
+    for value in reversed(values):
+        if isinstance(value, str) and value:
+            return distributed.distributed_c10d._resolve_process_group(value)
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return distributed.ProcessGroup.unbox(value)
+    raise AssertionError(values)
+
+
+class Sizes(TorchDispatchMode):
+    """The bytes of every collective, by kind and ranks: what `CommDebugMode` does not say.
+
+    Sums of one number are the loop's: the tokens of the step, and its loss.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.calls = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        kind = KINDS.get(func.overloadpacket.__name__)
+        if kind and func.namespace in ("c10d", "_c10d_functional"):
+            ranks = tuple(
+                distributed.get_process_group_ranks(_group((*args, *(kwargs or {}).values())))
+            )
+            given = args[1:2] if kind == EXCHANGE else (args, out)
+            size = max(t.numel() * t.element_size() for t in _tensors(given))
+            self.calls += kind != SEND
+            if kind != REDUCE or size > 4:
+                self.found[kind, ranks, size] += 1
+        return out
+
+
+def _along(run, axes):
+    """The ranks of this rank's group along some axes."""
+    known = {a.name for a in run.lowered.axes}
+    if not {*axes} <= known:
+        return tuple(distributed.get_process_group_ranks(run.meshes[axes[0]].get_group()))
+    names = [a.name for a in run.lowered.axes]
+    at = [
+        slice(None) if name in axes else place
+        for name, place in zip(names, run.mesh.get_coordinate(), strict=True)
+    ]
+    return tuple(run.mesh.mesh[tuple(at)].flatten().tolist())
+
+
+def counted(kind, plan, settings, rows, changes=None):
+    """What a step sent and what was told, each {(kind, ranks, bytes): times}, and the number of
+    collectives that `CommDebugMode` counts beside that of those that were seen here.
+    """
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **(changes or {})})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    run = planc.apply(model, plan, overrides=settings, device_type="cpu", compare=0)
+    ids = torch.randint(1, 96, (rows // run.data_size, LENGTH))
+    batch = {"input_ids": ids, "labels": ids}
+    run.forward_backward([batch])
+    for parameter in model.parameters():
+        parameter.grad = None
+    sizes, debug = Sizes(), CommDebugMode()
+    with sizes:
+        run.forward_backward([batch])
+    for parameter in model.parameters():
+        parameter.grad = None
+    if run.lowered.pipeline is None:  # it loses count of modules that take others' places
+        with debug:
+            run.forward_backward([batch])
+    step = Step(lowered=run.lowered, config=config.to_dict(), batch=rows, sequence=LENGTH)
+    told = Counter()
+    for one in sends(step):
+        ranks = _along(run, one.axes)
+        told[one.kind, ranks, one.size] += one.times
+    return dict(sizes.found), dict(told), (debug.get_total_counts(), sizes.calls)

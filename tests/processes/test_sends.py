@@ -1,0 +1,90 @@
+"""What `planc lower` says that a step sends, beside what is counted on real processes."""
+
+from collections import Counter
+
+import pytest
+
+CASES = {
+    "tp": ("Llama", "llama", ["tp=4", "sequence_parallel=false", "checkpointing=false"]),
+    "tp and checkpoints": ("Llama", "llama", ["tp=2", "sequence_parallel=false"]),
+    "sp": ("Llama", "llama", ["tp=2"]),
+    "sp and a chunked loss": ("Llama", "llama", ["tp=2", "loss_chunks=2"]),
+    "fsdp": ("Llama", "llama", []),
+    "hsdp": ("Llama", "llama", ["dp_replicate=2"]),
+    "cp": ("Llama", "cp.plan", []),
+    "ulysses": ("Llama", "cp.plan", ["attention=ulysses"]),
+    "ep": ("Mixtral", "mixtral", ["ep=4", "checkpointing=false"]),
+    "ep and tp": ("Mixtral", "mixtral", ["ep=4", "tp=2", "checkpointing=false"]),
+    "ep, sp and checkpoints": ("Mixtral", "mixtral", ["ep=2", "tp=2"]),
+    "ep and checkpoints": ("Mixtral", "mixtral", ["ep=2"]),
+}
+CP = """plan cp for llama
+
+option attention = "all_gather"
+
+mesh {
+    dp_shard = auto
+    cp       = 2
+}
+
+context on cp {
+    attention = attention
+}
+
+fsdp on dp_shard * cp {
+    precision(param = fp32, reduce = fp32)
+    model.layers.* : unit
+    root           : unit
+}
+"""
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.fixture
+def run(four, tmp_path):
+    (tmp_path / "cp.plan").write_text(CP)
+
+    def counted(kind, plan, settings, changes=None):
+        own = plan.endswith(".plan")
+        precise = [] if own else ["param_dtype=fp32"]
+        return four.run(
+            "sending_jobs.counted",
+            kind=kind,
+            plan=str(tmp_path / plan) if own else plan,
+            settings=[*precise, *settings],
+            rows=8,
+            changes=EXPERTS if kind == "Mixtral" else changes,
+        )
+
+    return counted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_times_and_bytes(run, name):
+    """Of every rank; of exchanges, whose parts hang on the router, the sum over the ranks."""
+    exchanged = [Counter(), Counter()]
+    for counted, told, (calls, seen) in run(*CASES[name]):
+        assert calls == seen > 0
+        for found, total in zip((counted, told), exchanged, strict=True):
+            for kind, ranks, size in [key for key in found if key[0] == "all-to-all"]:
+                times = found.pop((kind, ranks, size))
+                total["times"] += times
+                total["bytes"] += times * size
+        assert counted == told
+    assert exchanged[0] == exchanged[1]
+    assert bool(exchanged[0]) == (name.startswith("ep") or name == "ulysses")
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["", "ties"])
+@pytest.mark.parametrize("more", [[], ["tp=2"], ["pipeline_schedule=interleaved_1f1b"]], ids=str)
+def test_messages_between_stages(run, more, changes):
+    """Those of all ranks, point to point."""
+    results = run("Llama", "llama", ["pipeline_stages=2", "microbatches=2", *more], changes)
+    every = [Counter(), Counter()]
+    for counted, told, _ in results:
+        for found, total in zip((counted, told), every, strict=True):
+            for (kind, _, size), times in found.items():
+                if kind == "send":
+                    total[size] += times
+    # what is told of both ends of a pair is sent by one of them
+    assert every[0] == {size: times // 2 for size, times in every[1].items()}
