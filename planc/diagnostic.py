@@ -203,12 +203,62 @@ class DidYouMean(str):
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
     """The help for a misspelled name: the known names that look like it, else another help."""
+    if told := elsewhere(name):
+        return told
     close = nearest(name, known)
     if not close:
         return otherwise
     result = DidYouMean(f"did you mean {one_of(f'`{c}`' for c in close)}?")
     result.written, result.meant = name, close[0]
     return result
+
+
+def _sizes(names: str) -> str:
+    return " ".join(f"{name}_{end}" for name in names.split() for end in ("size", "degree"))
+
+
+_ELSEWHERE = {
+    "colwise": "ColwiseParallel",
+    "rowwise": "RowwiseParallel",
+    "sequence": "SequenceParallel",
+    "input(shard(1) -> replicate)": "PrepareModuleInput",
+    "output(replicate -> shard(1))": "PrepareModuleOutput",
+    "replicate": "NoParallel",
+    "tensor on tp { ... }": "tensor_parallel tp_plan parallelize_module",
+    "unit(reshard = always)`; false is `unit(reshard = never)": "reshard_after_forward",
+    "fsdp on dp_shard { ... }": "fully_shard fsdp_config",
+    "precision(param = bf16, reduce = fp32)": "mp_policy MixedPrecisionPolicy mixed_precision",
+    "precision(param = bf16)": "param_dtype",
+    "precision(reduce = fp32)": "reduce_dtype",
+    "precision(output = bf16)": "output_dtype",
+    "precision(cast_inputs = true)": "cast_forward_inputs",
+    "offload(cpu)": "offload_policy CPUOffloadPolicy cpu_offload offload_params",
+    "checkpoint { model.layers.* : full }": "activation_checkpointing gradient_checkpointing "
+    "activation_checkpoint checkpoint_wrapper recompute",
+    "ops(save = [attention, matmul(every = 2)])": "selective",
+    "lora(rank = 16)": "r lora_r",
+    "lora(rank = 16, alpha = 32)": "lora_alpha",
+    "lora(rank = 16, dropout = 0.1)": "lora_dropout",
+    "adapters { model.layers.*.self_attn.q_proj : lora(rank = 16) }": "lora peft LoraConfig",
+    "load { dtype = bf16 }": "torch_dtype",
+    "bf16": "torch.bfloat16",
+    "fp32": "torch.float32",
+    "fp16": "torch.float16",
+    "mesh { tp = 2 }": _sizes("tp tensor_parallel tensor_model_parallel autotp"),
+    "mesh { cp = 2 }": _sizes("cp context_parallel sequence_parallel"),
+    "mesh { pp = 2 }": _sizes("pp pipeline_parallel pipeline_model_parallel"),
+    "mesh { ep = 2 }": _sizes("ep expert_parallel expert_model_parallel"),
+    "mesh { dp_shard = auto }": _sizes("dp_shard data_parallel_shard fsdp"),
+    "mesh { dp_replicate = 2 }": _sizes("dp_replicate data_parallel_replicate"),
+}
+"""What a plan writes in the place of words of torch, transformers, peft and trainers."""
+
+
+def elsewhere(name: str) -> str | None:
+    """The help for a word of another library, its class with or without its module; else None."""
+    bare = name if name.startswith("torch.") and name.count(".") == 1 else name.rpartition(".")[2]
+    written = next((line for line, words in _ELSEWHERE.items() if bare in words.split()), None)
+    return f"`{bare}` is, in a plan, `{written}`" if written else None
 
 
 def one_of(names: Iterable[str], *, last: str = "or") -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from planc.diagnostic import Sink, did_you_mean, one_of
+from planc.diagnostic import Sink, did_you_mean, elsewhere, one_of
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
@@ -243,5 +243,6 @@ def _unused(axis: MeshAxis, program: Program) -> None:
         f"axis `{axis.name}` has {axis.size:,} ranks, and no section works over it",
         axis.origin,
         facts=["its ranks would all compute the same"],
-        help=wanted.get(axis.role, f"write a section `on {axis.name}`, or {one}"),
+        help=elsewhere(axis.name)
+        or wanted.get(axis.role, f"write a section `on {axis.name}`, or {one}"),
     )

@@ -24,6 +24,7 @@ _WORDS = {
 _SILENT = {"COMMENT", "_NL", "$END", "OPTIONAL", "OVERRIDE"}
 _OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "COMPARE", "AND", "OR", "NOT", "IN"}
 _FREQUENT = {"COLON", "COMMA", "EQUAL"}
+_YAML = re.compile(r"\s*(?:- )?(\w+):\s*([\w.]*)\s*(?:#.*)?")
 _MAX_EXPECTED = 5
 
 
@@ -65,6 +66,9 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
     tip = None
     if spaced:
         tip = f"a selector has no spaces: write `{''.join(spaced[0].split())}`"
+    if found and (yaml := _YAML.fullmatch(line)):
+        told = f"{yaml[1]} = {yaml[2]}" if yaml[2] else f"{yaml[1]} {{"
+        tip = f"this is YAML; a plan writes `{told}`" + ("" if yaml[2] else ", and `}` at its end")
     sink.error("PL001", message, span, help=tip)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from planc.diagnostic import Label
+from planc.diagnostic import Label, elsewhere
 from planc.plan.ir import Fsdp, Ignored, SpreadRule
 from planc.plan.mesh_axes import expanded
 from planc.plan.overrides import Settings
@@ -145,7 +145,7 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
         case ast.Placement() | ast.Setting() | ast.Directive():
             name = item.call.name if isinstance(item, ast.Directive) else item.name
             message = f"`{name}` has no place in a `{section}` section"
-            scope.sink.error("PL011", message, item.origin, help=_HOLDS)
+            scope.sink.error("PL011", message, item.origin, help=elsewhere(name) or _HOLDS)
         case _:
             message = f"this has no place in a `{section}` section"
             scope.sink.error("PL011", message, item.origin)
