@@ -274,6 +274,16 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL741", "info", "input", "no model to judge the plan by"),
     ("PL742", "error", "input", "an editor's server needs pygls"),
     ("PL750", "error", "input", "half of a step to estimate"),
+    ("PL730", "error", "input", "the file to import cannot be read"),
+    ("PL731", "error", "input", "the file to import is not in its format"),
+    ("PL732", "error", "input", "the file to import belongs to no library that planc knows"),
+    ("PL733", "warning", "input", "an imported plan for an unknown family"),
+    ("PL734", "warning", "input", "imported keys that planc does not know"),
+    ("PL735", "warning", "input", "an imported value that planc does not know"),
+    ("PL736", "warning", "input", "imported keys that a plan does not have"),
+    ("PL737", "error", "input", "a Python file without the configuration that is named"),
+    ("PL738", "warning", "input", "an imported argument that stands twice"),
+    ("PL739", "error warning", "plan", "a plan that a tp_plan cannot say"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 

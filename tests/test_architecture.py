@@ -37,6 +37,7 @@ FLOORS = {
     "draft": 10,
     "show": 10,
     "editor": 10,
+    "importing": 10,
     "api": 11,
     "commands": 11,
     "integrations": 13,

@@ -1,5 +1,7 @@
 """The styles of transformers' tensor parallel plans, in the language of planc."""
 
+import re
+
 _EXPERTS = "experts(gate_up_proj = shard(1, parts = 2), down_proj = shard(2))"
 _EXPERT_PARALLEL = "`dispatch(all_to_all)` in a section `expert on ep`; over a tensor axis it is"
 
@@ -37,3 +39,10 @@ def equivalent(name: str) -> str | None:
     """The help for a style of transformers: what a plan writes in its place; None for any other."""
     told = _STYLES.get(name)
     return f"`{name}` of transformers is, in a plan, {told}" if told else None
+
+
+def style_of_transformers(name: str) -> str | None:
+    """A style of transformers as a plan writes it; None if no style of a plan has its meaning."""
+    same = name in ("colwise", "rowwise", "replicate")
+    found = re.match(r"`([^`]*)`(;|$)", f"`{name}`" if same else _STYLES.get(name, ""))
+    return found[1] if found else None

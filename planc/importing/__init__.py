@@ -1,0 +1,1 @@
+"""`planc import`: a plan from the configuration of another library, every key accounted for."""

@@ -1,0 +1,144 @@
+"""The family of the model that a peer's file names, and the plan to extend."""
+
+import re
+from dataclasses import dataclass
+
+from planc.diagnostic import Sink
+from planc.model.config import locate_config, read, shipped_models
+from planc.resources import PLANS
+from planc.syntax import ast, plan_files
+
+_NAMES = (
+    (r"qwen3.*-a\d+b|qwen3[_-]?moe", "qwen3_moe"),
+    (r"qwen.*-a\d", "qwen2_moe"),
+    (r"phi-?4", "phi3"),
+    (r"phi-?3\.5-moe", "phimoe"),
+    (r"llama-?4", "llama4_text"),
+    (r"glm-?4\.\d", "glm4_moe"),
+    (r"glm-?4.*-0414", "glm4"),
+    (r"ministral|devstral|magistral", "mistral"),
+    (r"codellama|tinyllama|code-?llama|deepseek-coder", "llama"),
+    (r"olmo-?3", "olmo3"),
+    (r"pythia", "gpt_neox"),
+    (r"deepseek.*v2|moonlight", "deepseek_v2"),
+    (r"deepseek-?moe", "deepseek"),
+)
+"""Names of models whose family another rule would not find."""
+
+_FLAVORS = {
+    ("llama3", "8b"): "llama-3.1-8b",
+    ("llama3", "70b"): "llama-3.1-70b",
+    ("llama3", "405b"): "llama-3.1-405b",
+    ("llama3", "1b"): "llama-3.2-1b",
+    ("llama4", "17bx16e"): "llama-4-scout",
+    ("llama4", "17bx128e"): "llama-4-maverick",
+    ("deepseekv3", "671b"): "deepseek-v3",
+    ("gptoss", "20b"): "gpt-oss-20b",
+}
+"""Shipped shapes of torchtitan's models and flavors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What a plan builds on.
+
+    Args:
+        family: a `model_type`, or None where the file does not tell.
+        model: a name that `planc check` takes, or None.
+        plan: the name of the plan for `extend`, or None where the library has none.
+        options: the options of that plan and their defaults.
+        axes: the axes of its mesh.
+        text: its text with those that it extends, for rules that can be overridden.
+    """
+
+    family: str | None = None
+    model: str | None = None
+    plan: str | None = None
+    options: dict[str, object]
+    axes: frozenset[str] = frozenset()
+    text: str = ""
+
+    def has(self, rule: str) -> bool:
+        """Whether the plan has a rule or a header with this text."""
+        return rule in re.sub(r" +", " ", self.text)
+
+
+def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
+    """The plan of a family, read; a base without a plan if there is none."""
+    place = plan_files.plan_of_family(family) if family else None
+    if place is None or place.path is None:
+        return Base(family=family, model=model, options={})
+    files = plan_files.read(str(place.path), sink)
+    options: dict[str, object] = {}
+    axes: set[str] = set()
+    for file in files:
+        for statement in file.statements:
+            if isinstance(statement, ast.Option) and isinstance(statement.value, ast.Literal):
+                options[statement.name] = statement.value.value
+            if isinstance(statement, ast.Section) and statement.name == "mesh":
+                axes |= {i.name for i in statement.items if isinstance(i, ast.Setting)}
+    name = place.path.stem if place.path.parent == PLANS else place.name
+    return Base(
+        family=family,
+        model=model,
+        plan=name,
+        options=options,
+        axes=frozenset(axes),
+        text="\n".join(file.origin.source.text for file in files),
+    )
+
+
+def family_of(
+    named: str | None, flavor: str | None, block_class: str | None
+) -> tuple[str | None, str | None]:
+    """(family, a model that planc can name), as far as the file tells."""
+    if named and flavor and (shape := _FLAVORS.get((_plain(named), _plain(flavor)))):
+        named = shape
+    words = [w for w in (named, flavor) if w and re.fullmatch(r"[\w./:-]+", w)]
+    for word in words:
+        if model := _known(word):
+            return _model_type(model), model
+    known = sorted({f for p in PLANS.glob("*.plan") for f in plan_files.families(p)}, key=len)
+    for word in words:
+        last = word.rstrip("/").rpartition("/")[2].lower()
+        for pattern, family in _NAMES:
+            if re.search(pattern, last):
+                return family, None
+        if found := [f for f in known if _plain(f) in _plain(last)]:
+            return found[-1], None
+    if block_class:
+        owner = _plain(re.sub(r"(Text)?(Decoder|Encoder)?(Layer|Block)$", "", block_class))
+        return next((f for f in known if _plain(f) == owner), None), None
+    return None, None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _known(name: str) -> str | None:
+    """The name under which planc finds a model: on this machine, or among the shipped shapes."""
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    bare = re.sub(r"(-(instruct|it|base|hf|chat|bf16|preview))+$", "", last).removeprefix("meta-")
+    if bare in shipped_models():
+        return bare
+    for shape in shipped_models() if bare != last else ():
+        if _plain(shape) == _plain(bare):
+            return shape
+    return name if "/" in name and not name.startswith((".", "/")) and locate_config(name) else None
+
+
+def _model_type(model: str) -> str | None:
+    place = locate_config(model)
+    config = read(place, Sink()) if place else None
+    return str(config.values.get("model_type", "")) or None if config else None
+
+
+def families_named(model: str, sink: Sink) -> str | None:
+    """The family of `--model`, or None after PL601 or PL602."""
+    place = locate_config(model)
+    if place is None:
+        sink.error("PL600", f"there is no model {model!r}", help="`planc list models` has names")
+        return None
+    config = read(place, sink)
+    return str(config.values.get("model_type", "")) or None if config else None

@@ -1,0 +1,213 @@
+"""A peer's file -> its leaf keys with their values, in the order in which they stand.
+
+The file is a stranger's: nothing of it is executed, and its size, depth and number of keys are
+bounded.
+"""
+
+import ast
+import json
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planc.diagnostic import Sink, first_line, one_of
+
+_MAX_BYTES, _MAX_KEYS, _MAX_DEPTH = 512 * 1024, 20_000, 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One key of a file that has no keys below it.
+
+    Args:
+        path: the keys from the root, joined by dots; `[]` stands for the entries of a list.
+        value: what the file gives it: a scalar, a list of scalars, or an empty mapping.
+        line: counted from 1, or None where it is unknown.
+    """
+
+    path: str
+    value: Any
+    line: int | None = None
+
+
+def text_of(name: str, sink: Sink) -> str | None:
+    """The text of a file, or None after PL730."""
+    path = Path(name)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(0, "it is not a regular file")
+        with path.open("rb") as stream:
+            data = stream.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise OSError(0, f"it is larger than {_MAX_BYTES:,} bytes")
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    except ValueError as error:  # a NUL in the name
+        reason = str(error)
+    sink.error("PL730", f"cannot read {name}: {reason}")
+    return None
+
+
+def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Leaf, ...] | None:
+    """The leaf keys of a file, or None after PL731 or PL737.
+
+    Args:
+        name: the file; its suffix decides how it is read.
+        text: its content.
+        function: of a Python file, the function whose configuration is meant.
+        sink: receives the findings.
+    """
+    kind = Path(name).suffix.lower()
+    try:
+        match kind:
+            case ".py":
+                from planc.importing.python_config import python_leaves
+
+                return python_leaves(name, text, function, sink)
+            case ".json":
+                values = json.loads(text, object_pairs_hook=_once)
+            case ".toml":
+                import tomllib
+
+                values = tomllib.loads(text)
+            case ".yaml" | ".yml":
+                values = _yaml(text)
+            case _:
+                return tuple(_flags(text))
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}, not keys with values")
+        return tuple(_placed(_flat(values, "", 0, [0]), text))
+    except (RecursionError, MemoryError):
+        problem = "it is nested too deeply"
+    except (ValueError, SyntaxError) as error:
+        problem = first_line(error)
+    sink.error("PL731", f"{name} cannot be read as {kind.lstrip('.') or 'arguments'}: {problem}")
+    return None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = [k for k in result if sum(k == other for other, _ in pairs) > 1]
+        raise ValueError(f"the key {one_of(map(repr, twice), last='and')} stands twice")
+    return result
+
+
+def _yaml(text: str) -> Any:
+    """Safe YAML in which no key stands twice; a tag that names code is an error."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _once(
+                [(str(k.value), None) for k, _ in node.value if k.tag != "tag:yaml.org,2002:merge"]
+            )
+            return super().construct_mapping(node, deep=deep)
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    try:
+        return yaml.load(text, Loader) or {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{error.problem}{where}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(first_line(error)) from None
+
+
+def _flat(value: Any, path: str, depth: int, count: list[int]) -> Iterator[Leaf]:
+    """The leaves below a value. Aliases are followed, so both bounds hold for what they repeat."""
+    count[0] += 1
+    if count[0] > _MAX_KEYS:
+        raise ValueError(f"it has more than {_MAX_KEYS:,} keys")
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key), depth + 1, count)
+    elif isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
+        for inner in value:
+            yield from _flat(inner, f"{path}[]", depth + 1, count)
+    else:
+        yield Leaf(path=path, value=value)
+
+
+def _placed(found: Iterator[Leaf], text: str) -> Iterator[Leaf]:
+    """The leaves with the lines of their keys, which stand in the same order in the text."""
+    at = 0
+    for leaf in found:
+        key = re.escape(re.sub(r"(\[\])+$", "", leaf.path).rpartition(".")[2])
+        pattern = rf"""(?m)(?:^|[\s.,{{\["'-]){key}["']?\s*[:=]"""
+        place = re.compile(pattern).search(text, at) if key else None
+        if place:
+            at = place.end()
+        line = text.count("\n", 0, at) + 1 if place else None
+        yield Leaf(path=leaf.path, value=leaf.value, line=line)
+
+
+# Arguments --------------------------------------------------------------------------------
+
+_WORD = re.compile(r"""(?:"[^"\n]*"|'[^'\n]*'|\\.|[^\s"'\\])+""")
+_ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)")
+_SEPARATE = re.compile(
+    r"^--[A-Za-z]|\.py$|\[[@*]\]|ARGS\b|^([)(|&;\[\]]+|if|fi|then|else|shift|done|do)$"
+)
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+
+
+def _flags(text: str) -> Iterator[Leaf]:
+    """The arguments `--name value` of a shell script or an argument file.
+
+    Variables that the script sets to a plain value are replaced by it; no command runs.
+    """
+    known: dict[str, str] = {}
+    words: list[tuple[str, int]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        bare = re.sub(r"(^|\s)#.*", "", line)
+        if (set_ := _ASSIGNED.fullmatch(bare.strip())) and "--" not in set_[2]:
+            known.setdefault(set_[1], _expanded(set_[2].strip("\"'"), known))
+            if bare.strip().startswith("export"):
+                yield Leaf(path=f"export {set_[1]}", value=known[set_[1]], line=number)
+            continue
+        inner = re.sub(r"""["'()]+(?=\s*(--|\\?$))|["'(]+(?=--)""", " ", bare)
+        words += [(w, number) for w in _WORD.findall(inner) if not re.fullmatch(r"\\\s*", w)]
+    at = 0
+    while at < len(words):
+        word, number = words[at]
+        at += 1
+        if not re.match(r"--[A-Za-z]", word):
+            continue
+        name, equals, value = word.partition("=")
+        values = [value] if equals else []
+        while not equals and at < len(words) and not _SEPARATE.search(words[at][0]):
+            if values and words[at][1] != words[at - 1][1]:
+                break
+            values.append(words[at][0])
+            at += 1
+        plain = [_expanded(v.strip("\"'"), known) for v in values]
+        given: Any = True if not plain else plain[0] if len(plain) == 1 else plain
+        yield Leaf(path=name[2:], value=_scalar(given), line=number)
+
+
+def _expanded(text: str, known: dict[str, str]) -> str:
+    return _VARIABLE.sub(lambda m: known.get(m[1] or m[3], m[2] or m[0]), text)
+
+
+def _scalar(value: Any) -> Any:
+    """The number that a word of a command line stands for, else the word."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number = ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+    return number if isinstance(number, int | float) else value

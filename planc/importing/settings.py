@@ -1,0 +1,109 @@
+"""The settings that peers have in common, and how their values are read."""
+
+import re
+from typing import Any
+
+_UNSET: tuple[Any, ...] = (None, "", "none", "null", "auto", "default", -1, {})
+_SETTINGS = {
+    "size": "tp_size cp_size pp_size ep_size data_size shard_size replicate_size world nodes gpus "
+    "rows microbatch_rows microbatches virtual prefetch_forward prefetch_backward",
+    "truth": "sequence_parallel compile bf16 fp16 offload from_rank0 lora_all four_bits "
+    "double_quantized distributed_optimizer full_sharding chunked_loss loss_over_tp "
+    "activation_offload frozen_embeddings no_loss_over_tp no_compile",
+    "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
+    "number": "lora_rank lora_alpha lora_dropout",
+    "names": "lora_targets trained_too",
+    "text": "model flavor block_class rule",
+}
+"""Settings by the kind of their values; each setting that is not here is a kind of its own."""
+
+_WORDS = {
+    "truth": "True: true yes on 1 legacy hiddenstates cpuoffloadpolicy; False: false no off 0",
+    "dtype": "bf16: bf16 bfloat16; fp16: fp16 float16 half; fp32: fp32 float32 no false",
+    "offload_device": "True: cpu; False: none no",
+    "reshard": "True: always true fullshard; False: never false shardgradop",
+    "checkpoint": "full: true full fullac config uniform block; none: false none no off; "
+    "ops: selective selectiveac op; offload: offload disk legacy",
+    "schedule": "gpipe: gpipe; 1f1b: 1f1b; interleaved_1f1b: interleaved1f1b; zbv: zbvzerobubble; "
+    "zero_bubble: interleavedzerobubble; dualpipe_v: dualpipev",
+    "strategy": "shard: fullshard fsdp fsdp2 true 1 3 deepspeed megatronfsdp; "
+    "grad: shardgradop 2 optimgradsparams; hybrid: hybridshard 4 hybridshardzero2 5; "
+    "copy: noshard ddp 0 multigpu multixpu multicpu multinpu multimlu no false",
+    "zero_stage": "shard: 3; grad: 1 2; copy: 0",
+    "attention": "all_gather: allgather p2p ring; ulysses: alltoall a2a ulysses deepspeed",
+    "adapter": "lora: lora peftconfig; qlora: qlora",
+}
+"""The words of each kind in lower case, without punctuation, after what they mean."""
+
+_LOSSES = {
+    "FusedLinearCrossEntropy": 8,
+    "ChunkedCrossEntropy": 8,
+    "ChunkedLossWrapper": 8,
+    "TEParallelCrossEntropy": 1,
+}
+"""Classes of losses that compute logits in parts, and the parts; others compute whole logits."""
+
+
+class Unknown(ValueError):
+    """A value that a setting of this name is not known to have; its text says what is known."""
+
+
+def value_of(setting: str, value: Any) -> Any:
+    """The value of a setting; None where the peer decides, as without the key.
+
+    Args:
+        setting: a word of the tables.
+        value: what the file has.
+
+    Raises:
+        Unknown: the value has no meaning that planc knows.
+    """
+    kind = next((k for k, names in _SETTINGS.items() if setting in names.split()), setting)
+    unset = (
+        not isinstance(value, bool)
+        and (value.lower() if isinstance(value, str) else value) in _UNSET
+    )
+    match kind:
+        case "loss":
+            name = str(value).removesuffix("()").removesuffix(".Config")
+            return next((n for ending, n in _LOSSES.items() if name.endswith(ending)), 0)
+        case "truth" if unset:
+            return (setting == "bf16" or None) if value in ("auto", -1) else False
+        case _ if kind in _WORDS:
+            return _word(kind, value, unset)
+        case _ if unset:
+            return None
+        case "size" | "number":
+            return _number(kind, value)
+        case "names":
+            found = value if isinstance(value, list) else str(value).split(",")
+            names = tuple(re.sub(r"^\*?\.", "", str(v)).strip() for v in found)
+            if not names or not all(re.fullmatch(r"[\w.*]+", name) for name in names):
+                raise Unknown("names of modules; in a plan, a regular expression is a selector")
+            return names
+        case _:
+            value = value[0] if isinstance(value, list) and value else value
+            return value if isinstance(value, str) else None
+
+
+def _word(kind: str, value: Any, unset: bool) -> Any:
+    if isinstance(value, list):  # such as Axolotl's `fsdp: [full_shard, auto_wrap]`
+        value = next((v for v in value if v != "auto_wrap"), None)
+    word = re.sub(r"[^a-z0-9]", "", str(value).lower().rpartition(".")[2])
+    known: dict[str, Any] = {}
+    for each in _WORDS[kind].split("; "):
+        meaning, _, words = each.partition(": ")
+        known |= dict.fromkeys(words.split(), {"True": True, "False": False}.get(meaning, meaning))
+    if word not in known and not unset:
+        raise Unknown(", ".join(known))
+    return known.get(word)
+
+
+def _number(kind: str, value: Any) -> float | None:
+    try:
+        number = float(value)
+        if isinstance(value, bool) or (kind == "size" and (number % 1 or number < 0)):
+            raise ValueError
+        return int(number) or None if number % 1 == 0 else number
+    except (TypeError, ValueError, OverflowError):
+        raise Unknown("a positive integer" if kind == "size" else "a number") from None

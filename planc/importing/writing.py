@@ -1,0 +1,336 @@
+"""Settings -> the statements of a plan that extends the plan of a family."""
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from planc.importing.family import Base
+from planc.importing.peer import LEFT, Peer
+from planc.plan.sections.transformers_styles import style_of_transformers
+
+_ACTIONS = {
+    "ops": "ops(save = [attention, matmul(every = 2), reduce, exchange])",
+    "offload": "full(offload = cpu)",
+}
+_MESH = (
+    ("replicate_size", "dp_replicate = 1"),
+    ("shard_size", "dp_shard = auto"),
+    ("cp_size", "cp = 1"),
+    ("tp_size", "tp = 1"),
+    ("ep_size", "ep = 1"),
+)
+"""The settings of the mesh, outermost axis first, and the axes without them."""
+
+_HEADER = ("model", "flavor", "block_class", "world", "nodes", "gpus")
+_SIZES = ("shard_size", "replicate_size", "cp_size", "tp_size", "pp_size")
+_LORA = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+
+
+class Writer:
+    """Writes each setting where a plan has it, and records what became of it.
+
+    Attributes:
+        fate: for each setting that was given, `plan` and its line, or `same` or `lost` and why.
+    """
+
+    def __init__(
+        self, base: Base, peer: Peer, given: Mapping[str, Any], keys: Mapping[str, str]
+    ) -> None:
+        self.base, self.peer = base, peer
+        self.given, self.keys = dict(given), dict(keys)
+        self.fate: dict[str, tuple[str, str]] = {}
+        self.aliases: dict[str, str] = {}
+        self.name = f"{base.plan}.plan" if base.plan else "a plan without a family's"
+
+    def written(self) -> list[str]:
+        """The lines of the plan after its header."""
+        self.fate.update((word, ("plan", "the header")) for word in _HEADER)
+        self._strategy()
+        lines = [f'extend "{self.base.plan}.plan"', ""] if self.base.plan else []
+        for part in (
+            self._options, self._mesh, self._context, self._load, self._adapters, self._train,
+            self._rules, self._checkpoint, self._compile, self._fsdp,
+        ):  # fmt: skip
+            lines += part()
+        return lines
+
+    @property
+    def header(self) -> list[str]:
+        """Comments: what checks the plan, and the keys that name the model and the ranks."""
+        check = (
+            f"planc check {self.base.model or 'MODEL'} THIS.plan --world-size {self.world or 'N'}"
+        )
+        keys = ", ".join(filter(None, (self.keys.get(word) for word in _HEADER)))
+        return [f"# Prove it: {check}", *[f"# The model and the ranks: {keys}"] * bool(keys)]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks, as far as the file tells; else 0."""
+        given = self.given
+        sizes = [given.get(word) or 1 for word in _SIZES]
+        if given.get("shard_size") and "auto" not in sizes:
+            return prod(sizes)
+        gpus = given.get("gpus") or 8 * bool(given.get("nodes"))
+        return int(given.get("world") or (given.get("nodes") or 1) * gpus)
+
+    # How a setting is recorded ----------------------------------------------------------------
+
+    def _line(self, text: str, *words: str) -> list[str]:
+        """A line of the plan, with the keys that it comes from."""
+        self.fate.update((word, ("plan", text.strip())) for word in words)
+        keys = ", ".join(filter(None, (self.keys.get(word) for word in words)))
+        return [f"{text}    # {keys or f'the default of {self.peer.title}'}"]
+
+    def _not(self, kind: str, why: str, *words: str) -> list[str]:
+        self.fate.update((word, (kind, why)) for word in words)
+        return []
+
+    def _option(self, word: str, name: str, value: Any) -> list[str]:
+        """An option of the family's plan, where its default is another."""
+        if self.base.plan is None and name.endswith("_dtype"):
+            return self._not("plan", "precision(...)", word)
+        if name not in self.base.options:
+            return self._not("lost", f"{self.name} has no option {name}", word)
+        shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+        if self.base.options[name] == value:
+            return self._not("same", f"{name} = {shown} in {self.name}", word)
+        return self._line(f"override option {name} = {shown}", word)
+
+    def _alias(self, word: str, value: Any, *by: str) -> None:
+        """Sets a setting that others of the file decide, which then share its fate."""
+        self.given[word] = value
+        self.keys[word] = ", ".join(filter(None, (self.keys.get(each) for each in by)))
+        self.aliases.update((each, word) for each in by)
+
+    def told(self, word: str) -> tuple[str, str]:
+        """What became of a setting."""
+        return self.fate.get(self.aliases.get(word, word), ("lost", "import cannot write it here"))
+
+    # Sections ---------------------------------------------------------------------------------
+
+    def _strategy(self) -> None:
+        """ZeRO stages and FSDP's strategies: the sizes of axes, and how units are resharded."""
+        given = self.given
+        for word, meant in (("full_sharding", "shard"), ("distributed_optimizer", "grad")):
+            given[word] = meant if given.get(word) else None
+        words = ("full_sharding", "distributed_optimizer", "zero_stage", "strategy")
+        self._not("same", "parameters, gradients and optimizer state are sharded", *words)
+        word = next((w for w in words if given.get(w)), "")
+        kind = given.get(word)
+        if kind == "copy" and not given.get("shard_size"):
+            self._alias("shard_size", 1, word)
+            self._alias("replicate_size", "auto", word)
+        elif kind == "grad":
+            self._alias("reshard", False, word)
+        elif kind == "hybrid" and not given.get("replicate_size"):
+            self._not("lost", "set the axis dp_replicate to the number of nodes", word)
+
+    def _options(self) -> list[str]:
+        given, lines = self.given, list[str]()
+        many = (given.get("tp_size") or 1) > 1
+        if not many:
+            self._not("same", "without effect: tp = 1", "sequence_parallel")
+        elif "sequence_parallel" in given:
+            value = given["sequence_parallel"]
+            lines += self._option("sequence_parallel", "sequence_parallel", value)
+        half = next((word for word in ("bf16", "fp16") if given.get(word)), "fp32")
+        if given.get("bf16") is not None or given.get("fp16"):
+            given["param_dtype"] = half
+        else:
+            self._not("same", "off", "fp16")
+        for word in ("bf16", "fp16", "param_dtype"):
+            if word in given and "param_dtype" in given:
+                lines += self._option(word, "param_dtype", given["param_dtype"])
+        if "reduce_dtype" in given:
+            lines += self._option("reduce_dtype", "reduce_dtype", given["reduce_dtype"])
+        if given.get("checkpoint") in ("none", "full"):
+            lines += self._option("checkpoint", "checkpointing", given["checkpoint"] == "full")
+        first = {line.partition("    #")[0]: line for line in reversed(lines)}
+        return [*reversed(first.values()), *self._pipeline(), *self._loss(many), ""]
+
+    def _loss(self, many: bool) -> list[str]:
+        given, lines = self.given, list[str]()
+        for word, chunks in (("chunked_loss", 8), ("loss", given.get("loss")),
+                             ("loss_over_tp", int(many)), ("no_loss_over_tp", 0)):  # fmt: skip
+            if given.get(word) and chunks and not lines:
+                lines = self._option(word, "loss_chunks", chunks)
+            else:
+                self._not("same", "the loss is computed from whole logits", word)
+        return lines
+
+    def _pipeline(self) -> list[str]:
+        given = self.given
+        words = ("pp_size", "schedule", "microbatches", "microbatch_rows", "virtual")
+        self.fate["rows"] = ("left", LEFT["batch"])
+        if (given.get("pp_size") or 1) == 1:
+            return self._not("same", "without effect: one pipeline stage", *words)
+        if "pipeline_stages" not in self.base.options:
+            return self._not("lost", f"{self.name} has no pipeline", *words)
+        if given.get("virtual"):
+            self._alias("schedule", given.get("schedule", "interleaved_1f1b"), "virtual")
+        size, rows = given.get("microbatch_rows"), given.get("rows")
+        if size and rows and rows >= size:
+            self._alias("microbatches", rows // size, "microbatch_rows", "rows")
+        else:
+            self._not("lost", "a plan has the number of microbatches", "microbatch_rows")
+        lines = self._option("pp_size", "pipeline_stages", given["pp_size"])
+        for word, option in (("schedule", "pipeline_schedule"), ("microbatches", "microbatches")):
+            if word in given:
+                lines += self._option(word, option, given[word])
+        return lines
+
+    def _mesh(self) -> list[str]:
+        """The axes whose sizes differ; the whole mesh if `cp` joins it, so that `tp` stays last."""
+        given, base = self.given, self.base
+        total, copies = given.get("data_size"), given.get("replicate_size") or 1
+        self._not("same", "the ranks that tp, cp and pp leave", "data_size")
+        if total and not given.get("shard_size") and copies != "auto" and total % copies == 0:
+            self._alias("shard_size", total // copies, "data_size")
+        whole = base.plan is None or (given.get("cp_size") or 1) > 1
+        if base.plan and whole and not base.has("fsdp on dp_shard_cp"):
+            why = f"{self.name} shards over dp_shard alone; `override fsdp on dp_shard * cp`"
+            whole = bool(self._not("lost", why, "cp_size"))
+        stages = self.fate.get("pp_size", ("",))[0] == "plan"
+        lines = ["    pp = pipeline_stages"] if whole and stages else []
+        for word, without in _MESH:
+            size, axis = given.get(word), without.partition(" ")[0]
+            if base.plan is None:
+                known = word in ("replicate_size", "shard_size", "cp_size")
+            else:
+                known = axis in base.axes or word == "cp_size"
+            if not known and size not in (None, 1):
+                self._not("lost", f"{self.name} has no axis {axis}", word)
+            elif size and f"{axis} = {size}" != without and word not in self.fate:
+                override = "" if whole else "override "
+                lines += self._line(f"    {override}{axis} = {size}", word)
+            else:
+                self.fate.setdefault(word, ("same", without))
+                if whole and known and word != "cp_size":
+                    lines.append(f"    {without}")
+        override = "override " if whole and base.plan else ""
+        return [f"{override}mesh {{", *lines, "}", ""] if lines else []
+
+    def _context(self) -> list[str]:
+        if self.fate["cp_size"][0] != "plan":
+            return self._not("same", "without effect: cp = 1", "attention")
+        word = "attention" if self.given.get("attention") else "cp_size"
+        how = self.given.get("attention") or "all_gather"
+        return ["context on cp {", *self._line(f"    attention = {how}", word), "}", ""]
+
+    def _load(self) -> list[str]:
+        lines = self._not("same", "`run.load` decides how weights are read", "from_rank0")
+        if self.given.get("from_rank0"):
+            lines = self._line("    weights = rank0", "from_rank0")
+        if dtype := self.given.get("load_dtype"):
+            lines += self._line(f"    dtype = {dtype}", "load_dtype")
+        return ["load {", *lines, "}", ""] if lines else []
+
+    def _adapters(self) -> list[str]:
+        given = self.given
+        words = ["adapter", *_LORA.values(), "lora_targets", "lora_all", "four_bits",
+                 "double_quantized"]  # fmt: skip
+        if not given.get("adapter", "lora_rank" in given):
+            self._not("same", "no adapter", *words)
+            if given.get("four_bits"):
+                self._not("lost", "4-bit weights are those of adapters: `qlora`", "four_bits")
+            return []
+        kind = "qlora" if given.get("four_bits") or given.get("adapter") == "qlora" else "lora"
+        arguments = {k: given.get(word) for k, word in _LORA.items()}
+        arguments["rank"] = arguments["rank"] or 8
+        arguments["double"] = "true" if kind == "qlora" and given.get("double_quantized") else None
+        shown = ", ".join(f"{k} = {v}" for k, v in arguments.items() if v)
+        names = given.get("lora_targets") or ("*",)
+        target = _named(names)
+        if given.get("lora_all") or "*" in names:
+            target = "$block.**<Linear>" if self.base.has("let block =") else "**<Linear>"
+        used = [word for word in words if word in given]
+        return ["adapters {", *self._line(f"    {target} : {kind}({shown})", *used), "}", ""]
+
+    def _train(self) -> list[str]:
+        self._not("same", "nothing is frozen", "frozen_embeddings")
+        if self.given.get("frozen_embeddings"):
+            why = "`train { model.embed_tokens : frozen }` says it"
+            self._not("lost", why, "frozen_embeddings")
+        if not (names := self.given.get("trained_too")):
+            return []
+        rule = self._line(f"    {_named(names)} : trainable", "trained_too")
+        return ["train {", *rule, "}", ""]
+
+    def _rules(self) -> list[str]:
+        """The tensor rules of a `tp_plan`, whose keys are relative to the base model or whole."""
+        lines = []
+        for key, style in (self.given.get("rule") or {}).items():
+            told = style_of_transformers(style)
+            path = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
+            path = path if path.startswith(("model.", "lm_head")) else f"model.{path}"
+            if path.rpartition(".")[0].endswith(".experts"):
+                self._not("same", "the rule of the experts has their parameters", key)
+            elif told is None or not re.fullmatch(r"[\w.*]+", path):
+                self._not("lost", f"{style} needs a rule of your own", key)
+            else:
+                self.fate[key] = ("plan", f"{path} : {told}")
+                lines.append(f"    {path} : {told}")
+        override = "override " if self.base.has("tensor on tp") else ""
+        return [f"{override}tensor on tp {{    # tp_plan", *lines, "}", ""] if lines else []
+
+    def _checkpoint(self) -> list[str]:
+        kind = self.given.get("checkpoint")
+        self._not("same", "no activations are offloaded", "activation_offload")
+        if self.given.get("activation_offload") and kind == "full":
+            kind = "offload"
+        if kind not in _ACTIONS:
+            return []
+        if not self.base.has("let block ="):
+            return self._not("lost", f"{self.name} has no list of blocks", "checkpoint")
+        override = "override " if self.base.has("checkpoint {") else ""
+        words = ["checkpoint", *["activation_offload"] * (kind != self.given["checkpoint"])]
+        rule = self._line(f"    $block : {_ACTIONS[kind]}", *words)
+        return [f"{override}checkpoint {{", *rule, "}", ""]
+
+    def _compile(self) -> list[str]:
+        self._not("same", "nothing is compiled", "compile", "no_compile")
+        word = "compile" if "compile" in self.given else "no_compile"
+        if self.given.get(word) is not (word == "compile"):
+            return []
+        if not self.base.has("let block ="):
+            return self._not("lost", f"{self.name} has no list of blocks", word)
+        return ["compile {", *self._line("    $block : block", word), "}", ""]
+
+    def _fsdp(self) -> list[str]:
+        given, lines = self.given, list[str]()
+        if output := given.get("output_dtype"):
+            casts = f"param = param_dtype, reduce = reduce_dtype, output = {output}"
+            lines += self._line(f"    override precision({casts})", "output_dtype")
+        if given.get("reshard") is not False:
+            self._not("same", "units reshard after forward, but for the last", "reshard")
+        elif self.base.has("$block : unit("):
+            lines += self._line("    override $block : unit(reshard = never)", "reshard")
+        else:
+            self._not("lost", "override the family's units with `reshard = never`", "reshard")
+        ahead = [word for word in ("prefetch_forward", "prefetch_backward") if given.get(word)]
+        if ahead:
+            counts = ", ".join(
+                f"{word.removeprefix('prefetch_')} = {given[word]}" for word in ahead
+            )
+            lines += self._line(f"    prefetch({counts})", *ahead)
+        for word in ("offload", "offload_device"):
+            if given.get(word):
+                lines += self._line("    offload(cpu)", word)
+            else:
+                self._not("same", "nothing is offloaded", word)
+        own = "fsdp on dp_shard_cp"
+        own = own if self.base.has(own) else own.removesuffix("_cp")
+        if self.base.plan is None:
+            param, reduce = given.get("param_dtype", "bf16"), given.get("reduce_dtype", "fp32")
+            lines = [line.replace("override precision", "# precision") for line in lines]
+            words = [w for w in ("bf16", "fp16", "param_dtype", "reduce_dtype") if self.keys.get(w)]
+            precision = f"    precision(param = {param}, reduce = {reduce})"
+            lines = [*(self._line(precision, *words) if words else [precision]), *lines]
+            lines += ["    auto(min_params = 50M) : unit", "    root : unit(reshard = never)"]
+        return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
+
+
+def _named(names: tuple[str, ...]) -> str:
+    """A selector of all modules whose path ends in one of the names."""
+    return f"**.{{{','.join(names)}}}" if len(names) > 1 else f"**.{names[0]}"

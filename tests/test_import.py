@@ -1,0 +1,237 @@
+"""`planc import`: every key of every library's file is accounted for, and the plan compiles."""
+
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from console import call
+
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.importing.importer import imported
+from planc.importing.peer import LEFT, LOST, NAMES, peers
+from planc.importing.reading import leaves, text_of
+from planc.importing.settings import Unknown, value_of
+from planc.syntax.formatter.layout import laid_out
+
+FOLDER = Path(__file__).parent / "importing"
+KEYS = [line.split(" ", 1) for line in (FOLDER / "keys.txt").read_text().splitlines()]
+"""(library, key) of keys that occur in the libraries' own examples."""
+FILES = {  # file: (library, model, ranks)
+    "accelerate.yaml": ("accelerate", "qwen3-8b", 16),
+    "axolotl.yaml": ("axolotl", "llama-3.1-8b", 8),
+    "automodel.yaml": ("automodel", "qwen3-30b-a3b", 64),
+    "torchtitan.toml": ("torchtitan", "llama-3.1-70b", 64),
+    "registry.py:llama3_8b": ("torchtitan", "llama-3.1-8b", 8),
+    "registry.py:llama3_8b_wide": ("torchtitan", "llama-3.1-8b", 8),
+    "transformers.json": ("transformers", "qwen3-8b", 8),
+    "deepspeed.json": ("deepspeed", "llama-3.1-8b", 8),
+    "megatron.sh": ("megatron", "llama-3.1-70b", 32),
+}
+
+
+def run(name, **more):
+    sink = Sink()
+    result = imported(str(FOLDER / name), sink, peer=None, model=more.pop("model", None))
+    return result, sink
+
+
+def leaf_paths(name):
+    path, _, function = name.rpartition(":")
+    path = str(FOLDER / (path or function))
+    found = leaves(path, text_of(path, Sink()), function if ":" in name else None, Sink())
+    return Counter(leaf.path for leaf in found)
+
+
+def keys_in(text):
+    """The keys that the comments of a plan name, with their braces expanded."""
+    comments = " ".join(line.partition("#")[2].strip() for line in text.splitlines() if "#" in line)
+    for holder, inner in re.findall(r"([^\s,{}]*)\{([^{}]*)\}", comments):
+        yield from (f"{holder}{last.strip()}" for last in inner.split(","))
+    yield from re.split(r"[,:] | = |, ", comments)
+    yield comments
+
+
+@pytest.mark.parametrize("library", NAMES)
+def test_real_keys_have_a_meaning(library):
+    """And no key falls to a table's row by accident: each word of the table is known."""
+    peer = peers()[library]
+    own = [key for name, key in KEYS if name == library]
+    assert len(own) >= 9
+    assert not [key for key in own if peer.meaning(key) is None]
+    assert sum(len(list(own)) for own in [KEYS]) > 1400
+
+
+@pytest.mark.parametrize("library", NAMES)
+def test_words_of_the_tables(library):
+    """A word is a reason, or a setting that reads a value and that the writer has."""
+    text = (Path(__file__).parent.parent / "planc" / "importing" / "writing.py").read_text()
+    for word in {*peers()[library].keys, *peers()[library].absent} - LEFT.keys() - LOST.keys():
+        assert f'"{word}"' in text, word
+        try:
+            value_of(word, 2)
+        except Unknown as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_is_accounted_for(name):
+    library, model, _ = FILES[name]
+    result, sink = run(name, model=model)
+    assert not sink.failed and result.peer.name == library
+    assert Counter(leaf.path for leaf, _, _ in result.fate) == leaf_paths(name)
+    named = set(keys_in(result.text))
+    for leaf, kind, why in result.fate:
+        shown = any(leaf.path in each.split(", ") or leaf.path == each for each in named)
+        rule = re.sub(r".*tp_plan\.(layers\.)?", "", leaf.path)
+        assert shown or leaf.path in result.text or rule in result.text, (leaf.path, kind, why)
+        assert why
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_plan_compiles(name, tmp_path):
+    """It is in the canonical layout, but for its last comments, and without errors."""
+    _, model, ranks = FILES[name]
+    result, _ = run(name, model=model)
+    assert laid_out(result.text) == result.text
+    (tmp_path / "a.plan").write_text(result.text)
+    sink = Sink()
+    compiled = compile_plan(model, str(tmp_path / "a.plan"), sink, world_size=ranks, settings=())
+    assert compiled.lowered and not sink.failed, [d.message for d in sink]
+
+
+@pytest.mark.parametrize(
+    ("library", "key", "value", "line"),
+    [
+        ("axolotl", "tensor_parallel_size", 4, "override tp = 4"),
+        ("axolotl", "gradient_checkpointing", False, "override option checkpointing = false"),
+        ("axolotl", "torch_compile", True, "$block : block"),
+        ("automodel", "distributed.strategy", "ddp", "override dp_replicate = auto"),
+        ("automodel", "fsdp.dp_replicate_size", 2, "override dp_replicate = 2"),
+        ("deepspeed", "zero_optimization.stage", 2, "override $block : unit(reshard = never)"),
+        ("deepspeed", "zero_optimization.offload_param.device", "cpu", "offload(cpu)"),
+        ("torchtitan", "training.dtype", "bfloat16", "dtype = bf16"),
+        ("torchtitan", "experimental.pipeline_parallel_degree", 2, "option pipeline_stages = 2"),
+        ("megatron", "MODEL_ARGS.--context-parallel-size", 2, "attention = all_gather"),
+    ],
+)
+def test_settings(library, key, value, line, tmp_path):
+    kinds = {"deepspeed": "json", "torchtitan": "json"}
+    values = {}
+    for path, given in ((key, value), *SIGNS[library].items()):
+        at = values
+        *above, last = path.split(".")
+        for part in above:
+            at = at.setdefault(part, {})
+        at[last] = given
+    path = tmp_path / f"a.{kinds.get(library, 'yaml')}"
+    path.write_text(json.dumps(values))
+    result = imported(str(path), Sink(), peer=library, model="llama-3.1-8b")
+    assert line in result.text
+
+
+SIGNS = {
+    "axolotl": {"base_model": "x"},
+    "automodel": {"recipe": "x"},
+    "deepspeed": {"steps_per_print": 1},
+    "torchtitan": {"model.flavor": "8B"},
+    "megatron": {"MODEL_ARGS.--num-layers": 2},
+}
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join(['*' + a] * 10)}]\n"
+    for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("a.yaml", "base_model: [", "PL731"),
+        ("a.yaml", "base_model: a\nbase_model: b", "PL731"),
+        ("a.yaml", "base_model: !!python/object/apply:os.system [echo]", "PL731"),
+        ("a.yaml", f"base_model: x\n{BOMB}", "PL731"),
+        ("a.yaml", "base_model: &a [*a]", "PL731"),
+        ("a.yaml", "{" * 400, "PL731"),
+        ("a.yaml", "base_model: x\n---\nb: 1", "PL731"),
+        ("a.yaml", "? [a, b]\n: c", "PL731"),
+        ("a.yaml", "- a\n- b", "PL731"),
+        ("a.yaml", "", "PL732"),
+        ("a.yaml", "base_model: \x00", "PL731"),
+        ("a.yaml", "x" * 600_000, "PL730"),
+        ("a.json", '{"zero_optimization": {"stage": 1, "stage": 2}}', "PL731"),
+        ("a.json", "[" * 100_000, "PL731"),
+        ("a.json", "[1]", "PL731"),
+        ("a.json", '{"tp_size": ' + "9" * 5000 + "}", "PL731"),
+        ("a.toml", "[job\n", "PL731"),
+        ("a.toml", "x = 1", "PL732"),
+        ("a.py", "def f(:", "PL731"),
+        ("a.py", "x = 1", "PL737"),
+        ("a.py", "-" * 50_000 + "1", "PL731"),
+        ("a.sh", "echo --verbose", "PL732"),
+        ("a.yaml", "number_of_ranks: 8", "PL732"),
+    ],
+)
+def test_bad_files(name, text, code, tmp_path):
+    (tmp_path / name).write_text(text)
+    exit_code, plan, errors = call("import", tmp_path / name)
+    assert (exit_code, plan) == (2, "")
+    assert f"[{code}]" in errors, errors
+
+
+def test_text_of_a_stranger_stays_in_comments(tmp_path):
+    """Keys and values with line ends or colors cannot become lines of the plan."""
+    key = "x\\nmesh {\\n    tp = 64\\n}\\u001b[31m"
+    (tmp_path / "a.yaml").write_text(f'base_model: x\nadapter: "lora\\n}}"\n"{key}": 1\n')
+    result = imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model="llama-3.1-8b")
+    assert "\x1b" not in result.text
+    assert not [line for line in result.text.splitlines() if "tp = 64" in line and line[0] != "#"]
+
+
+def test_broken_files_end_without_a_traceback(tmp_path):
+    chance = random.Random(7)
+    for name in sorted({name.partition(":")[0] for name in FILES}):
+        for _ in range(12):
+            text = list((FOLDER / name).read_text())
+            for _ in range(chance.randint(1, 8)):
+                at = chance.randrange(len(text))
+                text[at : at + chance.randint(0, 3)] = chance.choice(
+                    ["", "{", ":", "\n", "&a", "-"]
+                )
+            (tmp_path / name).write_text("".join(text))
+            code, _, errors = call("import", tmp_path / name, "--model", "llama-3.1-8b")
+            assert code in (0, 2) and "PL900" not in errors, ("".join(text), errors)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("llama-3.1-8b", "llama"), ("mixtral-8x7b", "mixtral")]
+)
+def test_tp_plan_is_that_of_transformers(model, plan):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    words = ("--world-size", 8, "--set", "tp=4", "--set", "sequence_parallel=false")
+    code, text, errors = call("lower", model, plan, *words, "--format", "tp-plan")
+    assert code == 0 and "a `tp_plan` does not have `fsdp`" in errors
+    written = json.loads(text)
+    own = {f"model.{k}": v for k, v in CONFIG_MAPPING[plan].base_model_tp_plan.items()}
+    assert own.items() <= written.items()
+    assert written.keys() - own.keys() <= {"model.embed_tokens", "lm_head", "model.norm"}
+
+
+def test_a_tp_plan_comes_back(tmp_path):
+    """What `lower` writes and `import` reads lowers to the same tensor parallelism."""
+    words = ("--world-size", 8, "--set", "tp=4", "--set", "sequence_parallel=false")
+    _, text, _ = call("lower", "mixtral-8x7b", "mixtral", *words, "--format", "tp-plan")
+    (tmp_path / "a.json").write_text(json.dumps({"tp_plan": json.loads(text), "tp_size": 4}))
+    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="mixtral-8x7b")
+    (tmp_path / "a.plan").write_text(result.text)
+    ways = [("mixtral", *words), (tmp_path / "a.plan", *words[:2])]
+    tensor = []
+    for way in ways:
+        _, text, _ = call("lower", "mixtral-8x7b", *way, "--format", "json")
+        ops = json.loads(text)["stages"][0]["ops"]
+        tensor.append([(o["modules"], o["style"]) for o in ops if "style" in o])
+    assert sorted(map(str, tensor[0])) == sorted(map(str, tensor[1])) and tensor[0]
