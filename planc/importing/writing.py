@@ -306,7 +306,7 @@ class Writer:
             self._not("same", "units reshard after forward, but for the last", "reshard")
         elif self.base.has("$block : unit("):
             lines += self._line("    override $block : unit(reshard = never)", "reshard")
-        else:
+        else:  # a plan without a family's has it below
             self._not("lost", "override the family's units with `reshard = never`", "reshard")
         ahead = [word for word in ("prefetch_forward", "prefetch_backward") if given.get(word)]
         if ahead:
@@ -327,7 +327,10 @@ class Writer:
             words = [w for w in ("bf16", "fp16", "param_dtype", "reduce_dtype") if self.keys.get(w)]
             precision = f"    precision(param = {param}, reduce = {reduce})"
             lines = [*(self._line(precision, *words) if words else [precision]), *lines]
-            lines += ["    auto(min_params = 50M) : unit", "    root : unit(reshard = never)"]
+            kept = given.get("reshard") is False
+            lines.append(f"    auto(min_params = 50M) : unit{'(reshard = never)' * kept}")
+            root = "    root : unit(reshard = never)"
+            lines += self._line(root, "reshard") if kept else [root]
         return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
 
 

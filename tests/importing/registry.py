@@ -1,6 +1,9 @@
 """The shape of a torchtitan registry; `planc import` reads it and never runs it."""
 
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.trainer import Trainer
 
 from . import model_registry, widen
