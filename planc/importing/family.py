@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from planc.diagnostic import Sink
-from planc.model.config import locate_config, read, shipped_models
+from planc.model.config import CLASS, Config, locate_config, read, shipped_models
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
 
@@ -130,15 +130,18 @@ def _known(name: str) -> str | None:
 
 def _model_type(model: str) -> str | None:
     place = locate_config(model)
-    config = read(place, Sink()) if place else None
-    return str(config.values.get("model_type", "")) or None if config else None
+    return _family(read(place, Sink())) if place else None
 
 
 def families_named(model: str, sink: Sink) -> str | None:
-    """The family of `--model`, or None after PL601 or PL602."""
+    """The family of `--model`, or None after PL600 to PL602."""
     place = locate_config(model)
     if place is None:
         sink.error("PL600", f"there is no model {model!r}", help="`planc list models` has names")
         return None
-    config = read(place, sink)
-    return str(config.values.get("model_type", "")) or None if config else None
+    return _family(read(place, sink))
+
+
+def _family(config: Config | None) -> str | None:
+    values = config.values if config else {}
+    return str(values.get("model_type") or values.get(CLASS) or "") or None

@@ -9,7 +9,7 @@ _SETTINGS = {
     "rows microbatch_rows microbatches virtual prefetch_forward prefetch_backward",
     "truth": "sequence_parallel compile bf16 fp16 offload from_rank0 lora_all four_bits "
     "double_quantized distributed_optimizer full_sharding chunked_loss loss_over_tp "
-    "activation_offload frozen_embeddings no_loss_over_tp no_compile",
+    "activation_offload frozen_embeddings no_loss_over_tp no_compile reduce_as_param",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
     "number": "lora_rank lora_alpha lora_dropout",
     "names": "lora_targets trained_too",

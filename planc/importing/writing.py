@@ -62,7 +62,10 @@ class Writer:
             f"planc check {self.base.model or 'MODEL'} THIS.plan --world-size {self.world or 'N'}"
         )
         keys = ", ".join(filter(None, (self.keys.get(word) for word in _HEADER)))
-        return [f"# Prove it: {check}", *[f"# The model and the ranks: {keys}"] * bool(keys)]
+        guess = "# The family is a guess from a name in the file; --model MODEL says it for sure"
+        guessed = bool(self.base.family and not self.base.model)
+        ranks = f"# The model and the ranks: {keys}"
+        return [f"# Prove it: {check}", *[ranks] * bool(keys), *[guess] * guessed]
 
     @property
     def world(self) -> int:
@@ -142,7 +145,9 @@ class Writer:
         for word in ("bf16", "fp16", "param_dtype"):
             if word in given and "param_dtype" in given:
                 lines += self._option(word, "param_dtype", given["param_dtype"])
-        if "reduce_dtype" in given:
+        if given.get("reduce_as_param") and given.get("replicate_size") != "auto":
+            given.setdefault("reduce_dtype", given.get("param_dtype"))
+        if given.get("reduce_dtype"):
             lines += self._option("reduce_dtype", "reduce_dtype", given["reduce_dtype"])
         if given.get("checkpoint") in ("none", "full"):
             lines += self._option("checkpoint", "checkpointing", given["checkpoint"] == "full")
