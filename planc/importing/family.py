@@ -4,38 +4,10 @@ import re
 from dataclasses import dataclass
 
 from planc.diagnostic import Sink
+from planc.importing.peer import table
 from planc.model.config import CLASS, Config, locate_config, read, shipped_models
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
-
-_NAMES = (
-    (r"qwen3.*-a\d+b|qwen3[_-]?moe", "qwen3_moe"),
-    (r"qwen.*-a\d", "qwen2_moe"),
-    (r"phi-?4", "phi3"),
-    (r"phi-?3\.5-moe", "phimoe"),
-    (r"llama-?4", "llama4_text"),
-    (r"glm-?4\.\d", "glm4_moe"),
-    (r"glm-?4.*-0414", "glm4"),
-    (r"ministral|devstral|magistral", "mistral"),
-    (r"codellama|tinyllama|code-?llama|deepseek-coder", "llama"),
-    (r"olmo-?3", "olmo3"),
-    (r"pythia", "gpt_neox"),
-    (r"deepseek.*v2|moonlight", "deepseek_v2"),
-    (r"deepseek-?moe", "deepseek"),
-)
-"""Names of models whose family another rule would not find."""
-
-_FLAVORS = {
-    ("llama3", "8b"): "llama-3.1-8b",
-    ("llama3", "70b"): "llama-3.1-70b",
-    ("llama3", "405b"): "llama-3.1-405b",
-    ("llama3", "1b"): "llama-3.2-1b",
-    ("llama4", "17bx16e"): "llama-4-scout",
-    ("llama4", "17bx128e"): "llama-4-maverick",
-    ("deepseekv3", "671b"): "deepseek-v3",
-    ("gptoss", "20b"): "gpt-oss-20b",
-}
-"""Shipped shapes of torchtitan's models and flavors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +64,8 @@ def family_of(
     named: str | None, flavor: str | None, block_class: str | None
 ) -> tuple[str | None, str | None]:
     """(family, a model that planc can name), as far as the file tells."""
-    if named and flavor and (shape := _FLAVORS.get((_plain(named), _plain(flavor)))):
-        named = shape
+    models = table("models")
+    named = models["flavors"].get(f"{_plain(named or '')} {_plain(flavor or '')}", named)
     words = [w for w in (named, flavor) if w and re.fullmatch(r"[\w./:-]+", w)]
     for word in words:
         if model := _known(word):
@@ -101,7 +73,7 @@ def family_of(
     known = sorted({f for p in PLANS.glob("*.plan") for f in plan_files.families(p)}, key=len)
     for word in words:
         last = word.rstrip("/").rpartition("/")[2].lower()
-        for pattern, family in _NAMES:
+        for pattern, family in models["names"]:
             if re.search(pattern, last):
                 return family, None
         if found := [f for f in known if _plain(f) in _plain(last)]:

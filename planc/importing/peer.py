@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from planc.resources import GRAMMARS
 
@@ -21,41 +22,16 @@ NAMES = (
     "megatron",
 )
 
-LEFT = {
-    "optimizer": "the training script: optimizer, schedule, steps and clipping",
-    "batch": "the training script: batch sizes and sequence lengths",
-    "data": "the training script: data, tokenizer and packing",
-    "task": "the training script: what it trains for, and its loss",
-    "saving": "the training script: saving, resuming, logging and profiling",
-    "model_left": "the model: its configuration, its code, its kernels",
-    "launch": "the launcher: hosts, ranks, backend and environment",
-    "tool": "a setting of the tool itself",
-    "always": "nothing to say: torch's FSDP2 and planc do so by themselves",
-}
-"""Why a key is no part of a plan, by the word that the tables use."""
 
-LOST = {
-    "low_bits": "training in 8 or 4 bits is not supported",
-    "buckets": "FSDP2 gathers unit by unit, and has no buckets or thresholds",
-    "disk": "offload goes to host memory alone",
-    "pipeline": "torch's schedules have no such setting",
-    "fusion": "fused or overlapped communication is not supported",
-    "experts": "tokens go to their experts by an all-to-all of torch",
-    "frozen": "a `train` section says it: `train { MODULE : frozen }`",
-    "parts": "the mesh is the same for all parts of a model",
-    "adapter_left": "an `adapters` section has peft's plain LoRA",
-    "zero": "ZeRO's further means of saving memory have no counterpart",
-    "compress": "pruning, quantization while training and distillation are not supported",
-    "other_file": "it names another file: import that one too",
-    "compile_how": "a `compile` section compiles each block with torch's defaults",
-    "checkpoint_left": "an `override checkpoint` section says which modules and operators",
-    "precision_left": "`precision` casts parameters, gradients and outputs, and no more",
-    "replicate_left": "set the axis `dp_replicate` to the number of groups of ranks",
-    "units": "the units are those of the family's plan; `override fsdp` has others",
-    "offload_optimizer": "optimizer state goes to the host with its parameters: `offload(cpu)`",
-    "statement": "planc reads the text of the file and runs none of it",
-}
-"""What a plan cannot say, by the word that the tables use."""
+def table(name: str) -> dict[str, Any]:
+    """One file of tables."""
+    return tomllib.loads((GRAMMARS / "import" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+LEFT: dict[str, str] = table("reasons")["left"]
+"""Why a key is no part of a plan, by the word that the tables use."""
+LOST: dict[str, str] = table("reasons")["lost"]
+"""Why a plan cannot say what a key does, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +72,7 @@ class Peer:
 @cache
 def peers() -> dict[str, Peer]:
     """All libraries by name."""
-    folder = GRAMMARS / "import"
-    texts = {name: (folder / f"{name}.toml").read_text(encoding="utf-8") for name in NAMES}
-    return {name: Peer(name=name, **tomllib.loads(text)) for name, text in texts.items()}
+    return {name: Peer(name=name, **table(name)) for name in NAMES}
 
 
 def matches(pattern: str, path: str) -> bool:
