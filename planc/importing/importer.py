@@ -65,6 +65,9 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     sections = writer.written()
     for word, (_, by) in settings.items():
         fate += [(leaf, *writer.fate.get(leaf.path, writer.told(word))) for leaf in by]
+    if (given.get("pp_size") or 1) == 1:
+        one = ("same", "without effect: one pipeline stage")
+        fate = [(at, *(one if why == LOST["pipeline"] else (kind, why))) for at, kind, why in fate]
     _warn(fate, path, sink)
     file = Path(path)
     stem = re.sub(r"\W", "_", file.stem) or "imported"
