@@ -284,6 +284,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL737", "error", "input", "a Python file without the configuration that is named"),
     ("PL738", "warning", "input", "an imported argument that stands twice"),
     ("PL739", "error warning", "plan", "a plan that a tp_plan cannot say"),
+    ("PL750", "error", "input", "half of a step to estimate"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 
