@@ -9,6 +9,7 @@ _RUN = "llama-3.1-8b llama --world-size 64 --set tp=8"
 _STEP = "--batch 64 --seq 4096"
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "init": ("init.md", "path/to/model -o my.plan"),
+    "import": ("coming-from.md", "axolotl.yaml -o my.plan", "ds_config.json --model qwen3-8b"),
     "check": ("ci.md", _RUN, "qwen3-8b my.plan --world-size 8 --fix", "--format github"),
     "lower": ("language.md", _RUN, f"{_RUN} --format python -o parallelize.py", "--check"),
     "estimate": ("estimate.md", f"{_RUN} {_STEP} --hardware h100-8x"),

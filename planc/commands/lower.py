@@ -6,15 +6,11 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.ops.lowered import Lowered
 from planc.project import ProjectError, Target, project
-
-if TYPE_CHECKING:
-    from planc.compiler import Compiled
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,46 +44,29 @@ def run(options: argparse.Namespace) -> int:
         return output.exit_code(sink)
     if options.format == "json":
         from planc.ops.document import dumps
-    written = Sink()
-    text = _rendered(compiled, options.format, written)
-    output.show(written, "full", sys.stderr, quiet=True)
-    return output.exit_code(written) if text is None else output.write(text, options.output)
 
+        text = dumps(compiled.lowered)
+    elif options.format == "python":
+        from planc.emit.python import script
 
-def _rendered(compiled: Compiled, format: str, sink: Sink) -> str | None:
-    """The lowered plan in a format, or None after PL568 or PL739: the format cannot say it."""
-    lowered = compiled.lowered
-    assert lowered is not None
-    if format == "python" and lowered.pipeline is not None:
-        sink.error(
-            "PL568",
-            "a pipeline cannot be written as Python yet: its schedule is run by planc",
-            lowered.pipeline.origin,
-            help="`planc.apply` runs it; or set the axis of its stages to 1",
-        )
-        return None
-    match format:
-        case "json":
-            from planc.ops.document import dumps
+        text = script.render(compiled.lowered, digest=compiled.digest)
+    elif options.format == "tp-plan":
+        from planc.emit import tp_plan
 
-            return dumps(lowered)
-        case "python":
-            from planc.emit.python import script
-
-            return script.render(lowered, digest=compiled.digest)
-        case "tp-plan":
-            from planc.emit import tp_plan
+        found = Sink()
+        written = tp_plan.render(compiled.lowered, found)
+        output.show(found, "full", sys.stderr, quiet=True)
+        if written is None:
+            return output.exit_code(found)
+        text = written
+    else:
+        from planc.emit import text as plain
 
         text = plain.render(compiled.lowered, digest=compiled.digest)
         if options.output in (None, "-"):
             terminal.show(text, titled=True)
             return output.CLEAN
     return output.write(text, options.output)
-            return tp_plan.render(lowered, sink)
-        case _:
-            from planc.emit import text
-
-            return text.render(lowered, digest=compiled.digest)
 
 
 def _of_targets(options: argparse.Namespace, sink: Sink) -> int:
