@@ -23,7 +23,7 @@ from planc.ops.base import AxisRole
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
-from planc.plan.expert_rules import expert_styles
+from planc.plan.experts import expert_styles
 from planc.plan.ir import LossRule, Plan, TensorRule, Unit
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}

@@ -14,7 +14,7 @@ from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
 from planc.ops.styles import Colwise, Experts, Parameters, Rowwise, Sequence
-from planc.plan.expert_rules import dividing
+from planc.plan.experts import dividing
 
 if TYPE_CHECKING:
     from planc.estimate.from_plan import PlanWork
