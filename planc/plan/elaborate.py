@@ -73,8 +73,7 @@ def elaborate(
         return None
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
-    codes = {diagnostic.code for diagnostic in sink}
-    broken = {"expert"} if "PL550" in codes else set[str]()  # no rank divides them
+    broken = program.broken
 
     def part(name: str, read: Callable[[], T]) -> T:
         before = sink.errors

@@ -80,6 +80,7 @@ def legal_sizes(sizes: Sequence[int]) -> Iterator[int]:
 def _illegal(
     mesh: Mesh, ranks: MeshAxis, axes: Sequence[MeshAxis], fits: list[int], program: Program
 ) -> None:
+    program.broken.add("expert")  # no rank divides them, so nothing follows from how they are held
     made = " * ".join(f"{a.name} {a.size}" for a in axes) or "no axis"
     shown = one_of([f"{n:,}" for n in fits[:_LISTED]]) + (" or more" * (len(fits) > _LISTED))
     facts = [f"{EXPERTS} is made of {made} = {prod(a.size for a in axes):,} ranks"]

@@ -24,6 +24,7 @@ class Program:
         sections: in order, without overridden ones and branches that are not taken.
         settings, styles: axes given by `--set`, and the plan's own styles, by name.
         mesh: sized the first time an axis is looked up.
+        broken: sections with errors.
     """
 
     facts: Facts
@@ -37,6 +38,7 @@ class Program:
     styles: dict[str, ast.Style] = field(default_factory=dict)
     mesh: Mesh | None = None
     sized: bool = False
+    broken: set[str] = field(default_factory=set)
 
     def named(self, name: str) -> Iterator[ast.Section]:
         return (s for s in self.sections if s.name == name)
