@@ -318,7 +318,8 @@ def test_the_configuration_of_an_export_is_read_back(home, name):
     model = huggingface._on_meta(lambda: cls._from_config(part))
     (home / "export").mkdir()
     lowered = SimpleNamespace(ops=(), model=first.name)
-    saving._describe({}, model, lowered, home / "export", [[]])
+    files = SimpleNamespace(folder=home / "export", parts=[[]])
+    saving._describe(files, model, lowered)
     written = (home / "export" / "config.json").read_text()
     assert '"__float__": "Infinity"' in written
     again, said = found(home / "export")

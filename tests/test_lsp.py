@@ -362,7 +362,7 @@ def test_definitions(editor):
     assert editor.defined("blocks > 1") == ("p.plan", "option blocks = 4    # that stay whole")
     file, line = editor.defined("sequence_parallel")
     assert file == "llama.plan" and line.startswith("option sequence_parallel")
-    assert editor.defined("tp {") == ("llama.plan", "tp           = 1")
+    assert editor.defined("tp {") == ("llama.plan", "tp = 1")
     assert editor.defined(": own", 3) == ("p.plan", 'style own = python "here:Own"')
     file, line = editor.defined("param_dtype")  # an override leads to what it overrides
     assert file == "llama.plan" and line.startswith("option param_dtype")

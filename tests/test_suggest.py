@@ -237,7 +237,7 @@ def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
 
 def test_a_plan_without_other_axes_is_searched_as_it_is():
     space, _ = everything("llama-3.1-8b", 8, 16, 8192)
-    assert space.sizing == {"pp": "pipeline_stages"}
+    assert space.sizing == {"pp": "pipeline_stages", "cp": "context_parallel"}
     assert space.pipeline == ("microbatches", "pipeline_schedule")
     assert space.experts is None
     assert all(dict(sizes)["pp"] == 1 for sizes in space.meshes())

@@ -70,7 +70,7 @@ fsdp on dp_shard {
 PREFIX = own(OWN + PREFIXED, ("    model.layers.*.mlp.", "    layers.*.mlp."))
 UNKNOWN_SETTING = {**whole("llama"), "ignored": shipped("llama")}
 NO_REPLICAS = changed(
-    "llama", ("fsdp on dp_shard, replicate on dp_replicate {", "fsdp on dp_shard {")
+    "llama", ("fsdp on dp_shard_cp, replicate on dp_replicate {", "fsdp on dp_shard_cp {")
 )
 
 PLAN_CASES = (

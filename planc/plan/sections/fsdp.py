@@ -85,7 +85,7 @@ def _dtypes_first(placed: Placed) -> bool:
 
 
 def _axes(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = program.scope.axis_names
+    names = program.mesh.names if program.mesh else program.scope.axis_names
     shard, replicate = (a.path for a in section.axes), (a.path for a in section.replicate)
     return expanded(shard, names), expanded(replicate, names)
 
