@@ -38,7 +38,10 @@ class PlanLexer(RegexLexer):  # type: ignore[misc]
                 rf"(?=[\w.]*(?:[*$]|{_PICKED}))(?![0-9\[.])(?:[\w.*$]|{_PICKED})+",
                 token.Name.Tag,
             ),
-            (rf"(:)(\s*)({_NAME}(?:\.\w+)*)", bygroups(token.Punctuation, token.Text, token.Name.Function)),
+            (
+                rf"(:)(\s*)({_NAME}(?:\.\w+)*)",
+                bygroups(token.Punctuation, token.Text, token.Name.Function),
+            ),
             (rf"{_NAME}(?=\()", token.Name.Function),
             (rf"{_NAME}(\.\w+)*", token.Name),
             (r"\d{1,18}(\.\d{1,18})?([eE][+-]?\d{1,2})?[KMGT]?", token.Number),
