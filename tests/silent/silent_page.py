@@ -51,10 +51,7 @@ def write(every, waiting):
         lines += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
         lines += [row(made) for made in every if made.case.kind == kind]
     lines += ["", "## Kinds that wait", ""]
-    lines.append(
-        "They concern pipelines, parts of sequences and divided experts, are not replayed yet, and "
-        "are not counted."
-    )
+    lines.append("They are not replayed yet, and are not counted.")
     lines += ["", "| kind | reported in | the mistake | is about |", "| --- | --- | --- | --- |"]
     lines += [f"| {w.kind} | {links(w.public)} | {w.how} | {w.needs} |" for w in waiting]
     PAGE.write_text("\n".join(lines) + "\n")
