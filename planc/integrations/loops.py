@@ -6,8 +6,8 @@ from torch import distributed
 
 from planc.ops.lowered import Lowered
 from planc.plan.mesh_axes import LOADED
+from planc.runtime.context import sequence_parts
 from planc.runtime.run import Run
-from planc.runtime.same_inputs import sequence_parts
 
 
 def require_served(lowered: Lowered, loop: str) -> None:

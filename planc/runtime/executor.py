@@ -24,13 +24,14 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.runtime import input_embeddings, megatron_fsdp, preconditions
 from planc.runtime.calls import Values, function_of, resolve
+from planc.runtime.context import same_batches
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.other_libraries import guard_saving
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
-from planc.runtime.same_inputs import same_batches, watch
+from planc.runtime.same_inputs import watch
 
 _log = logging.getLogger("planc")
 

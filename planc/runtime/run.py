@@ -17,8 +17,9 @@ from planc.notebook import InNotebooks
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients, megatron_fsdp
+from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.meshes import Meshes
-from planc.runtime.same_inputs import FirstPasses, rank_part, sequence_parts
+from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving

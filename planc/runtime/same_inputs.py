@@ -6,7 +6,7 @@ data axis should read different rows; where all read the same, the step is that 
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from planc.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
-from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
 from planc.runtime.same_weights import plain, tensor_sum, text_sum
-from planc.runtime.standalone.context import CONTEXT
-from planc.runtime.standalone.context_tokens import ContextError
 
 _log = logging.getLogger("planc")
 
@@ -194,33 +191,3 @@ def _different(
         )
     message = f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}"
     return stop("PL483", message, help=f"{help}tensor axis read the same rows")
-
-
-def sequence_parts(lowered: Lowered) -> int:
-    """The number of ranks that planc splits a sequence over."""
-    ops = [op for op in lowered.ops if isinstance(op, ContextParallel)]
-    return lowered.axis_size(*(op.axis for op in ops))
-
-
-def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> FirstPasses:
-    """Compares the first batches over the ranks that share sequences."""
-    axes = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
-    return FirstPasses(passes, meshes.part(*axes) if axes and passes else None, splits="sequences")
-
-
-def rank_part(model: nn.Module, batch: Mapping[str, Any], first: FirstPasses) -> dict[str, Any]:
-    """This rank's part of a batch, as of `Run.batch`."""
-    context = model.__dict__.get(CONTEXT)
-    if context is None:
-        return dict(batch)
-    if not first.done:
-        first.before((), dict(batch))
-    try:
-        part: dict[str, Any] = context.batch(batch)
-    except ContextError as error:
-        raise stop(
-            "PL544",
-            f"the batch cannot be split over the context axis: {error}",
-            help="pad or pack rows to a length that divides; `balance = none` needs no factor 2",
-        ) from error
-    return part

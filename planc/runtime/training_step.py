@@ -15,8 +15,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.runtime import gradients
+from planc.runtime.context import sequence_parts
 from planc.runtime.preconditions import stop
-from planc.runtime.same_inputs import sequence_parts
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_step import MicrobatchError, forward_backward, loss_of
 

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainer.md").read_text()
-SCRIPTS = dict(re.findall(r"```python\n(# (\w+)\.py.*?)```", PAGE, re.S)[::-1])
-SCRIPTS = {name: text for text, name in SCRIPTS.items()}
+SCRIPTS = {n: text for text, n in re.findall(r"```python\n(# (\w+)\.py.*?)```", PAGE, re.S)}
 FP32 = ["--set", "param_dtype=fp32", "--set", "reduce_dtype=fp32"]
 MESHES = [["tp=2"], ["tp=2", "dp_replicate=2", "dp_shard=1"], ["dp_replicate=2"]]
 WORDS = [f"w{i}" for i in range(92)]

@@ -15,8 +15,8 @@ from planc.diagnostic import Sink
 from planc.model.small.user_model import builder_of
 from planc.ops.document import digest, loads
 from planc.ops.loss import ChunkLoss
+from planc.runtime.context import sequence_parts
 from planc.runtime.executor import alone, apply_lowered
-from planc.runtime.same_inputs import sequence_parts
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 from planc.trial import worker
 from planc.trial.launcher import Job
