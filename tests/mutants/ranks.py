@@ -137,6 +137,33 @@ def valid(labels):
     return int((labels[..., 1:] != IGNORED).sum())
 
 
+class Routes:
+    """The experts that each token is sent to, by experts module, in the order of the passes.
+
+    16-bit gradients move weights by up to 1 / 256 of a step, and a token whose two best experts are
+    that close may then take the other one: its logits change by any amount, in a right run as well.
+    """
+
+    def __init__(self, model):
+        self.passes = []
+        for name, module in model.named_modules():
+            if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._hook(plain(name)), with_kwargs=True)
+
+    def _hook(self, name):
+        """Keeps the integers that fused experts are given: the chosen experts of each token."""
+
+        def note(_, args, kwargs):
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, torch.Tensor) and not given.is_floating_point():
+                    self.passes[-1][name] = given.detach().sort(-1).values
+
+        return note
+
+    def begin(self):
+        self.passes.append({})
+
+
 # One process -------------------------------------------------------------------------------------
 
 
@@ -149,11 +176,13 @@ def single(job, path):
         for name in names:
             model.get_submodule(name).requires_grad_(trainable)
     optimizer = adamw(model)
+    routes = Routes(model)
     found = {"steps": steps, "counted": counted, "logits": [], "losses": [], "norms": []}
     for number, step in enumerate(steps):
         extra = {COUNT: sum(valid(one["labels"]) for one in step)} if counted else {}
         extra |= {} if "_class_name" in job.values else {"use_cache": False}
         for one in step:
+            routes.begin()
             output = model(**one, **extra)
             loss = output.loss if counted else output.loss / len(step)
             (loss * divided(plan)).backward()
@@ -167,7 +196,7 @@ def single(job, path):
         optimizer.zero_grad()
     found["parameters"] = {n: p.detach().clone() for n, p in model.named_parameters()}
     assert grads and all(torch.isfinite(g).all() for g in grads.values())
-    found["modules"] = list(sys.modules)
+    found["modules"], found["routes"] = list(sys.modules), routes.passes
     torch.save(found, path)
 
 
@@ -206,7 +235,8 @@ def train(job, reference, rank, path):
     plan = lowered(job)
     model = build(job.values)
     run = planc.apply(model, plan, device_type="cpu")
-    mine = Mine(reference, run)
+    routes = Routes(model)
+    mine = Mine(reference, run, routes if rough(plan) else None)
     optimizer = run.optimizer(adamw(model))
     for number, step in enumerate(reference["steps"]):
         given = [rank_slice(one, run.data_rank, run.data_size) for one in step]
@@ -214,6 +244,7 @@ def train(job, reference, rank, path):
         if reference["counted"]:
             extra[COUNT] = run.num_items_in_batch(*(one["labels"] for one in given))
         for at, one in enumerate(given):
+            routes.begin()
             with contextlib.nullcontext() if at == len(given) - 1 else run.no_sync():
                 output = model(**one, **extra)
                 loss = output.loss if reference["counted"] else output.loss / len(given)
@@ -231,10 +262,17 @@ def train(job, reference, rank, path):
 
 
 class Mine:
-    """What one rank has of each kind, beside the single process."""
+    """What one rank has of each kind, beside the single process.
 
-    def __init__(self, reference, run):
+    Args:
+        routes: the experts of this run's tokens, where the plan reduces in 16 bits: in the second
+            step a token with other experts than the single process' is counted, its logits are not
+            compared.
+    """
+
+    def __init__(self, reference, run, routes):
         self._right, self._run, self._at, self._norm = reference, run, 0, 0
+        self._routes = routes
         self.errors = dict.fromkeys(LIMITS, 0.0)
         self.worst = ""
 
@@ -249,12 +287,23 @@ class Mine:
         rows = self._right["logits"][self._at].chunk(self._run.data_size)[self._run.data_rank]
         later = self._at >= len(self._right["steps"][0])
         if logits is not None:
-            self._told("later" if later else "logits", error(logits, rows))
+            same = self._routed(rows.shape[:-1]) if later else torch.ones(rows.shape[:-1]).bool()
+            self._told("routes", 1 - same.float().mean().item())
+            self._told("later" if later else "logits", error(logits[same], rows[same]))
         mean = whole(loss).clone()
         distributed.all_reduce(mean)
         right = self._right["losses"][self._at]
         self._told("later" if later else "loss", error(mean / WORLD, right))
         self._at += 1
+
+    def _routed(self, shape):
+        """Which tokens have the experts that they have in the single process."""
+        same = torch.ones(shape).bool()
+        for name, mine in self._routes.passes[self._at].items() if self._routes else ():
+            right = self._right["routes"][self._at][name]
+            right = right.chunk(self._run.data_size)[self._run.data_rank]
+            same &= (whole(mine) == right).all(-1).reshape(shape)
+        return same
 
     def normed(self, norm):
         self._told("norm", error(norm, self._right["norms"][self._norm]))
