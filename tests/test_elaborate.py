@@ -105,3 +105,12 @@ def test_bytes_add_up():
 def test_a_section_with_a_mistake_is_marked_so_that_nothing_judges_it(name, line):
     plan, *_ = elaborated(PLAN.replace("UNITS", "root : unit") + f"{name} {{\n    {line}\n}}\n")
     assert plan.broken == {name} and not plan.checkpoint
+
+
+def test_a_folder_of_weights_does_not_hide_the_shipped_plan_of_its_name(home):
+    (home / "llama").mkdir()
+    (home / "mine.plan").write_text('plan mine for llama\nextend "llama"\n')
+    sink = Sink()
+    files = read("mine.plan", sink)
+    assert codes(sink) == []
+    assert [file.statements[0].name for file in files] == ["llama", "mine"]

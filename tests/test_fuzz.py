@@ -84,15 +84,14 @@ def test_one_token_less_leaves_most_of_a_plan():
     """A token that is gone is one finding, and costs one statement: all but 1 in 100 times.
 
     Where a `{` that is gone leaves text that is well formed for a while, recovery can't know what
-    was meant, and the guesses that follow are findings too.
+    was meant, and the guesses that follow are findings too. Of each plan every seventh token is
+    dropped, to save time.
     """
     dropped = several = 0
     for text in PLANS:
         whole = len(read(text)[0].statements)
         tokens = TOKEN.findall(text)
-        for at, token in enumerate(tokens):
-            if token.isspace():
-                continue
+        for at in [at for at, token in enumerate(tokens) if not token.isspace()][::7]:
             file, sink = read("".join((*tokens[:at], *tokens[at + 1 :])))
             dropped += 1
             several += len(sink.diagnostics) > 1 or len(file.statements) < whole - 1

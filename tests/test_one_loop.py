@@ -1,94 +1,44 @@
-"""The script of docs/training.md, unchanged under plans of every axis, with threads as ranks."""
+"""The script of docs/training.md under plans that join axes, with threads as ranks.
 
-import re
+tests/processes/test_loop_on_processes.py runs it under all plans.
+"""
+
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from loop_plans import (
+    EXPERTS,
+    LONG,
+    MIXTURES,
+    PLANS,
+    ROWS,
+    SCRIPT,
+    SIZES,
+    arguments,
+    saved,
+    steps_of,
+    weights_of,
+)
 
 from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import run_ranks
 
-ROOT = Path(__file__).parent.parent
-SCRIPT = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.S)[1]
-LONG = """plan long for llama
-
-extend "llama"
-
-override mesh {
-    when pipeline_stages > 1 {
-        pp = pipeline_stages
-    }
-    dp_shard = auto
-    cp       = 2
-    tp       = 1
-}
-
-context on cp {
-    attention = all_gather
-}
-
-override fsdp on dp_shard * cp {
-    precision(param = fp32, reduce = fp32)
-    model.layers.* : unit
-    root           : unit
-}
-"""
-PLANS = {
-    "fsdp": (2, "llama", []),
-    "hsdp": (4, "llama", ["dp_replicate=2"]),
-    "tp": (4, "llama", ["tp=2"]),
-    "pp": (2, "llama", ["pipeline_stages=2", "microbatches=4"]),
-    "pp and fsdp": (4, "llama", ["pipeline_stages=2", "microbatches=2"]),
-    "pp and tp": (4, "llama", ["pipeline_stages=2", "tp=2", "microbatches=8"]),
-    "zbv": (2, "llama", ["pipeline_stages=2", "microbatches=4", "pipeline_schedule=zbv"]),
-    "loss on tp": (4, "llama", ["pipeline_stages=2", "tp=2", "microbatches=2", "loss_chunks=2"]),
-    "pp, tp and fsdp": (8, "llama", ["pipeline_stages=2", "tp=2", "microbatches=2"]),
-    "cp": (2, "long.plan", []),
-    "cp, tp and fsdp": (8, "long.plan", ["tp=2"]),
-    "pp and cp": (4, "long.plan", ["pipeline_stages=2", "microbatches=2"]),
-}
-MIXTURES = {
-    "ep": (2, "mixtral", ["ep=2"]),
-    "ep and tp": (4, "mixtral", ["ep=4", "tp=2"]),
-    "ep and pp": (4, "mixtral", ["ep=2", "pipeline_stages=2", "microbatches=2"]),
-}
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-def saved(folder, kind, **more):
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
-    return folder
+JOINED = ("pp, tp and fsdp", "pp and cp", "loss on tp")
 
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch, capsys):
     """Runs the script: (loss, norm) of three steps, and the weights that it exports."""
-    from safetensors.torch import load_file
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.plan").write_text(LONG)
+    (tmp_path / "rows.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rows", raising=False)
 
     def run(name, ranks, plan, settings, weights):
-        precise = [] if plan.endswith(".plan") else ["param_dtype=fp32"]
-        given = [part for text in [*precise, *settings] for part in ("--set", text)]
-        folder = tmp_path / name
-        where = ["--save", str(folder / "last"), "--steps", "3"]
-        monkeypatch.setattr(sys, "argv", ["train.py", str(weights), plan, *where, *given])
+        monkeypatch.setattr(sys, "argv", arguments(tmp_path / name, plan, settings, weights))
         code = compile(SCRIPT, "train.py", "exec")
 
         def rank(_):
@@ -97,12 +47,10 @@ def trained(tmp_path, monkeypatch, capsys):
 
         failure = run_ranks(ranks, rank, seconds=300)
         assert failure is None, failure and (name, failure.message, failure.error)
-        printed = capsys.readouterr().out
-        lines = re.findall(r"^step \d, loss ([\d.]+), norm ([\d.]+)$", printed, re.M)
-        steps = [[*map(float, line)] for line in lines]
-        return steps, load_file(folder / "export" / "model.safetensors")
+        return steps_of(capsys.readouterr().out), weights_of(tmp_path / name)
 
-    return run
+    yield run
+    sys.modules.pop("rows", None)
 
 
 def same(trained, plans, weights, alone):
@@ -116,13 +64,14 @@ def same(trained, plans, weights, alone):
             torch.testing.assert_close(tensors[key], value, rtol=1e-3, atol=2e-5)
 
 
-def test_the_script_trains_the_same_under_every_plan(trained, tmp_path):
-    same(trained, PLANS, saved(tmp_path / "weights", "Llama"), "llama")
+def test_the_script_trains_the_same_under_plans_that_join_axes(trained, tmp_path):
+    plans = {name: PLANS[name] for name in JOINED}
+    same(trained, plans, saved(tmp_path / "weights", "Llama"), "llama")
 
 
-def test_the_script_trains_mixtures_the_same(trained, tmp_path):
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    same(trained, MIXTURES, saved(tmp_path / "weights", "Mixtral", **experts), "mixtral")
+def test_the_script_trains_a_mixture_the_same(trained, tmp_path):
+    weights = saved(tmp_path / "weights", "Mixtral", **EXPERTS)
+    same(trained, {"ep and tp": MIXTURES["ep and tp"]}, weights, "mixtral")
 
 
 def test_ranks_of_a_context_axis_that_read_different_rows_stop(tmp_path, monkeypatch):

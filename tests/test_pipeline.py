@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_one_loop import SIZES
+from loop_plans import SIZES
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from test_one_loop import LONG, SIZES
+from loop_plans import LONG, SIZES
 from test_script import WIDTH, ruff
 from torch.distributed.tensor import DTensor
 

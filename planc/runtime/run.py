@@ -130,7 +130,8 @@ class Run(InNotebooks):
         return gradients.no_sync(self.model)
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch: its tokens, where the plan splits sequences; else all.
+        """This rank's part of a batch, on its device: its tokens, where the plan splits sequences;
+        else all.
 
         The ranks of a context axis read the same rows, as those of a tensor axis do. Their parts
         have positions of their own and the labels of the next tokens (`shift_labels`), so that the
@@ -144,7 +145,12 @@ class Run(InNotebooks):
             PlanError: PL544, the batch cannot be split; PL545, the ranks have read different
                 batches. On every rank of the axis.
         """
-        return rank_part(self.model, batch, self.batches)
+        device = self.mesh.device_type
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+        return rank_part(self.model, moved, self.batches)
 
     def num_items_in_batch(self, *labels: Tensor) -> Tensor:
         """What a loss is divided by, so that the gradients of a step are those of the mean over

@@ -202,20 +202,20 @@ def base_of(place: PlanFile, name: str) -> PlanFile:
     folder = place.path.parent if place.path else Path()
     path = folder / name
     known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
-    ships = "/" not in name and _exists(known)
+    ships = "/" not in name and _is_file(known)
     if place.revision is not None:
         if not ships or _is_at_revision(place.revision, path):
             return PlanFile(name=f"{place.revision}:{path}", path=path, revision=place.revision)
         return PlanFile(name=f"plans/{known.name}", path=known)
-    if ships and not _exists(path):
+    if ships and not _is_file(path):  # a folder of weights may have the name as well
         return PlanFile(name=f"plans/{known.name}", path=known)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
     return PlanFile(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
 
 
-def _exists(path: Path) -> bool:
+def _is_file(path: Path) -> bool:
     try:
-        return path.exists()
+        return path.is_file()
     except OSError:  # its name is too long
         return False
 

@@ -5,7 +5,7 @@ from pool import Pool
 
 HERE = Path(__file__).parent
 SAMPLE = {"test_apply.py", "test_coverage.py"}
-"""What plain `pytest` runs of this folder; all else here is `slow`."""
+"""What plain `pytest` runs of this folder; all else here is `slow`, as are tests marked so."""
 
 
 @pytest.hookimpl(tryfirst=True)

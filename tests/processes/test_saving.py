@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from loop_plans import ROWS, SCRIPT, TEXTS
 from test_training import FP32, LIMIT
 
 CASES = [
@@ -189,15 +190,13 @@ def test_a_kill_in_the_midst_of_a_save(four, tmp_path, moment):
         assert result["left"] == ["run"]
 
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "training.md"
-
-
 def test_the_script_of_the_page(tmp_path):
     """It trains, stops after a save, and goes on under another plan with the same norms."""
     from numerics import build
 
-    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1])
-    build("llama").save_pretrained(tmp_path / "weights")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "rows.py").write_text(ROWS)
+    build("llama", vocab_size=256).save_pretrained(tmp_path / "weights")
     overrides = ["--set", "param_dtype=fp32"]
     whole = script(tmp_path, "one", "--steps", "12", *overrides)
     begun = script(tmp_path, "two", "--steps", "10", *overrides, "--set", "tp=2")
@@ -214,7 +213,16 @@ def script(folder, run, *options, moved=False):
     if moved:
         (folder / run / "export").rename(folder / run / "before")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = ["--standalone", "train.py", "weights", "llama", "--save", f"{run}/last", *options]
+    command = [
+        "--standalone",
+        "train.py",
+        "weights",
+        str(TEXTS),
+        "llama",
+        "--save",
+        f"{run}/last",
+        *options,
+    ]
     done = subprocess.run(
         [*torchrun, *command],
         check=False,

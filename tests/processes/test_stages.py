@@ -1,9 +1,8 @@
 """Pipelines on real processes: the page's script saves, resumes and exports, and `planc verify`."""
 
-import re
-
 import pytest
-from test_saving import PAGE, script
+from loop_plans import ROWS, SCRIPT
+from test_saving import script
 
 from planc.cli import main
 
@@ -15,8 +14,9 @@ def test_a_run_goes_on_with_other_stages(tmp_path, first, then):
     from numerics import build
     from safetensors.torch import load_file
 
-    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1])
-    build("llama").save_pretrained(tmp_path / "weights")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "rows.py").write_text(ROWS)
+    build("llama", vocab_size=256).save_pretrained(tmp_path / "weights")
     fp32 = ["--set", "param_dtype=fp32"]
     whole = script(tmp_path, "one", "--steps", "12", *fp32)
     begun = script(tmp_path, "two", "--steps", "10", *fp32, *first)
