@@ -32,6 +32,7 @@ def in_place(files):
     for file, text in files.items():
         parsed = parse(Source(file, text), Sink())
         edits = [*edited_rules(parsed), *inverted(parsed.statements), *added(parsed)]
+        edits += edited_settings(parsed)
         seen = {text}
         for kind, name, span, new, *more in edits:
             mutant = "\n".join([text[: span.start] + new + text[span.end :], *more])
@@ -83,6 +84,50 @@ def edited_rules(parsed):
             ignored, frozen = f"ignore {target}", f"train {{\n    {target} : frozen\n}}\n"
             yield "ignore", f"{target} ignored", rule.origin, ignored
             yield "ignore", f"{target} ignored and frozen", rule.origin, ignored, frozen
+
+
+SETTINGS = {
+    "schedule": ['"gpipe"', '"zbv"', '"interleaved_1f1b"'],
+    "microbatches": ["1", "2"],
+    "stages": [
+        "even($block, first = -1)",
+        "weighted($block, blocks = [1, 1])",
+        "[model.layers[0], model.layers[1]]",
+        "[model.layers[0], model.layers[0:2]]",
+        "[model.layers[1], model.layers[0]]",
+        "[model.layers[0:1], model.layers[2:4]]",
+        "[model.layers[0:3], model.layers[3:4]]",
+        "even(model.layers[1:])",
+        "even($block.mlp)",
+    ],
+    "attention": ["ulysses"],
+    "balance": ["none", "head_tail", "per_document"],
+}
+"""Other values for the settings of pipelines and split sequences; some fit a deeper model."""
+
+
+def edited_settings(parsed):
+    """Settings of sections with another value, and `balance` where it is left out."""
+    for section in sections(parsed.statements):
+        given = {item.name: item for item in section.items if isinstance(item, ast.Setting)}
+        for name, item in given.items():
+            for value in SETTINGS.get(name, ()):
+                yield section.name, f"{name} {value}", item.origin, f"{name} = {value}"
+        if "attention" in given and "balance" not in given:
+            first = given["attention"].origin
+            for value in SETTINGS["balance"]:
+                line = f"{first.text}\n        balance = {value}"
+                yield section.name, f"balance {value}", first, line
+
+
+def sections(items):
+    """The sections, in branches too."""
+    for item in items:
+        match item:
+            case ast.Section():
+                yield item
+            case ast.When():
+                yield from sections((*item.then, *item.otherwise))
 
 
 def kind_of(section, rule, name):
@@ -149,11 +194,16 @@ def actions(name, action):
             yield "a part", re.sub(r"shard\(\w\)", "partial", action)
         case "attributes":
             yield "sum", "replicate(gradient = sum)"
+        case "dispatch":
+            yield "all-reduce", "dispatch(all_reduce)"
+            yield "all-to-all", "dispatch(all_to_all)"
+            yield "replicated", "replicate"
         case "full":
             yield "none", "none"
         case "unit":
             yield "never", "unit(reshard = never)"
             yield "always", "unit(reshard = always)"
+            yield "everywhere", re.sub(r"on = ep_shard, ?", "", action)
 
 
 def of_linear(name, action):

@@ -23,6 +23,7 @@ from truth import LIMITS, SECONDS, WORLD, imported
 import planc
 from planc.diagnostic import Sink
 from planc.model.small.input_search import BatchShape, rank_slice
+from planc.ops.context import ContextParallel
 from planc.ops.document import loads
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard
@@ -194,10 +195,18 @@ def single(job, path):
         found["norms"].append(clipped(model))
         optimizer.step()
         optimizer.zero_grad()
+    found["tied"] = tied(model)
     found["parameters"] = {n: p.detach().clone() for n, p in model.named_parameters()}
     assert grads and all(torch.isfinite(g).all() for g in grads.values())
     found["modules"], found["routes"] = list(sys.modules), routes.passes
     torch.save(found, path)
+
+
+def tied(model):
+    """The other names of tied parameters: those under which a later stage has them."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {n: names[id(p)] for n, p in every if n != names[id(p)]}
 
 
 def keep(path):
@@ -243,13 +252,10 @@ def train(job, reference, rank, path):
         extra = {}
         if reference["counted"]:
             extra[COUNT] = run.num_items_in_batch(*(one["labels"] for one in given))
-        for at, one in enumerate(given):
-            routes.begin()
-            with contextlib.nullcontext() if at == len(given) - 1 else run.no_sync():
-                output = model(**one, **extra)
-                loss = output.loss if reference["counted"] else output.loss / len(given)
-                loss.backward()
-            mine.passed(output.logits, loss)
+        if in_parts(plan):
+            mine.stepped(run.forward_backward(given), len(given))
+        else:
+            passes(model, run, given, extra, routes, mine)
         if number == 0:
             mine.gradients(model)
         mine.normed(whole(run.clip_grad_norm_(1.0)))
@@ -259,6 +265,22 @@ def train(job, reference, rank, path):
     found = {"errors": mine.errors, "worst": mine.worst, "rough": rough(plan)}
     path.write_text(json.dumps({**found, "modules": list(sys.modules)}))
     distributed.barrier()
+
+
+def in_parts(plan):
+    """Whether a rank has a part of the blocks, or of every sequence: one call makes the passes."""
+    return plan.pipeline is not None or any(isinstance(op, ContextParallel) for op in plan.ops)
+
+
+def passes(model, run, given, extra, routes, mine):
+    """The passes of a step one by one."""
+    for at, one in enumerate(given):
+        routes.begin()
+        with contextlib.nullcontext() if at == len(given) - 1 else run.no_sync():
+            output = model(**one, **extra)
+            loss = output.loss if COUNT in extra else output.loss / len(given)
+            loss.backward()
+        mine.passed(output.logits, loss)
 
 
 class Mine:
@@ -296,6 +318,12 @@ class Mine:
         self._told("later" if later else "loss", error(mean / WORLD, right))
         self._at += 1
 
+    def stepped(self, loss, count):
+        """The loss of a whole step, where its passes have no outputs to compare."""
+        right = sum(self._right["losses"][self._at : self._at + count])
+        self._told("later" if self._at else "loss", error(loss, right))
+        self._at += count
+
     def _routed(self, shape):
         """Which tokens have the experts that they have in the single process."""
         same = torch.ones(shape).bool()
@@ -312,21 +340,32 @@ class Mine:
     def gradients(self, model):
         right = self._right["gradients"]
         has = {plain(n) for n, p in model.named_parameters() if p.grad is not None}
-        mine = gradients_of(model, has) if has == right.keys() else {}
-        self._tensors("gradient", mine, right)
+        mine = gradients_of(model, has) if {self._name(n) for n in has} <= right.keys() else {}
+        self._tensors("gradient", model, mine, right)
 
     def parameters(self, model):
         orders = rank_orders(model)
         mine = {plain(n): p for n, p in model.named_parameters()}
         mine = {n: in_own_order(whole(p), orders.get(n)) for n, p in mine.items()}
-        self._tensors("parameters", mine, self._right["parameters"])
+        self._tensors("parameters", model, mine, self._right["parameters"])
 
-    def _tensors(self, kind, mine, right):
-        """Errors by name; some gradients are 0 but for rounding."""
-        if mine.keys() != right.keys():
-            self.worst = self.worst or f"{kind} of {sorted(mine.keys() ^ right.keys())[:3]}"
+    def _name(self, name):
+        return self._right["tied"].get(name, name)
+
+    def _tensors(self, kind, model, mine, right):
+        """Errors by name; some gradients are 0 but for rounding.
+
+        A rank has those of its own stage's parameters, and all ranks together have them all.
+        """
+        mine = {self._name(n): t for n, t in mine.items()}
+        own = {self._name(plain(n)) for n, _ in model.named_parameters()} & right.keys()
+        held = [None] * WORLD
+        distributed.all_gather_object(held, own)
+        if odd := (mine.keys() ^ own) | (set().union(*held) ^ right.keys()):
+            self.worst = self.worst or f"{kind} of {sorted(odd)[:3]}"
             self._told(kind, math.inf)
             return
+        right = {n: right[n] for n in mine}
         least = 1e-3 * max(t.abs().max().item() for t in right.values())
         off = {n: error(mine[n], right[n], least) for n in right}
         name = max(off, key=off.get)

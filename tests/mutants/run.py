@@ -10,6 +10,7 @@ and is counted by itself.
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -36,6 +37,8 @@ WORLD = 4
 CONTRADICTIONS = frozenset({"PL411", "PL441", "PL451", "PL453"})
 """Errors that ask for one of two lines, whatever they train: a unit of ignored parameters, a style
 for ignored ones, a train rule without effect, one of two tied parameters frozen."""
+AT_RUN_TIME = re.compile(r"PlanError: error\[(PL488|PL544)\]")
+"""What hangs on the batch: every rank stops with a diagnostic, which counts as refuted."""
 AHEAD = 6
 """Plans that the truth is asked about while checks go on."""
 
@@ -72,7 +75,7 @@ class Family:
     def _way(self, way, most, seed):
         plan = SUBJECTS[self.run.name]
         files, name = chain(plan), f"{plan}.plan"
-        facts = load_values(dict(way.values), self.run.name, Sink())
+        facts = load_values(dict(way.values), self.run.name.partition(",")[0], Sink())
         base, sink = self._compiled(files, name, facts, way)
         assert base.lowered is not None, f"{name} for {self.run.name}: {[d.message for d in sink]}"
         self._ask(base, sink, way, "unchanged", "")
@@ -122,6 +125,8 @@ class Family:
     def _absorb(self, most):
         for number, real, detail in self._truth.answers(most):
             kind, what, said, codes = self._open.pop(number)
+            if real == "crash" and (told := AT_RUN_TIME.search(detail)):
+                said, codes = "refuted", [*codes, told[1]]
             self.run.counts[kind, real, said] += 1
             if category(real, said) in ("silent", "alarm", "unsure"):
                 self.run.surprises.append(
@@ -141,7 +146,9 @@ def verdict(done, sink):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", type=names, default=list(SUBJECTS), help="such as llama,wan")
+    parser.add_argument(
+        "--families", type=names, default=list(SUBJECTS), help="such as llama,wan,llama:stages"
+    )
     parser.add_argument("--most", type=int, default=56, help="mutants of each family; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="other numbers draw other mutants")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
@@ -164,7 +171,7 @@ def main():
 
 
 def names(text):
-    found = [name for name in text.split(",") if name]
+    found = [name.replace(":", ", ") for name in text.split(",") if name]
     if unknown := [name for name in found if name not in SUBJECTS]:
         raise argparse.ArgumentTypeError(f"no such family: {', '.join(unknown)}")
     return found

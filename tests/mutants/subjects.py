@@ -33,8 +33,21 @@ SUBJECTS = {
     "jamba": "jamba",
     "qwen3_vl": "qwen3_vl",
     "wan": "wan",
+    "llama, stages": "llama",
+    "llama-tied, stages": "llama",
+    "llama, context": "llama",
+    "qwen3, context": "qwen3",
+    "mixtral, experts": "mixtral",
+    "qwen3_moe, experts": "qwen3_moe",
 }
-"""The plan of each family of tests/processes; wan is a shrunken model of diffusers."""
+"""The plan of each family of tests/processes; wan is a shrunken model of diffusers. Those with a
+second word are used along another axis."""
+
+AXES = {
+    "stages": ("pipeline_stages=2", "microbatches=2"),
+    "context": ("context_parallel=2",),
+    "experts": ("ep=2",),
+}
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 LISTS = ("layer_types", "layers_block_type", "no_rope_layers")
@@ -62,6 +75,10 @@ class Way:
 
 def ways(name):
     """The ways of a family's plan: with and without sequence parallelism, and deeper models."""
+    family, _, axis = name.partition(", ")
+    if axis:
+        yield from along(dict(MODELS[family]), AXES[axis])
+        return
     values = wan(2) if name == "wan" else dict(MODELS[name])
     text = "\n".join(chain(SUBJECTS[name]).values())
     options = [""]
@@ -77,6 +94,16 @@ def ways(name):
     yield Way("deep", more, (*TWO, *way), 0.15, ("tp == 2", "tp * dp_shard == 4", depth))
     wide = wan(4) if name == "wan" else deep(four(values))
     yield Way("tp=4", wide, (*FOUR, *way), 0.15, ("tp >= 4", "tp > 2 and dp_shard == 1"))
+
+
+def along(values, settings):
+    """The ways along another axis: beside two ranks of data, of a tensor axis, and deeper."""
+    fp32 = (*settings, "param_dtype=fp32")
+    yield Way("data", values, (*fp32, "tp=1"), 0.35)
+    yield Way("tensor", values, (*fp32, "tp=2"), 0.35)
+    yield Way(
+        "deep", deep(values), (*fp32, "tp=2"), 0.3, ("tp == 2", "config.num_hidden_layers > 3")
+    )
 
 
 TWO = ("tp=2", "param_dtype=fp32")
