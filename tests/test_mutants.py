@@ -20,7 +20,7 @@ from planc.model.load import load_values
 KINDS = {
     *("rule dropped", "rule retargeted", "style", "layout", "local", "checkpoint"),
     *("unit", "unit dropped", "reduce dtype", "divide", "ignore", "condition", "frozen"),
-    *("loss", "layers", "degree"),
+    *("loss", "layers", "degree", "pipeline", "context"),
 }
 
 
@@ -60,6 +60,8 @@ def test_every_kind_of_change_is_made(llama):
         ("divide", "divide by 3", "divide = 3\n    precision("),
         ("ignore", "model.embed_tokens ignored", "        ignore model.embed_tokens"),
         ("frozen", "model.norm frozen", "train {\n    model.norm : frozen\n}"),
+        ("pipeline", "stages even(model.layers[1:])", "stages = even(model.layers[1:])"),
+        ("context", "attention ulysses", "attention = ulysses"),
         (
             "layers",
             "output partial on layers[-1]",
@@ -100,6 +102,8 @@ def rank(rough=False, **errors):
         ([rank(rough=True, gradient=1e-2), rank(rough=True)], "right"),
         ([rank(rough=True, gradient=1e-1), rank(rough=True)], "wrong"),
         ([rank(rough=True, logits=1e-3), rank(rough=True)], "wrong"),
+        ([rank(rough=True, routes=0.03), rank(rough=True)], "right"),
+        ([rank(rough=True, routes=0.06), rank(rough=True)], "wrong"),
     ],
 )
 def test_one_rank_that_is_off_is_enough(ranks, verdict):
