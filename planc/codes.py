@@ -4,8 +4,6 @@ A code means the same forever; `docs/diagnostics` has a page for each, whose tit
 The exit code of a command follows from the phases of its errors (`exit_code`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

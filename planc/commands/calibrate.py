@@ -1,7 +1,5 @@
 """`planc calibrate`: a hardware profile that is fitted to a user's own measurements."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

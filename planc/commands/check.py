@@ -1,7 +1,5 @@
 """`planc check`: what is wrong with plans for models."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`planc completion SHELL`: a script that completes commands, options, and names of plans."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from shlex import quote

@@ -1,7 +1,5 @@
 """`planc diff`: two lowered plans compared."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Corrections of misspelled names, written into plans (`--fix`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`planc estimate`: memory and time of a training step."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`planc explain`: what a diagnostic code means."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

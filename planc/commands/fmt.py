@@ -1,7 +1,5 @@
 """`planc fmt`: plans in the canonical layout."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """What `planc COMMAND --help` says beside the arguments: defaults, examples, where to read on."""
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """`planc import`: a plan from the configuration of another library."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

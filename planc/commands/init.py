@@ -1,7 +1,5 @@
 """`planc init`: a first plan for a model."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

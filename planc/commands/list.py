@@ -1,7 +1,5 @@
 """`planc list`: the plans and models that can be named."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

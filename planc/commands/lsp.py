@@ -1,7 +1,5 @@
 """`planc lsp`: a language server for editors."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.util import find_spec

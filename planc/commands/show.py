@@ -1,7 +1,5 @@
 """`planc show`: a plan as a page or a picture."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """`planc suggest`: the fastest plan that fits."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

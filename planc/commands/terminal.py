@@ -3,8 +3,6 @@
 Anywhere else the text is printed as it is, to the byte; `FORCE_COLOR` adds the colors alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

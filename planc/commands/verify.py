@@ -1,7 +1,5 @@
 """`planc verify`: a plan proved on real processes."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """Runs a check again whenever one of its files changes (`--watch`)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

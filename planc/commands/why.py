@@ -1,7 +1,5 @@
 """`planc why`: the lines that decide a module or a parameter."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Further axes of a drafted plan: stages of a pipeline, parts of sequences, divided experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 

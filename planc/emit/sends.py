@@ -1,7 +1,5 @@
 """What a step sends, as text and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan and the model of the ranks at one place of a pipeline: what their stages hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar

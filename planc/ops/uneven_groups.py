@@ -1,7 +1,5 @@
 """The process groups that only some places of a pipeline use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.ops.call import (

@@ -1,7 +1,5 @@
 """Methods of `Run` for a training loop: accumulation, inference, clipping, full weights."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A diff as a page, with both plans side by side, and what a notebook shows of results."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher

@@ -1,7 +1,5 @@
 """Bars of what a rank holds, and of what a step's time is spent on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from planc.show.html import Html, tag

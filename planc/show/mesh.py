@@ -1,7 +1,5 @@
 """The mesh as a picture: nodes, their ranks, and the groups in which a rank communicates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The page of one plan: its mesh, its modules, what a rank holds, a step, and the plan's lines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The mesh and the modules of a plan as one SVG."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from planc.ops import phrases

@@ -11,23 +11,34 @@ from planc.source import Source, Span
 from planc.syntax import ast
 
 _LARGEST = 2**63
+_MODIFIERS = ("optional", "override")
+_LISTS = ("axes", "replicate")
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 Method = Callable[[Any, Meta, list[Any]], ast.Node]
 
 
-def _of_children(kind: type[ast.Node], *fields: str) -> Method:
+def _node(kind: type[ast.Node], *fields: str) -> Method:
+    """The method of a rule whose children are the fields of a node, in order.
+
+    A token is its text, a modifier is whether it is there. `modifiers` are those that the node has.
+    """
+    own = kind.__dataclass_fields__
+
     def method(self: Any, meta: Meta, children: list[Any]) -> ast.Node:
-        return kind(origin=self.span(meta), **dict(zip(fields, children, strict=True)))
-
-    return method
-
-
-def _definition(kind: type[ast.Option] | type[ast.Let]) -> Method:
-    def method(self: Any, meta: Meta, children: list[Any]) -> ast.Node:
-        override, name, value = children
-        named = {"name": str(name), "name_origin": self.at(name)}
-        return kind(origin=self.span(meta), value=value, override=override is not None, **named)
+        values: dict[str, Any] = {}
+        for name, child in zip(fields, children, strict=True):
+            if name == "modifiers":
+                values |= {word: word in (child or ()) for word in _MODIFIERS if word in own}
+            elif name in _MODIFIERS:
+                values[name] = child is not None
+            elif isinstance(child, Token):
+                values[name] = _unquote(child) if child.type == "STRING" else str(child)
+                if f"{name}_origin" in own:
+                    values[f"{name}_origin"] = self.at(child)
+            else:
+                values[name] = () if child is None and name in _LISTS else child
+        return kind(origin=self.span(meta), **values)
 
     return method
 
@@ -72,33 +83,12 @@ class Builder(Transformer[Token, ast.File]):
         )
         return ast.Header(origin=self.span(meta), name=str(name), families=words)
 
-    def extend(self, meta: Meta, children: list[Any]) -> ast.Extend:
-        return ast.Extend(origin=self.span(meta), path=_unquote(children[0]))
-
-    option = _definition(ast.Option)
-    let = _definition(ast.Let)
-
-    def require(self, meta: Meta, children: list[Any]) -> ast.Require:
-        condition, message = children
-        return ast.Require(origin=self.span(meta), condition=condition, message=_unquote(message))
-
-    def style(self, meta: Meta, children: list[Any]) -> ast.Style:
-        name, path = children
-        return ast.Style(
-            origin=self.span(meta), name=str(name), name_origin=self.at(name), path=_unquote(path)
-        )
-
-    def section(self, meta: Meta, children: list[Any]) -> ast.Section:
-        override, name, on, replicate, items = children
-        return ast.Section(
-            origin=self.span(meta),
-            name=str(name),
-            name_origin=self.at(name),
-            axes=on or (),
-            replicate=replicate or (),
-            items=items,
-            override=override is not None,
-        )
+    extend = _node(ast.Extend, "path")
+    option = _node(ast.Option, "override", "name", "value")
+    let = _node(ast.Let, "override", "name", "value")
+    require = _node(ast.Require, "condition", "message")
+    style = _node(ast.Style, "name", "path")
+    section = _node(ast.Section, "override", "name", "axes", "replicate", "items")
 
     def on(self, meta: Meta, children: list[Any]) -> tuple[ast.Name, ...]:
         axes: tuple[ast.Name, ...] = children[0]
@@ -134,37 +124,12 @@ class Builder(Transformer[Token, ast.File]):
 
     # Items
 
-    def rule(self, meta: Meta, children: list[Any]) -> ast.Rule:
-        modifiers, target, action = children
-        return ast.Rule(origin=self.span(meta), target=target, action=action, **_flags(modifiers))
-
-    def block(self, meta: Meta, children: list[Any]) -> ast.Block:
-        modifiers, target, items = children
-        optional = _flags(modifiers)["optional"]
-        return ast.Block(origin=self.span(meta), target=target, items=items, optional=optional)
-
-    def setting(self, meta: Meta, children: list[Any]) -> ast.Setting:
-        modifiers, name, value = children
-        return ast.Setting(
-            origin=self.span(meta),
-            name=str(name),
-            name_origin=self.at(name),
-            value=value,
-            override=_flags(modifiers)["override"],
-        )
-
-    def ignore(self, meta: Meta, children: list[Any]) -> ast.Ignore:
-        optional, target = children
-        return ast.Ignore(origin=self.span(meta), target=target, optional=optional is not None)
-
-    def directive(self, meta: Meta, children: list[Any]) -> ast.Directive:
-        modifiers, call = children
-        override = _flags(modifiers)["override"]
-        return ast.Directive(origin=self.span(meta), call=call, override=override)
-
-    def placement(self, meta: Meta, children: list[Any]) -> ast.Placement:
-        name, axes = children
-        return ast.Placement(origin=self.span(meta), name=str(name), axes=axes)
+    rule = _node(ast.Rule, "modifiers", "target", "action")
+    block = _node(ast.Block, "modifiers", "target", "items")
+    setting = _node(ast.Setting, "modifiers", "name", "value")
+    ignore = _node(ast.Ignore, "optional", "target")
+    directive = _node(ast.Directive, "modifiers", "call")
+    placement = _node(ast.Placement, "name", "axes")
 
     def modifiers(self, meta: Meta, children: list[Any]) -> tuple[str, ...]:
         return tuple(str(c) for c in children)
@@ -176,12 +141,8 @@ class Builder(Transformer[Token, ast.File]):
 
     call = action
 
-    def argument(self, meta: Meta, children: list[Any]) -> ast.Argument:
-        name, value = children
-        named = None if name is None else str(name)
-        return ast.Argument(origin=self.span(meta), name=named, value=value)
-
-    arrow = _of_children(ast.Arrow, "source", "target")
+    argument = _node(ast.Argument, "name", "value")
+    arrow = _node(ast.Arrow, "source", "target")
 
     def selector(self, meta: Meta, children: list[Any]) -> ast.Selector:
         path = next(c for c in children if isinstance(c, Token) and c.type != "CLASS")
@@ -195,26 +156,21 @@ class Builder(Transformer[Token, ast.File]):
 
     # Expressions
 
-    choice = _of_children(ast.Choice, "condition", "then", "otherwise")
+    choice = _node(ast.Choice, "condition", "then", "otherwise")
 
-    def binary(self, meta: Meta, children: list[Any]) -> ast.Binary:
-        left, op, right = children
-        return ast.Binary(origin=self.span(meta), op=str(op), left=left, right=right)
+    binary = _node(ast.Binary, "left", "op", "right")
 
     def not_in(self, meta: Meta, children: list[Any]) -> ast.Unary:
         left, _, op, right = children
         inside = ast.Binary(origin=self.span(meta), op=str(op), left=left, right=right)
         return ast.Unary(origin=self.span(meta), op="not", operand=inside)
 
-    def unary(self, meta: Meta, children: list[Any]) -> ast.Unary:
-        op, operand = children
-        return ast.Unary(origin=self.span(meta), op=str(op), operand=operand)
+    unary = _node(ast.Unary, "op", "operand")
 
     def listing(self, meta: Meta, children: list[Any]) -> ast.List:
         return ast.List(origin=self.span(meta), items=tuple(c for c in children if c is not None))
 
-    def name(self, meta: Meta, children: list[Any]) -> ast.Name:
-        return self.word(children[0])
+    name = _node(ast.Name, "path")
 
     def number(self, meta: Meta, children: list[Any]) -> ast.Literal:
         value = _number(str(children[0]))
@@ -222,17 +178,10 @@ class Builder(Transformer[Token, ast.File]):
             self.giants.append(self.span(meta))
         return ast.Literal(origin=self.span(meta), value=value or 0)
 
-    def string(self, meta: Meta, children: list[Any]) -> ast.Literal:
-        return ast.Literal(origin=self.span(meta), value=_unquote(children[0]))
-
+    string = _node(ast.Literal, "value")
     true = _constant(True)
     false = _constant(False)
     null = _constant(None)
-
-
-def _flags(modifiers: tuple[str, ...] | None) -> dict[str, bool]:
-    words = modifiers or ()
-    return {"optional": "optional" in words, "override": "override" in words}
 
 
 def _unquote(token: Token) -> str:

@@ -8,8 +8,6 @@ have called. Masks come from transformers' mask interface, over the tokens of al
 Emitted scripts inline these definitions without their types.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys

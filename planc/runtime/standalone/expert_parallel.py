@@ -3,8 +3,6 @@
 Emitted scripts inline these definitions without their types.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature

@@ -6,8 +6,6 @@ stage the first block of the model returns what was received; the first block af
 stage's own ones keeps what is sent. What runs after that has no effect.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ nothing is inferred in a pass of its own, and batches may have other lengths tha
 one before. Emitted scripts inline these definitions without their types.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

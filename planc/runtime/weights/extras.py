@@ -1,7 +1,5 @@
 """What a script saves beside the model and the optimizer: schedulers, data loaders, counters."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
