@@ -157,7 +157,7 @@ def _ops(layers, tp, layer, vocabulary, checkpoint):
 
 
 def with_ops(lowered, *ops):
-    return lowered.with_ops(ops)
+    return lowered.map_ops(lambda _: ops)
 
 
 def with_fields(lowered, **changes):
@@ -178,7 +178,9 @@ def moved(lowered, lines=100):
     def each(nodes):
         return tuple(dataclasses.replace(n, origin=Span.at(place(n.place))) for n in nodes)
 
-    return dataclasses.replace(lowered.with_ops(each(lowered.ops)), axes=each(lowered.axes))
+    return dataclasses.replace(
+        lowered.map_ops(lambda _: each(lowered.ops)), axes=each(lowered.axes)
+    )
 
 
 # Any lowered plan --------------------------------------------------------------------------------

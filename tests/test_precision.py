@@ -34,7 +34,7 @@ def errors(model, plan, fault=lambda ops: ops, settings=("tp=2",)):
     plain = builder.build(0)
     with torch.no_grad(), Operations() as operations:
         plain(**data.steps[0][0].inputs)
-    applied = lowered.with_ops(fault(list(lowered.ops)))
+    applied = lowered.map_ops(lambda _: fault(list(lowered.ops)))
     assert fault([]) == [] or applied != lowered
     models = [builder.build(0) for _ in range(lowered.world_size)]
     results = [RankResult() for _ in models]

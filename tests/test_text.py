@@ -50,7 +50,7 @@ def test_a_line_has_no_more_than_a_hundred_columns():
 
 
 def test_a_reason_without_words():
-    plan = llama().with_ops((Configure(name="use_cache", value=False, reason="\r"),))
+    plan = llama().map_ops(lambda _: (Configure(name="use_cache", value=False, reason="\r"),))
     assert "configure   use_cache = false\n" in render(plan, digest="0" * 64)
 
 

@@ -263,7 +263,7 @@ def test_a_lowered_plan_has_its_findings(folder):
     bare = replace(lowered, findings=())
     assert lowered == bare and hash(lowered) == hash(bare) and digest(lowered) == digest(bare)
     assert dumps(lowered) == dumps(bare) and "PL161" not in repr(lowered)
-    assert lowered.with_ops(()).findings == lowered.findings
+    assert lowered.map_ops(lambda _: ()).findings == lowered.findings
 
 
 def test_apply_logs_each_warning_once(folder, four_ranks, caplog):

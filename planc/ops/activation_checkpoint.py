@@ -95,9 +95,6 @@ def like(name: str) -> list[str]:
     return same or list(_table())
 
 
-__all__ = ["GROUPS", "Save", "like", "listed", "seen"]
-
-
 _FUNCTIONS = "standalone.activation_checkpoint:"
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 

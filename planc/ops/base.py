@@ -251,7 +251,12 @@ class Op:
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
-        """The lines that `lower` prints for all operations of the kind."""
+        """The lines that `lower` prints for all operations of the kind: those on modules as a
+        listing.
+        """
+        if cls.ABOUT[:1] == ("modules",):
+            yield from phrases.listing((cls.WORD, str(op.about), op.headline(mesh)) for op in ops)
+            return
         for op in ops:
             units = op.about if isinstance(op.about, tuple) else ()
             some = f", of {', '.join(map(str, units))}" if units else ""

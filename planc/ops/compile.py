@@ -1,11 +1,10 @@
 """`module.compile`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from planc.model.facts import Modules
-from planc.ops import phrases
 from planc.ops.base import AxisSizes, Op
 from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step, given
 
@@ -31,7 +30,3 @@ class Compile(Op):
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
         return "as one graph, or fail" if self.fullgraph else ""
-
-    @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
-        return phrases.listing((cls.WORD, str(op.modules), op.headline()) for op in ops)

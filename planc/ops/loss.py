@@ -1,8 +1,8 @@
 """The loss of a causal language model, in chunks of tokens and with a sharded vocabulary."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
@@ -57,7 +57,3 @@ class ChunkLoss(Op):
         split = f"vocabulary sharded over {phrases.axes(self.axes, mesh)}, " if self.axes else ""
         more = "".join(f", {name} = {value:g}" for name, value in self._terms())
         return f"cross entropy, {split}chunks = {self.chunks}{more}"
-
-    @classmethod
-    def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
-        return phrases.listing((cls.WORD, str(op.modules), op.headline(mesh)) for op in ops)

@@ -152,10 +152,6 @@ class Lowered(InNotebooks):
         (only,) = self.stages
         return only
 
-    def with_ops(self, ops: Iterable[AnyOp]) -> Lowered:
-        """The same plan with other operations in its only stage."""
-        return replace(self, stages=(replace(self.stage, ops=tuple(ops)),))
-
     def map_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
         """The same plan with other operations: `change` maps those of each stage."""
         stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)

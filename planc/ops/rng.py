@@ -1,11 +1,10 @@
 """The random numbers of ranks that share activations: the same, or others by rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from planc.model.facts import Modules
-from planc.ops import phrases
 from planc.ops.base import OMIT, Axis, AxisSizes, Op, Where
 from planc.ops.call import (
     MESH,
@@ -94,8 +93,3 @@ class DrawByRank(Op):
             return f"{how(self.after)} inside and after"
         sides = (("inside", self.inside), ("after", self.after))
         return ", ".join(f"{how(split)} {side}" for side, split in sides if split is not None)
-
-    @classmethod
-    def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
-        rows = ((cls.WORD, str(op.modules), op.headline()) for op in ops)
-        return phrases.listing(rows)

@@ -111,9 +111,7 @@ class Arguments:
         self, node: ast.Expr, name: str, wanted: str, value: Value, hint: str | None = None
     ) -> None:
         self.ok = False
-        if not isinstance(value, Failed):
-            shown = f"`{value}`" if isinstance(value, str) else describe(value)
-            self.wrong(node, f"`{name}` is {wanted}, not {shown}", hint)
+        wrong_value(node, name, wanted, value, self.scope, hint=hint)
 
     def done(self, *, positional: int = 0) -> bool:
         """Whether all arguments were valid; reports those that were not read."""
@@ -136,12 +134,18 @@ def word(expression: ast.Expr, scope: Scope) -> Value:
     return evaluate(expression, scope)
 
 
+def wrong_value(
+    node: ast.Node, name: str, wanted: str, value: Value, scope: Scope, *, hint: str | None = None
+) -> None:
+    """PL012: an argument or a setting is not what is `wanted`, unless its value is a finding."""
+    if not isinstance(value, Failed):
+        shown = f"`{value}`" if isinstance(value, str) else describe(value)
+        scope.sink.error("PL012", f"`{name}` is {wanted}, not {shown}", node.origin, help=hint)
+
+
 def unknown(
     call: ast.Call, known: tuple[str, ...], what: str, scope: Scope, help: str | None = None
 ) -> None:
     """PL105: an action that the section does not have; `help` replaces the nearest names."""
     hint = help or did_you_mean(call.name, known, f"there is {one_of(known, last='and')}")
     scope.sink.error("PL105", f"there is no {what} `{call.name}`", call.origin, help=hint)
-
-
-__all__ = ["Arguments", "unknown", "word"]

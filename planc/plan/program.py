@@ -291,6 +291,3 @@ def origin_of(program: Program) -> Span:
     if program.header:
         return program.header.origin
     return program.sections[0].origin if program.sections else Source("", "").span(0, 0)
-
-
-__all__ = ["Program", "gather", "origin_of", "require"]

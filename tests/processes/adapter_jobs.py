@@ -77,7 +77,7 @@ def compare(
     right.loss.backward()
     plan = lowered(family, body, overrides)
     if restyle:
-        plan = plan.with_ops(tuple(restyled(plan.ops, *restyle)))
+        plan = plan.map_ops(lambda _: tuple(restyled(plan.ops, *restyle)))
     model = numerics.build(family)
     rank, size = (numerics.by_script if script else numerics.by_planc)(model, plan)
     rows = numerics.BATCH // size
@@ -262,7 +262,9 @@ def script_from_meta(folder, overrides, weights, body=None, changes=None, broken
     finally:
         Path(path).unlink()
     usual = tuple(op for op in plan.ops if not isinstance(op, Load))
-    run = planc.apply(numerics.build("llama", **changes), plan.with_ops(usual), device_type="cpu")
+    run = planc.apply(
+        numerics.build("llama", **changes), plan.map_ops(lambda _: usual), device_type="cpu"
+    )
     if distributed.get_rank() == 0:
         numerics.build("llama", **(broken or changes)).save_pretrained(folder)
     distributed.barrier()

@@ -115,7 +115,7 @@ def refused():
     styled = [op for op in lowered.ops if isinstance(op, Parallelize)]
     norm = next(op.modules for op in styled if str(op.modules) == "model.norm")
     bad = replace(styled[0], modules=norm, shapes=(), origin=Span.at("mine.plan:8"))
-    apply_lowered(model, lowered.with_ops((bad,)), digest="same", device_type="cpu")
+    apply_lowered(model, lowered.map_ops(lambda _: (bad,)), digest="same", device_type="cpu")
 
 
 def wrong_on_one(folder, how):

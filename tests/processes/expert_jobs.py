@@ -67,8 +67,9 @@ def divided(model, path, by):
         made = numerics.build(model)
         lowered = planc.lower(made, path, world_size=distributed.get_world_size())
         if way == "forgotten":
-            kept = (o for o in lowered.ops if not (isinstance(o, Divide) and o.units))
-            lowered = lowered.with_ops(tuple(kept))
+            lowered = lowered.map_ops(
+                lambda ops: (o for o in ops if not (isinstance(o, Divide) and o.units))
+            )
         spread = numerics.by_script if way == "script" else numerics.by_planc
         seen = unit_jobs.train(made, *spread(made, lowered), 1)
         names = [n for n in right if n.startswith("gradient")]

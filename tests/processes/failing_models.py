@@ -86,7 +86,7 @@ def nested():
     lowered = llama(AXES, checkpoint=True)
     inner = Checkpoint(modules=modules("model.layers[0:2].mlp"))
     at = next(i for i, op in enumerate(lowered.ops) if isinstance(op, Checkpoint))
-    lowered = lowered.with_ops((*lowered.ops[: at + 1], inner, *lowered.ops[at + 1 :]))
+    lowered = lowered.map_ops(lambda _: (*lowered.ops[: at + 1], inner, *lowered.ops[at + 1 :]))
     model = build("llama")
     apply_lowered(model, lowered, digest=DIGEST, device_type="cpu")
     return [name for name, m in model.named_modules() if type(m).__name__ == "CheckpointWrapper"]

@@ -135,7 +135,7 @@ def restyled(lowered, path, style):
         else:
             ops.append(op)
     assert tuple(ops) != lowered.ops, f"the plan has no style on {path}"
-    return lowered.with_ops(tuple(ops))
+    return lowered.map_ops(lambda _: tuple(ops))
 
 
 def unreduced(lowered):
@@ -151,4 +151,4 @@ def shaped(lowered, path, name, shape):
         else op
         for op in lowered.ops
     ]
-    return lowered.with_ops(tuple(ops))
+    return lowered.map_ops(lambda _: tuple(ops))

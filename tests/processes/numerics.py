@@ -144,7 +144,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
     if without:
         kept = tuple(op for op in plan.ops if not names(op, without))
         assert len(kept) < len(plan.ops), f"nothing is named {without}"
-        plan = plan.with_ops(kept)
+        plan = plan.map_ops(lambda _: kept)
     if seed is not None:
         torch.manual_seed(seed + distributed.get_rank())
     rank, size = (by_script if script else by_planc)(parallel, plan)

@@ -107,7 +107,7 @@ def compare(
     plan = lowered(family, body, overrides, changes)
     if block:  # to break the plan on purpose
         ops = (replace(o, block=block) if isinstance(o, Quantize) else o for o in plan.ops)
-        plan = plan.with_ops(tuple(ops))
+        plan = plan.map_ops(lambda _: tuple(ops))
     model = numerics.build(family, **changes).to(kind)
     rank, size = (numerics.by_script if script else numerics.by_planc)(model, plan)
     rows = numerics.BATCH // size

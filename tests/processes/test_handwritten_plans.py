@@ -66,7 +66,7 @@ def test_checkpoints_that_nest_in_any_order(four):
     assert len(outer.ops) == len(plain.ops) + 1
     for place in (at, at + 1):
         ops = (*outer.ops[:place], inner, *outer.ops[place:])
-        lowered = outer.with_ops(ops)
+        lowered = outer.map_ops(lambda _, ops=ops: ops)
         applied = four.run("numerics.compare", model="llama", plan=lowered)
         right(applied)
         assert four.run("numerics.compare", model="llama", plan=lowered, script=True) == applied
@@ -208,7 +208,7 @@ def test_twice(four):
 
 
 def added(lowered, op):
-    return lowered.with_ops((*lowered.ops, op))
+    return lowered.map_ops(lambda _: (*lowered.ops, op))
 
 
 WRONG = {
@@ -244,12 +244,14 @@ def test_all_that_is_wrong_with_a_model_is_told_at_once(four):
 def test_what_torch_refuses_names_the_line_the_operation_and_the_module(four):
     lowered = llama({"dp_shard": 4})
     units = [replace(o, reshard=3) if isinstance(o, FullyShard) else o for o in lowered.ops]
-    for result in four.run("failing_models.refused", lowered=lowered.with_ops(tuple(units))):
+    for result in four.run(
+        "failing_models.refused", lowered=lowered.map_ops(lambda _: tuple(units))
+    ):
         assert result["codes"] == ["PL492"]
         assert "torch refused fully_shard (x.plan:40) of model.layers.0: " in result["text"]
         assert result["cause"].splitlines()[0] in result["text"] and "3" in result["cause"]
     style = Parallelize(modules=modules(f"{BLOCKS}.mlp.act_fn"), axes=("tp",), style=Colwise())
-    wrong = llama(AXES).with_ops((*llama(AXES).ops[:1], style))
+    wrong = llama(AXES).map_ops(lambda _: (*llama(AXES).ops[:1], style))
     for result in four.run("failing_models.refused", lowered=wrong):
         assert "torch refused parallelize of model.layers.0.mlp.act_fn: " in result["text"]
 

@@ -68,7 +68,7 @@ def without(dropped):
     """The operations of a plan without those that `dropped` picks."""
 
     def wrong(real, model, lowered, **arguments):
-        kept = lowered.with_ops(op for op in lowered.ops if not dropped(op))
+        kept = lowered.map_ops(lambda ops: (op for op in ops if not dropped(op)))
         assert len(kept.ops) < len(lowered.ops)
         return real(model, kept, **arguments)
 

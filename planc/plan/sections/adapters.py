@@ -2,12 +2,12 @@
 
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize
-from planc.plan.call_arguments import Arguments, unknown, word
-from planc.plan.evaluate import describe, number, size
+from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
+from planc.plan.evaluate import number, size
 from planc.plan.ir import AdapterRule, Adapters
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, Settings, flatten
-from planc.plan.scope import Failed, Scope
+from planc.plan.scope import Scope
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.selectors import select
 from planc.source import Span
@@ -161,8 +161,6 @@ def _value(item: ast.Setting, scope: Scope) -> bool | int | None:
         return _UNITS[value]
     if item.name == "seed" and type(value) is int and 0 <= value < 2**32:
         return value
-    if not isinstance(value, Failed):
-        wanted = "`with_layer` or `own`" if item.name == "units" else "an integer of 32 bits"
-        shown = f"`{value}`" if isinstance(value, str) else describe(value)
-        scope.sink.error("PL012", f"`{item.name}` is {wanted}, not {shown}", item.value.origin)
+    wanted = "`with_layer` or `own`" if item.name == "units" else "an integer of 32 bits"
+    wrong_value(item.value, item.name, wanted, value, scope)
     return None

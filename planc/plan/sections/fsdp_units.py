@@ -51,7 +51,7 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) ->
     if terms is None:
         return
     if isinstance(item.target, ast.Call):
-        members = _called(item, item.target, placed, scope)
+        members = _members(item, item.target, placed, scope)
         # a group is one unit, so it is its own last
         word = False if isinstance(terms.reshard, str) else terms.reshard
         own = replace(terms, reshard=word, group=True)
@@ -250,15 +250,11 @@ def _dtype(arguments: Arguments) -> str | None:
     return None
 
 
-def _called(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
+def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
+    """`group(a, b) : unit`: the members of one unit; empty after a finding."""
     if call.name not in ("group", "groups"):
         unknown(call, ("group", "groups", *FOUND), "unit", scope)
         return ()
-    return _members(item, call, placed, scope)
-
-
-def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
-    """`group(a, b) : unit`: the members of one unit; empty after a finding."""
     arguments = Arguments(call, scope)
     if placed.nested:
         arguments.wrong(call, "a group cannot be inside a block", "write its members' full paths")

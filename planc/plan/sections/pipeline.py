@@ -1,6 +1,7 @@
 """The pipeline section -> the stages of the model's blocks, and the schedule."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Facts, Modules
@@ -9,16 +10,17 @@ from planc.model.layer_kinds import length
 from planc.model.small.block_order import BlockOrder, block_order, generic
 from planc.ops.base import AxisRole
 from planc.ops.pipeline import SCHEDULES, Pipeline
-from planc.plan.call_arguments import Arguments, unknown, word
-from planc.plan.evaluate import describe, evaluate
+from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
+from planc.plan.evaluate import evaluate
 from planc.plan.ir import PipelineRule
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Settings, flatten
-from planc.plan.scope import Failed, Scope
+from planc.plan.rule_conflicts import Settings
+from planc.plan.scope import Scope
+from planc.plan.sections.word_settings import read_settings
 from planc.plan.selectors import select
 from planc.syntax import ast
 
-_SETTINGS = ("schedule", "microbatches", "stages")
+_SETTINGS = dict.fromkeys(("schedule", "microbatches", "stages"))
 _EXAMPLE = "write `stages = even(model.layers.*)`"
 Bounds = tuple[int, ...]
 
@@ -92,19 +94,8 @@ def _axis(section: ast.Section, program: Program) -> str | None:
 def _settings(program: Program) -> Settings:
     settings = Settings(program.sink)
     for section in program.named("pipeline"):
-        for placed in flatten(section, program.scope):
-            item = placed.item
-            if not isinstance(item, ast.Setting) or placed.nested:
-                message = "this has no place in a `pipeline` section"
-                hint = "it holds settings: `schedule = 1f1b`"
-                program.sink.error("PL011", message, item.origin, help=hint)
-            elif item.name not in _SETTINGS:
-                message = f"there is no setting `{item.name}`"
-                known = f"there is {one_of(_SETTINGS, last='and')}"
-                hint = did_you_mean(item.name, _SETTINGS, known) or known
-                program.sink.error("PL105", message, item.name_origin, help=hint)
-            else:
-                settings.add(item, lambda item: _value(item, program))
+        read = partial(_value, program=program)
+        read_settings(section, _SETTINGS, settings, program, "schedule = 1f1b", read=read)
     return settings
 
 
@@ -115,16 +106,14 @@ def _value(item: ast.Setting, program: Program) -> object:
     if item.name == "microbatches":
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        wanted, hint = "a positive number", "write `microbatches = 8`"
+        hint: str | None = "write `microbatches = 8`"
+        wanted = "a positive number"
     else:
         if value in SCHEDULES:
             return value
         wanted = one_of(f"`{name}`" for name in SCHEDULES)
-        hint = (did_you_mean(value, SCHEDULES) if isinstance(value, str) else None) or ""
-    if not isinstance(value, Failed):
-        shown = f"`{value}`" if isinstance(value, str) else describe(value)
-        message = f"`{item.name}` is {wanted}, not {shown}"
-        program.sink.error("PL012", message, item.value.origin, help=hint or None)
+        hint = did_you_mean(value, SCHEDULES) if isinstance(value, str) else None
+    wrong_value(item.value, item.name, wanted, value, program.scope, hint=hint)
     return None
 
 
