@@ -292,6 +292,18 @@ def local_default(style: Style) -> bool:
     return not isinstance(style, Sequence | Input)
 
 
+def output_layout(style: Style) -> Layout | None:
+    """The layout that a style states of a module's first output; None where it states none."""
+    match style:
+        case Colwise() | Rowwise():
+            return style.output
+        case Sequence():
+            return Shard(style.dim)
+        case Output(positional=(change, *_)) if change:
+            return change.target
+    return None
+
+
 def style_text(style: Style) -> str:
     """The style as a plan writes it."""
     arguments = style_arguments(style)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from planc.diagnostic import PlanError
 from planc.ops.lowered import Lowered
-from planc.ops.styles import Colwise, Layout, Output, Rowwise, Sequence, Shard, Style
+from planc.ops.styles import Shard, Style, output_layout
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.apply_adapters import BASE_LAYER
 from planc.runtime.preconditions import stop
@@ -34,14 +34,7 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
 
 
 def _of_sequence(style: Style) -> bool:
-    layout: Layout | None = None
-    match style:
-        case Colwise() | Rowwise():
-            layout = style.output
-        case Output(positional=(change, *_)) if change:
-            layout = change.target
-        case Sequence():
-            layout = Shard(style.dim)
+    layout = output_layout(style)
     return isinstance(layout, Shard) and layout.dim in (1, -2)
 
 

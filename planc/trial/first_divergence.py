@@ -87,17 +87,9 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
     for op in lowered.ops:
         if isinstance(op, Parallelize) and lowered.axis_size(*op.axes) > 1:
             (axis,) = op.axes  # styles with layouts take one axis
-            layout: ir.Layout | None = None
-            match op.style:
-                case ir.Colwise() if op.style.parts != 1 and not op.style.interleaved:
-                    continue  # each rank has a slice of each part; no layout describes it
-                case ir.Colwise() | ir.Rowwise():
-                    layout = op.style.output
-                case ir.Sequence():
-                    layout = ir.Shard(op.style.dim)
-                case ir.Output():
-                    change = op.style.positional[0]
-                    layout = change.target if change else None
-            if layout is not None:
+            style = op.style
+            if isinstance(style, ir.Colwise) and style.parts != 1 and not style.interleaved:
+                continue  # each rank has a slice of each part; no layout describes it
+            if (layout := ir.output_layout(style)) is not None:
                 for name in op.modules.names():
                     yield name, (axis, layout)

@@ -6,7 +6,7 @@ rounding), the divisor is a floor.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,14 +57,18 @@ def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> f
 
 
 def errors_by_name(
-    mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
+    mine: dict[str, torch.Tensor],
+    right: dict[str, torch.Tensor],
+    error: Callable[[torch.Tensor, torch.Tensor, float], float] = relative,
+    floor: float | None = None,
 ) -> dict[str, float]:
-    """The error of each tensor; infinite for one that only one side has."""
-    top = max((float(t.abs().max()) for t in right.values() if t.numel()), default=0.0)
+    """The error of each tensor; infinite for one that only one side has. The floor is by default
+    that of relative errors.
+    """
+    if floor is None:
+        floor = FLOOR * max((float(t.abs().max()) for t in right.values() if t.numel()), default=0)
     return {
-        name: relative(mine[name], right[name], top * FLOOR)
-        if name in mine and name in right
-        else math.inf
+        name: error(mine[name], right[name], floor) if name in mine and name in right else math.inf
         for name in dict.fromkeys((*right, *mine))
     }
 

@@ -211,65 +211,62 @@ def train_rank(
     result.phase, result.data_rank = "parallel", run.data_rank
     result.part_rank = part_rank(run)
     optimizer = run.optimizer(_optimizer(model))
-    if stages_of(model) is not None:
-        _train_stages(run, batches, result, optimizer)
-        return
     for number, step in enumerate(batches.steps):
-        extra = dict[str, Any]()
-        if batches.counted:
-            mine = [one.of_rank(run.data_rank, run.data_size)["labels"] for one in step]
-            extra[COUNT] = run.num_items_in_batch(*mine)
-        for at, one in enumerate(step):
-            last = at == len(step) - 1
-            inputs = {**one.of_rank(run.data_rank, run.data_size), **extra}
-            if number == 0:
-                result.parts += parts_of(run, inputs)
-            inputs = run.batch(inputs)
-            with contextlib.nullcontext() if last else run.no_sync():
-                with (recorded := Recorded()) if draws else contextlib.nullcontext():
-                    loss = _forward(model, inputs, result if number == 0 else None, traced=traced)
-                result.drawn += [recorded.drawn] if draws else []
-                weight = batches.weight(number)
-                (loss if weight == 1.0 else loss * weight).backward()
+        if stages_of(model) is not None:
+            loss = run.forward_backward([one.of_rank(run.data_rank, run.data_size) for one in step])
+            result.losses += [full_copy(loss)] if number == 0 else []
+        else:
+            _accumulate(model, run, batches, number, result, traced=traced, draws=draws)
         if number == 0:
-            result.gradients = _gradients(model)
-            result.losses = [mean_of_parts(run, loss) for loss in result.losses]
+            result.gradients = _of_all_stages(_gradients(model), model)
         if batches.gradients_alone:
             break
         result.norms.append(full_copy(run.clip_grad_norm_(MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
     if not batches.gradients_alone:
-        result.parameters = _parameters(model)
+        result.parameters = _of_all_stages(_parameters(model), model)
     result.phase = "done"
 
 
-def _train_stages(
-    run: Run, batches: Batches, result: RankResult, optimizer: torch.optim.Optimizer
+def _accumulate(
+    model: nn.Module,
+    run: Run,
+    batches: Batches,
+    number: int,
+    result: RankResult,
+    *,
+    traced: bool,
+    draws: bool,
 ) -> None:
-    """Trains the stages of one rank; what other stages hold is gathered for the comparison."""
-    for number, step in enumerate(batches.steps):
-        mine = [one.of_rank(run.data_rank, run.data_size) for one in step]
-        loss = run.forward_backward(mine)
+    """The passes of a step in a plan without stages, as a script's own loop has them."""
+    step, weight = batches.steps[number], batches.weight(number)
+    extra = dict[str, Any]()
+    if batches.counted:
+        mine = [one.of_rank(run.data_rank, run.data_size)["labels"] for one in step]
+        extra[COUNT] = run.num_items_in_batch(*mine)
+    for at, one in enumerate(step):
+        last = at == len(step) - 1
+        inputs = {**one.of_rank(run.data_rank, run.data_size), **extra}
         if number == 0:
-            result.losses.append(full_copy(loss))
-            result.gradients = _of_all_stages(_gradients(run.model), run.model)
-        if batches.gradients_alone:
-            break
-        result.norms.append(full_copy(run.clip_grad_norm_(MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-    if not batches.gradients_alone:
-        result.parameters = _of_all_stages(_parameters(run.model), run.model)
-    result.phase = "done"
+            result.parts += parts_of(run, inputs)
+        inputs = run.batch(inputs)
+        with contextlib.nullcontext() if last else run.no_sync():
+            with (recorded := Recorded()) if draws else contextlib.nullcontext():
+                loss = _forward(model, inputs, result if number == 0 else None, traced=traced)
+            result.drawn += [recorded.drawn] if draws else []
+            (loss if weight == 1.0 else loss * weight).backward()
+    if number == 0:
+        result.losses = [mean_of_parts(run, loss) for loss in result.losses]
 
 
 def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
-    """The tensors of all stages by name. Of copies on two stages one that is unlike the first is
-    kept, which then is unlike the single process's.
+    """The tensors of all stages by name, all without a pipeline. Of copies on two stages one that
+    is unlike the first is kept, which then is unlike the single process's.
     """
     stages = stages_of(model)
-    assert stages is not None
+    if stages is None:
+        return own
     every: list[Any] = [None] * stages.mesh.size()
     distributed.all_gather_object(every, own, group=stages.mesh.get_group())
     found: Tensors = {}

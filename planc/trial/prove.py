@@ -1,6 +1,5 @@
 """One rank of a proof on processes: the trial program, and its distance from a single process."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -128,12 +127,7 @@ def compare_rounded(
     return Errors(
         logits=max(map(numerics.norm_error, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(numerics.norm_error, result.losses, right.losses)),
-        gradients={
-            name: numerics.norm_error(result.gradients[name], gradients[name], floor)
-            if name in result.gradients and name in gradients
-            else math.inf
-            for name in dict.fromkeys((*gradients, *result.gradients))
-        },
+        gradients=numerics.errors_by_name(result.gradients, gradients, numerics.norm_error, floor),
         norm=numerics.norm_error(result.norms[0], reference.norms[0]),
         limits=dict.fromkeys(("logits", "loss", "gradients", "norm"), limit),
         chooses=operations.chooses,

@@ -1,7 +1,10 @@
 """The rules of an fsdp section -> units."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Modules
@@ -28,18 +31,22 @@ SpreadTerms = tuple[tuple[str, ...] | None, int]
 """(axes, dim) of `spread(...)`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The arguments of `unit(...)`, and their line; a `group` is one unit, of an `entry` or all."""
+class Terms(NamedTuple):
+    """A unit without its members: one for each module, or of a group.
 
-    reshard: bool | int | str = True
-    precision: Precision | None = None
-    shard: tuple[str, ...] | None = None
-    shard_dim: int = 0
-    group: bool = False
-    entry: int = -1
-    explicit: frozenset[str] = frozenset()
-    origin: Span
+    Args:
+        except_last: whether only the last entry of the lists is not resharded.
+        group: the entry that a group is of, or -1 for all of its members; None for no group.
+    """
+
+    unit: Unit
+    except_last: bool = False
+    group: int | None = None
+
+    def of(self, *, last: bool, group: int | None = None) -> Terms:
+        """The terms of a last entry, or of another one."""
+        unit = replace(self.unit, reshard=not last) if self.except_last else self.unit
+        return Terms(unit, group=group)
 
 
 def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -> None:
@@ -53,9 +60,7 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) ->
     if isinstance(item.target, ast.Call):
         members = _members(item, item.target, placed, scope)
         # a group is one unit, so it is its own last
-        word = False if isinstance(terms.reshard, str) else terms.reshard
-        own = replace(terms, reshard=word, group=True)
-        pairs = [(m, own) for m in members]
+        pairs = [(m, terms.of(last=True, group=-1)) for m in members]
         if item.target.name == "groups":
             pairs = list(_one_by_one(members, terms, item.target, scope))
         claims.add_all(pairs, "unit", item.origin, override=item.override)
@@ -71,21 +76,24 @@ def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
     arguments = Arguments(item.action, scope, _KNOWN)
     staged = _staged(scope)
     reshard = arguments.word("reshard", _RESHARD, not staged, 1, counts=True)
-    if staged and isinstance(reshard, str):
-        reshard = False  # the next microbatch needs every block again
+    except_last = isinstance(reshard, str)
+    if except_last and staged:
+        except_last, reshard = False, False  # the next microbatch needs every block again
     own = _precision(arguments)
     shard = _axes(arguments)
     shard_dim = _dim(arguments)
     if not arguments.done(positional=int(own is not None)):
         return None
-    return Terms(
-        reshard=reshard,
+    unit = Unit(
+        members=(),
+        reshard=except_last or reshard,
         precision=own,
         shard=shard,
         shard_dim=shard_dim,
         explicit=frozenset(a.name or "precision" for a in item.action.arguments),
         origin=item.origin,
     )
+    return Terms(unit, except_last)
 
 
 def _staged(scope: Scope) -> bool:
@@ -157,22 +165,17 @@ def _factors(expression: ast.Expr) -> Iterator[str | None]:
 def _claim(found: tuple[Modules, ...], terms: Terms, item: ast.Rule, claims: Claims[Terms]) -> None:
     """Claims the modules; with `except_last` the last entries are claimed separately."""
     last = max((m.entries.last for m in found if m.entries), default=None)
-    parts = [part for modules in found for part in _parts(modules, terms.reshard, last)]
-    pairs = [(m, replace(terms, reshard=word)) for m, word in parts]
+    pairs = [part for modules in found for part in _parts(modules, terms, last)]
     claims.add_all(pairs, "unit", item.origin, override=item.override)
 
 
-def _parts(
-    modules: Modules, reshard: bool | int | str, last: int | None
-) -> list[tuple[Modules, bool | int]]:
+def _parts(modules: Modules, terms: Terms, last: int | None) -> list[tuple[Modules, Terms]]:
     """`except_last`: the entry with the highest index of the rule's list is not resharded."""
-    if not isinstance(reshard, str):
-        return [(modules, reshard)]
-    if not modules.entries or last is None:
-        return [(modules, True)]
+    if not terms.except_last or not modules.entries or last is None:
+        return [(modules, terms.of(last=False))]
     final = modules.entries & Indices.of([last])
-    parts = ((modules.entries - final, True), (final, False))
-    return [(modules.with_entries(some), word) for some, word in parts if some]
+    parts = ((modules.entries - final, False), (final, True))
+    return [(modules.with_entries(some), terms.of(last=at)) for some, at in parts if some]
 
 
 # Calls in the place of a selector ----------------------------------------------------------------
@@ -299,33 +302,19 @@ def _one_by_one(
     last = max((max(e) for e in entries.values()), default=-1)
     for member in members:
         for entry in member.entries:
-            word = entry != last if isinstance(terms.reshard, str) else terms.reshard
             one = member.with_entries(Indices.of([entry]))
-            yield one, replace(terms, reshard=word, group=True, entry=entry)
+            yield one, terms.of(last=entry == last, group=entry)
 
 
 def units(claims: Claims[Terms]) -> Iterator[Unit]:
     """The units that result from the claims, in the plan's order."""
-    done: set[Terms] = set()
+    done: set[tuple[Span, int]] = set()
     for claim in claims.claims:
-        terms = claim.value
-        if not terms.group:
-            yield _unit((claim.modules,), terms, group=False)
-        elif terms not in done:
-            done.add(terms)
-            members = tuple(c.modules for c in claims.claims if c.value == terms)
-            yield _unit(members, terms, group=len(members) > 1 or len(members[0]) > 1)
-
-
-def _unit(members: tuple[Modules, ...], terms: Terms, *, group: bool) -> Unit:
-    assert not isinstance(terms.reshard, str)
-    return Unit(
-        members=members,
-        group=group,
-        reshard=terms.reshard,
-        precision=terms.precision,
-        shard=terms.shard,
-        shard_dim=terms.shard_dim,
-        explicit=terms.explicit,
-        origin=terms.origin,
-    )
+        unit, _, group = claim.value
+        if group is None:
+            yield replace(unit, members=(claim.modules,))
+        elif (unit.origin, group) not in done:
+            done.add((unit.origin, group))
+            same = [c for c in claims.claims if c.value.group == group]
+            members = tuple(c.modules for c in same if c.value.unit.origin == unit.origin)
+            yield replace(unit, members=members, group=len(members) > 1 or len(members[0]) > 1)
