@@ -10,34 +10,23 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.freeze import Freeze
 from planc.ops.pipeline import Pipeline, stages_of_rank
-from planc.plan.ir import (
-    AdapterRule,
-    ExpertRule,
-    Fsdp,
-    Ignored,
-    LossRule,
-    PipelineRule,
-    Plan,
-    SpreadRule,
-    TensorRule,
-    Unit,
-)
+from planc.plan import ir
 
 Ruled = TypeVar(
     "Ruled",
-    TensorRule,
+    ir.TensorRule,
     Checkpoint,
     Compile,
     Freeze,
-    LossRule,
-    ExpertRule,
-    AdapterRule,
-    Ignored,
-    SpreadRule,
+    ir.LossRule,
+    ir.ExpertRule,
+    ir.AdapterRule,
+    ir.Ignored,
+    ir.SpreadRule,
 )
 
 
-def of_ranks(plan: Plan, facts: Facts) -> Iterator[tuple[Plan, Facts]]:
+def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
     """The plan and the facts of the ranks at each place of the pipeline, in order.
 
     The modules of other stages have no parameters there, and no rule acts on them.
@@ -69,7 +58,7 @@ def elsewhere(op: Pipeline, facts: Facts) -> Iterator[Modules]:
             yield Modules((*op.blocks.path, rest), child.module)
 
 
-def _plan_without(plan: Plan, gone: tuple[Modules, ...], rule: PipelineRule) -> Plan:
+def _plan_without(plan: ir.Plan, gone: tuple[Modules, ...], rule: ir.PipelineRule) -> ir.Plan:
     def left(nodes: Iterable[Ruled]) -> tuple[Ruled, ...]:
         return tuple(replace(n, modules=m) for n in nodes for m in n.modules.outside(gone))
 
@@ -94,7 +83,7 @@ def _plan_without(plan: Plan, gone: tuple[Modules, ...], rule: PipelineRule) -> 
     )
 
 
-def _units(section: Fsdp, gone: tuple[Modules, ...]) -> Iterator[Unit]:
+def _units(section: ir.Fsdp, gone: tuple[Modules, ...]) -> Iterator[ir.Unit]:
     for unit in section.units:
         members = tuple(part for m in unit.members for part in m.outside(gone))
         if unit.group and members:

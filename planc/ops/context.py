@@ -4,19 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from planc.ops import phrases
+from planc.ops import call, phrases
 from planc.ops.base import Axis, AxisSizes, Op, choice
-from planc.ops.call import (
-    MESH,
-    MODEL,
-    Context,
-    FunctionCall,
-    Index,
-    Once,
-    ScriptFunction,
-    Step,
-    given,
-)
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
@@ -46,16 +35,18 @@ class ContextParallel(Op):
     attention: Annotated[str, choice(*_EXCHANGES)] = "all_gather"
     balance: Annotated[str, choice(*_TOKENS)] = "head_tail"
 
-    SCRIPT: ClassVar = ScriptFunction(
+    SCRIPT: ClassVar = call.ScriptFunction(
         "split_sequences",
         "Computes a part of each sequence: `model.context_parallel.batch(batch)` is this rank's.",
     )
 
-    def calls(self, _context: Context) -> Iterator[Step]:
-        keywords = given(attention=self.attention, balance=self.balance)
-        mesh = Index(MESH, (self.axis,))
-        call = FunctionCall("standalone.context:context_parallel", (MODEL, mesh), keywords)
-        yield Once(call=call, note=self.place)
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
+        keywords = call.given(attention=self.attention, balance=self.balance)
+        mesh = call.Index(call.MESH, (self.axis,))
+        made = call.FunctionCall(
+            "standalone.context:context_parallel", (call.MODEL, mesh), keywords
+        )
+        yield call.Once(call=made, note=self.place)
 
     WORD: ClassVar = "context"
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)

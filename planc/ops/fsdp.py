@@ -6,26 +6,7 @@ from itertools import groupby
 from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops import base, phrases
-from planc.ops.call import (
-    DEVICE_TYPE,
-    MODEL,
-    Context,
-    Each,
-    FunctionCall,
-    Keywords,
-    Members,
-    MeshOf,
-    Numbered,
-    Once,
-    ScriptFunction,
-    Shared,
-    Step,
-    Table,
-    Value,
-    dtype,
-    given,
-)
+from planc.ops import base, call, phrases
 from planc.ops.fsdp_text import WORDS, along, offloading, resharded, rows, where
 
 _FUNCTIONS = "standalone.fsdp:"
@@ -95,24 +76,26 @@ class FullyShard(base.Op):
         if not self.group and len(self.members) > 1:
             yield ("members",), "only a group has several members"
 
-    SCRIPT: ClassVar = ScriptFunction("shard", "Shards parameters, gradients and optimizer state.")
+    SCRIPT: ClassVar = call.ScriptFunction(
+        "shard", "Shards parameters, gradients and optimizer state."
+    )
 
     @property
-    def script(self) -> ScriptFunction:
+    def script(self) -> call.ScriptFunction:
         return self.SCRIPT if self.shard else _REPLICATE
 
-    def calls(self, context: Context) -> Iterator[Step]:
+    def calls(self, context: call.Context) -> Iterator[call.Step]:
         function = "torch.distributed.fsdp:fully_shard"
         if not self.shard:
             function = "torch.distributed._composable.replicate_with_fsdp:replicate"
-        keywords = (("", Shared("fsdp", self._common())), *self._keywords(context))
+        keywords = (("", call.Shared("fsdp", self._common())), *self._keywords(context))
         if self.group:
-            call = FunctionCall(function, (Members(self.members),), keywords)
-            yield Once(call=call, note=self.place)
+            made = call.FunctionCall(function, (call.Members(self.members),), keywords)
+            yield call.Once(call=made, note=self.place)
             return
         for modules in self.members:
-            call = FunctionCall(function, (), keywords)
-            yield Each(modules=modules, calls=(call,), note=self.place)
+            made = call.FunctionCall(function, (), keywords)
+            yield call.Each(modules=modules, calls=(made,), note=self.place)
 
     WORD: ClassVar = "fsdp"
     ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")
@@ -182,63 +165,69 @@ class FullyShard(base.Op):
         """The paths of a group's members; empty for a unit that is no group."""
         return frozenset(str(m) for m in self.members) if self.group else frozenset()
 
-    def _common(self) -> Table:
-        precision = given(
-            param_dtype=dtype(self.param),
-            reduce_dtype=dtype(self.reduce),
-            output_dtype=dtype(self.output),
+    def _common(self) -> call.Table:
+        precision = call.given(
+            param_dtype=call.dtype(self.param),
+            reduce_dtype=call.dtype(self.reduce),
+            output_dtype=call.dtype(self.output),
             cast_forward_inputs=None if self.cast_inputs else False,
         )
-        policy = FunctionCall("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
-        ignored = FunctionCall(f"{_FUNCTIONS}parameters_of", (Members(self.ignored),))
+        policy = call.FunctionCall("torch.distributed.fsdp:MixedPrecisionPolicy", (), precision)
+        ignored = call.FunctionCall(f"{_FUNCTIONS}parameters_of", (call.Members(self.ignored),))
         # memory can only be pinned with a device
-        pin = FunctionCall("torch:cuda.is_available") if self.pin else False
-        host = FunctionCall("torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),))
-        keywords = given(
-            mesh=MeshOf(self.shard, self.replicate),
-            mp_policy=Shared("policy", policy) if precision else None,
-            ignored_params=Shared("ignored", ignored) if self.ignored else None,
+        pin = call.FunctionCall("torch:cuda.is_available") if self.pin else False
+        host = call.FunctionCall(
+            "torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),)
+        )
+        keywords = call.given(
+            mesh=call.MeshOf(self.shard, self.replicate),
+            mp_policy=call.Shared("policy", policy) if precision else None,
+            ignored_params=call.Shared("ignored", ignored) if self.ignored else None,
             offload_policy=host if self.offload else None,
         )
-        return Table(keywords)
+        return call.Table(keywords)
 
-    def _keywords(self, context: Context) -> Keywords:
+    def _keywords(self, context: call.Context) -> call.Keywords:
         placement = _split(self, context)
         if self.spreads:
             placements = tuple(self._spread(spread, context) for spread in self.spreads)
-            overrides = Shared("spreads", FunctionCall(f"{_FUNCTIONS}placements", placements))
+            overrides = call.Shared(
+                "spreads", call.FunctionCall(f"{_FUNCTIONS}placements", placements)
+            )
             rest = (placement,) if placement else ()
-            placement = FunctionCall(f"{_FUNCTIONS}spread", (overrides, *rest))
-        return given(
+            placement = call.FunctionCall(f"{_FUNCTIONS}spread", (overrides, *rest))
+        return call.given(
             reshard_after_forward=self.reshard if self.shard else None, shard_placement_fn=placement
         )
 
-    def _spread(self, spread: Spread, context: Context) -> Value:
+    def _spread(self, spread: Spread, context: call.Context) -> call.Value:
         """(modules, `shard_placement_fn`, mesh info) of a spread; None where they are the unit's.
 
         Parameters with one process group must share the mesh info object.
         """
-        info: Value = None
+        info: call.Value = None
         if (spread.shard, spread.replicate) != (self.shard, self.replicate):
             kind = "HSDPMeshInfo" if spread.replicate else "FSDPMeshInfo"
-            dims = given(
+            dims = call.given(
                 shard_mesh_dim=1 if spread.replicate else 0,
                 replicate_mesh_dim=0 if spread.replicate else None,
             )
             function = f"torch.distributed.fsdp._fully_shard._fsdp_common:{kind}"
-            mesh = MeshOf(spread.shard, spread.replicate)
-            info = Shared(f"{'_'.join(spread.shard)}_info", FunctionCall(function, (mesh,), dims))
-        return Members((spread.modules,)), _split(spread, context), info
+            mesh = call.MeshOf(spread.shard, spread.replicate)
+            info = call.Shared(
+                f"{'_'.join(spread.shard)}_info", call.FunctionCall(function, (mesh,), dims)
+            )
+        return call.Members((spread.modules,)), _split(spread, context), info
 
 
-_REPLICATE = ScriptFunction("copies", "Averages the gradients of replicated parameters.")
+_REPLICATE = call.ScriptFunction("copies", "Averages the gradients of replicated parameters.")
 
 
-def _split(part: FullyShard | Spread, context: Context) -> FunctionCall | None:
+def _split(part: FullyShard | Spread, context: call.Context) -> call.FunctionCall | None:
     """The `shard_placement_fn` of a dim; None for dim 0, torch's default."""
     if not part.shard_dim:
         return None
-    return FunctionCall(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
+    return call.FunctionCall(f"{_FUNCTIONS}along", (part.shard_dim, context.size(part.shard)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,15 +242,17 @@ class Divide(base.Op):
     factor: base.Positive
     units: tuple[Modules, ...] = field(default=(), metadata=base.OMIT)
 
-    SCRIPT: ClassVar = ScriptFunction("divide", "Sets the divisor of summed gradients.")
+    SCRIPT: ClassVar = call.ScriptFunction("divide", "Sets the divisor of summed gradients.")
 
-    def calls(self, _context: Context) -> Iterator[Step]:
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
         if not self.units:
-            call = FunctionCall(f"{_FUNCTIONS}divide_gradients", (MODEL, self.factor, DEVICE_TYPE))
-            yield Once(call=call, note=self.place)
+            made = call.FunctionCall(
+                f"{_FUNCTIONS}divide_gradients", (call.MODEL, self.factor, call.DEVICE_TYPE)
+            )
+            yield call.Once(call=made, note=self.place)
         for modules in self.units:
-            call = FunctionCall(".set_gradient_divide_factor", (self.factor,))
-            yield Each(modules=modules, calls=(call,), note=self.place)
+            made = call.FunctionCall(".set_gradient_divide_factor", (self.factor,))
+            yield call.Each(modules=modules, calls=(made,), note=self.place)
 
     WORD: ClassVar = "divide"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
@@ -288,15 +279,17 @@ class Prefetch(base.Op):
     forward: Depth = 0
     backward: Depth = 0
 
-    SCRIPT: ClassVar = ScriptFunction("prefetch", "Prefetches the parameters of the next blocks.")
+    SCRIPT: ClassVar = call.ScriptFunction(
+        "prefetch", "Prefetches the parameters of the next blocks."
+    )
 
-    def calls(self, _context: Context) -> Iterator[Step]:
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
         ways = (("forward", self.forward, self.units), ("backward", self.backward, self.returning))
         for way, depth, units in ways:
             if depth:
-                order = tuple(Numbered(modules) for modules in units)
-                call = FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
-                yield Once(call=call, note=self.place)
+                order = tuple(call.Numbered(modules) for modules in units)
+                made = call.FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
+                yield call.Once(call=made, note=self.place)
 
     WORD: ClassVar = "prefetch"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)

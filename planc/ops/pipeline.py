@@ -9,20 +9,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from planc.model.facts import Modules
 from planc.model.indices import Indices
-from planc.ops import phrases
+from planc.ops import call, phrases
 from planc.ops.base import OMIT, Axis, AxisSizes, Count, Entry, Fact, Name, Op, Size, Some, choice
-from planc.ops.call import (
-    MESH,
-    MODEL,
-    Context,
-    FunctionCall,
-    Index,
-    Items,
-    Members,
-    Once,
-    ScriptFunction,
-    Step,
-)
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -89,7 +77,9 @@ class Pipeline(Op):
     shared: tuple[Modules, ...] = field(default=(), metadata=OMIT)
     ties: tuple[Name, ...] = field(default=(), metadata=OMIT)
 
-    SCRIPT: ClassVar = ScriptFunction("keep_stages", "Keeps the parameters of this rank's stages.")
+    SCRIPT: ClassVar = call.ScriptFunction(
+        "keep_stages", "Keeps the parameters of this rank's stages."
+    )
     WORD: ClassVar = "pipeline"
 
     @property
@@ -106,24 +96,24 @@ class Pipeline(Op):
         """The stage that a block belongs to."""
         return next(i for i, stop in enumerate(self.bounds[1:]) if block < stop)
 
-    def calls(self, _context: Context) -> Iterator[Step]:
-        call = FunctionCall(
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
+        made = call.FunctionCall(
             "standalone.pipeline:split",
-            (MODEL, Index(MESH, (self.axis,))),
+            (call.MODEL, call.Index(call.MESH, (self.axis,))),
             (
-                ("own", Items(self.own)),
+                ("own", call.Items(self.own)),
                 ("blocks", str(self.blocks)),
-                ("bounds", Items(self.bounds)),
-                ("inputs", Members(self.inputs)),
-                ("outputs", Members(self.outputs)),
+                ("bounds", call.Items(self.bounds)),
+                ("inputs", call.Members(self.inputs)),
+                ("outputs", call.Members(self.outputs)),
                 ("returned", self.returned),
-                ("shared", Members(self.shared)),
-                ("ties", Items(self.ties)),
+                ("shared", call.Members(self.shared)),
+                ("ties", call.Items(self.ties)),
                 ("schedule", self.schedule),
                 ("microbatches", self.microbatches),
             ),
         )
-        yield Once(call=call, note=self.place)
+        yield call.Once(call=made, note=self.place)
 
     @property
     def about(self) -> str:

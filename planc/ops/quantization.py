@@ -5,18 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops import phrases
+from planc.ops import call, phrases
 from planc.ops.base import AxisSizes, Op, Some, choice
-from planc.ops.call import (
-    DEVICE_TYPE,
-    Context,
-    Each,
-    FunctionCall,
-    ScriptFunction,
-    Step,
-    dtype,
-    given,
-)
 
 Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
@@ -41,20 +31,22 @@ class Quantize(Op):
     double: bool = False
     block: Annotated[int, choice(*(2**i for i in range(5, 13)))] = 64
 
-    SCRIPT: ClassVar = ScriptFunction("quantize_weights", "Quantizes frozen weights to 4 bits.")
+    SCRIPT: ClassVar = call.ScriptFunction(
+        "quantize_weights", "Quantizes frozen weights to 4 bits."
+    )
 
-    def calls(self, context: Context) -> Iterator[Step]:
+    def calls(self, context: call.Context) -> Iterator[call.Step]:
         # One weight at a time, on the device of the mesh: a model on meta is materialized so.
         name = "quantize_filled" if context.fills else "quantize"
-        options = given(
-            compute=dtype(self.compute),
+        options = call.given(
+            compute=call.dtype(self.compute),
             double=self.double or None,
             block=self.block if self.block != 64 else None,
         )
-        arguments = (self.kind, dtype(self.storage), DEVICE_TYPE)
+        arguments = (self.kind, call.dtype(self.storage), call.DEVICE_TYPE)
         for modules in self.members:
-            call = FunctionCall(f"standalone.quantization:{name}", arguments, options)
-            yield Each(modules=modules, calls=(call,), note=self.place)
+            made = call.FunctionCall(f"standalone.quantization:{name}", arguments, options)
+            yield call.Each(modules=modules, calls=(made,), note=self.place)
 
     WORD: ClassVar = "quantize"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)

@@ -5,19 +5,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from planc.model.facts import Modules
+from planc.ops import call
 from planc.ops.base import OMIT, Axis, AxisSizes, Op, Where
-from planc.ops.call import (
-    MESH,
-    Context,
-    Each,
-    FunctionCall,
-    Index,
-    Once,
-    ScriptFunction,
-    Shared,
-    Step,
-    given,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +22,13 @@ class SyncRng(Op):
     fields: tuple[str, ...] = field(default=(), compare=False)
 
     KIND: ClassVar[str] = "draw"
-    SCRIPT: ClassVar = ScriptFunction(
+    SCRIPT: ClassVar = call.ScriptFunction(
         "sync_rng", "Gives the ranks that share activations the same random state."
     )
 
-    def calls(self, _context: Context) -> Iterator[Step]:
-        call = FunctionCall("standalone.rng:sync_rng_state", (MESH, self.axis))
-        yield Once(call=call, note=", ".join(self.fields))
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
+        made = call.FunctionCall("standalone.rng:sync_rng_state", (call.MESH, self.axis))
+        yield call.Once(call=made, note=", ".join(self.fields))
 
     WORD: ClassVar = "random"
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
@@ -70,7 +59,7 @@ class DrawByRank(Op):
     inside: bool | None = field(default=None, metadata=OMIT)
     after: bool | None = field(default=None, metadata=OMIT)
 
-    SCRIPT: ClassVar = ScriptFunction(
+    SCRIPT: ClassVar = call.ScriptFunction(
         "draw_on_shards", "Draws by rank on shards of activations, and alike elsewhere."
     )
 
@@ -78,11 +67,11 @@ class DrawByRank(Op):
         if self.inside is None and self.after is None:
             yield (), "neither inside nor after is given"
 
-    def calls(self, _context: Context) -> Iterator[Step]:
-        mesh = Shared(f"{self.axis}_mesh", Index(MESH, (self.axis,)))
-        keywords = given(inside=self.inside, after=self.after)
-        call = FunctionCall("standalone.rng:draw_by_rank", (mesh,), keywords)
-        yield Each(modules=self.modules, calls=(call,), note=self.place)
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
+        mesh = call.Shared(f"{self.axis}_mesh", call.Index(call.MESH, (self.axis,)))
+        keywords = call.given(inside=self.inside, after=self.after)
+        made = call.FunctionCall("standalone.rng:draw_by_rank", (mesh,), keywords)
+        yield call.Each(modules=self.modules, calls=(made,), note=self.place)
 
     WORD: ClassVar = "draws"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axis")

@@ -6,25 +6,14 @@ from itertools import takewhile
 from typing import ClassVar, Self
 
 from planc.model.facts import Modules
-from planc.ops import phrases
+from planc.ops import call, phrases
 from planc.ops.base import Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where
-from planc.ops.call import (
-    MESH,
-    PARALLELIZE,
-    Assign,
-    Context,
-    Each,
-    FunctionCall,
-    Index,
-    ParameterRef,
-    ScriptFunction,
-    Shared,
-    Step,
-)
 from planc.ops.style_calls import style_call
 from planc.ops.styles import Input, Output, Style, mesh_dims, style_arguments, style_name
 
-_SCRIPT = ScriptFunction("tensor_parallel", "Shards weights and activations over the tensor axes.")
+_SCRIPT = call.ScriptFunction(
+    "tensor_parallel", "Shards weights and activations over the tensor axes."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +50,10 @@ class Parallelize(Op):
         if len(self.axes) != dims:
             yield ("axes",), f"{style_name(self.style)} takes {dims} axis, not {len(self.axes)}"
 
-    def calls(self, _context: Context) -> Iterator[Step]:
-        mesh = Shared(f"{'_'.join(self.axes)}_mesh", Index(MESH, self.axes))
-        call = FunctionCall(PARALLELIZE, (mesh, style_call(self.style)))
-        yield Each(modules=self.modules, calls=(call,), note=self.place)
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
+        mesh = call.Shared(f"{'_'.join(self.axes)}_mesh", call.Index(call.MESH, self.axes))
+        made = call.FunctionCall(call.PARALLELIZE, (mesh, style_call(self.style)))
+        yield call.Each(modules=self.modules, calls=(made,), note=self.place)
 
     WORD: ClassVar = "tensor"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axes", "style")
@@ -139,10 +128,10 @@ class Tie(Op):
 
     SCRIPT: ClassVar = _SCRIPT
 
-    def calls(self, _context: Context) -> Iterator[Step]:
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
         note = "sharding creates new parameters, so the tie is restored"
-        target, source = ParameterRef(self.parameter), ParameterRef(self.source)
-        yield Assign(target=target, value=source, note=note)
+        target, source = call.ParameterRef(self.parameter), call.ParameterRef(self.source)
+        yield call.Assign(target=target, value=source, note=note)
 
     WORD: ClassVar = "tie"
     ABOUT: ClassVar[tuple[str, ...]] = ("parameter",)

@@ -2,22 +2,13 @@
 
 from collections.abc import Iterator
 
-from planc.ops.call import (
-    Context,
-    FunctionCall,
-    MeshOf,
-    Shared,
-    Value,
-    inside,
-    mesh_source,
-    values_of,
-)
+from planc.ops import call
 from planc.ops.lowered import Lowered, Stage
 
 _CREATE = ("._flatten", "standalone.expert_parallel:mesh_of_experts")
 
 
-def uneven_groups(lowered: Lowered, context: Context) -> tuple[Shared, ...]:
+def uneven_groups(lowered: Lowered, context: call.Context) -> tuple[call.Shared, ...]:
     """The calls that create process groups, where they differ between the places of a pipeline.
 
     Every rank takes part in each creation, in one order, so all of them then come before the
@@ -29,19 +20,19 @@ def uneven_groups(lowered: Lowered, context: Context) -> tuple[Shared, ...]:
     return tuple(dict.fromkeys(value for place in places for value in place))
 
 
-def _created(stage: Stage, context: Context) -> Iterator[Shared]:
+def _created(stage: Stage, context: call.Context) -> Iterator[call.Shared]:
     for op in stage.ops:
         for step in op.calls(context):
-            for value in values_of(step):
+            for value in call.values_of(step):
                 yield from _inside(value, context)
 
 
-def _inside(value: Value, context: Context) -> Iterator[Shared]:
-    if isinstance(value, MeshOf):
-        yield from _inside(mesh_source(value, context), context)
+def _inside(value: call.Value, context: call.Context) -> Iterator[call.Shared]:
+    if isinstance(value, call.MeshOf):
+        yield from _inside(call.mesh_source(value, context), context)
         return
-    for part in inside(value):
+    for part in call.inside(value):
         yield from _inside(part, context)
     match value:
-        case Shared(value=FunctionCall(function=function)) if function in _CREATE:
+        case call.Shared(value=call.FunctionCall(function=function)) if function in _CREATE:
             yield value

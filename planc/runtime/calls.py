@@ -7,22 +7,7 @@ from typing import Any, assert_never
 
 from torch import nn
 
-from planc.ops.call import (
-    Attribute,
-    FunctionCall,
-    ImportedName,
-    Index,
-    Items,
-    Keywords,
-    Members,
-    MeshOf,
-    Numbered,
-    ParameterRef,
-    Shared,
-    Table,
-    Value,
-    Variable,
-)
+from planc.ops import call as calls
 from planc.plan.unit_lists import entries, of_entry
 
 
@@ -37,7 +22,7 @@ def resolve(path: str) -> Any:
     return attrgetter(name)(importlib.import_module(home))
 
 
-def function_of(call: FunctionCall) -> Callable[..., Any]:
+def function_of(call: calls.FunctionCall) -> Callable[..., Any]:
     """The function of a call; for a method, a function that calls it on its first argument."""
     if not call.function.startswith("."):
         found: Callable[..., Any] = resolve(call.function)
@@ -53,58 +38,58 @@ class Values:
         self,
         variables: Mapping[str, object],
         modules: Mapping[str, nn.Module],
-        mesh: Callable[[MeshOf], object],
-        known: dict[Shared, Any] | None = None,
+        mesh: Callable[[calls.MeshOf], object],
+        known: dict[calls.Shared, Any] | None = None,
     ) -> None:
         self._variables = variables
         self._modules = modules
         self._mesh = mesh
-        self._known: dict[Shared, Any] = {} if known is None else known
+        self._known: dict[calls.Shared, Any] = {} if known is None else known
 
-    def of(self, value: Value) -> Any:
+    def of(self, value: calls.Value) -> Any:
         match value:
             case None | bool() | int() | float() | str():
                 return value
             case tuple():
                 return tuple(map(self.of, value))
-            case Variable():
+            case calls.Variable():
                 return self._variables[value.name]
-            case ImportedName():
+            case calls.ImportedName():
                 return resolve(value.path)
-            case ParameterRef():
+            case calls.ParameterRef():
                 owner, _, name = value.name.rpartition(".")
                 return getattr(self._modules[owner], name)
-            case Attribute():
+            case calls.Attribute():
                 return attrgetter(value.name)(self.of(value.owner))
-            case Index():
+            case calls.Index():
                 return self.of(value.value)[value.keys[0] if len(value.keys) == 1 else value.keys]
-            case Items():
+            case calls.Items():
                 return list(map(self.of, value.values))
-            case Table():
+            case calls.Table():
                 return {name: self.of(entry) for name, entry in value.entries}
-            case Members():
+            case calls.Members():
                 return [self._modules[name] for some in value.sets for name in some.names()]
-            case Numbered():
+            case calls.Numbered():
                 return list(self._numbered(value))
-            case MeshOf():
+            case calls.MeshOf():
                 return self._mesh(value)
-            case FunctionCall():
+            case calls.FunctionCall():
                 arguments = map(self.of, value.arguments)
                 return function_of(value)(*arguments, **self.keywords(value.keywords))
-            case Shared():
+            case calls.Shared():
                 if value not in self._known:
                     self._known[value] = self.of(value.value)
                 return self._known[value]
             case _:
                 assert_never(value)
 
-    def keywords(self, given: Keywords) -> dict[str, Any]:
+    def keywords(self, given: calls.Keywords) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in given:
             made |= {name: self.of(value)} if name else self.of(value)
         return made
 
-    def _numbered(self, value: Numbered) -> Iterator[tuple[int, nn.Module]]:
+    def _numbered(self, value: calls.Numbered) -> Iterator[tuple[int, nn.Module]]:
         for index in entries((value.modules,)):
             members = of_entry(value.modules, index)
             for name in members.names() if members else ():

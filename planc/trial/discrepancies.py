@@ -13,15 +13,9 @@ from planc.model.facts import below
 from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.trial import observed_layouts
 from planc.trial.batches import Batches
 from planc.trial.numerics import FLOOR, relative
-from planc.trial.observed_layouts import (
-    Implicit,
-    agrees,
-    observed_layouts,
-    resized_inputs,
-    stated_inputs,
-)
 from planc.trial.outcome import LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
 from planc.trial.program import RankResult, Reference
 from planc.trial.prove import Errors, compare
@@ -37,7 +31,7 @@ class Runs:
     batches: Batches
     reference: Reference
     results: list[RankResult]
-    implicit: list[Implicit] = field(default_factory=list)
+    implicit: list[observed_layouts.Implicit] = field(default_factory=list)
 
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""
@@ -192,7 +186,7 @@ def _wrong_in(view: View) -> Discrepancy | None:
         if both is None:
             continue
         mine, right = both
-        layouts = observed_layouts(mine, right, LIMIT)
+        layouts = observed_layouts.observed_layouts(mine, right, LIMIT)
         error = _error(mine, right)
         if error is not None and error > LIMIT and (mine[0].placements or not layouts):
             part = f"`{last}` before it gives a part of a sum that nothing adds up"
@@ -237,7 +231,7 @@ def _modules(runs: Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float
             error = (_error(*both) or 0.0) if both else 0.0
             if error > LIMIT and both and not both[0][0].placements:
                 # a shard or summand can have the same shape
-                error = 0.0 if observed_layouts(*both, LIMIT) else error
+                error = 0.0 if observed_layouts.observed_layouts(*both, LIMIT) else error
             found[name] = max(found.get(name) or 0.0, error)
     found |= dict.fromkeys(lost)
     for part in gradients:
@@ -251,7 +245,9 @@ def _sizes(runs: Runs) -> Iterator[Discrepancy]:
     for view in runs.views():
         for name, call in view.mine[0].calls.items():
             right = view.right.calls.get(name)
-            for which, value, wanted in resized_inputs(call, right) if right else ():
+            for which, value, wanted in (
+                observed_layouts.resized_inputs(call, right) if right else ()
+            ):
                 sizes = list(value.shape), list(wanted.shape)
                 detail = f"{which} of {sizes[0]} where one process has {sizes[1]}"
                 yield Discrepancy(kind="size", subject=name, detail=detail, line=call.line)
@@ -261,7 +257,7 @@ def _sizes(runs: Runs) -> Iterator[Discrepancy]:
 def _unstated(runs: Runs) -> Iterator[Discrepancy]:
     """Yields layouts and redistributions that the plan does not state, whether right or wrong."""
     view = next(runs.views(), None)
-    for name, which, layout, _ in stated_inputs(runs.lowered) if view else ():
+    for name, which, layout, _ in observed_layouts.stated_inputs(runs.lowered) if view else ():
         assert view is not None
         right = view.right.calls.get(name)
         wanted = right.inputs.get(which) if right else None
@@ -269,8 +265,8 @@ def _unstated(runs: Runs) -> Iterator[Discrepancy]:
         mine = [call.inputs[which] for call in calls if call and which in call.inputs]
         if wanted is None or len(mine) < len(view.mine):
             continue
-        found = observed_layouts(mine, wanted.tensor, LIMIT)
-        if found and not agrees(layout, found, wanted.tensor.dim()):
+        found = observed_layouts.observed_layouts(mine, wanted.tensor, LIMIT)
+        if found and not observed_layouts.agrees(layout, found, wanted.tensor.dim()):
             both = (str(layout), str(found[0]))
             line = next((call.line for call in calls if call), "")
             yield Discrepancy(kind="boundary", subject=name, layouts=both, line=line)

@@ -12,18 +12,9 @@ from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
-from planc.trial import numerics
+from planc.trial import numerics, program
 from planc.trial.batches import Batches, batches
 from planc.trial.outcome import PARAMETER_LIMIT
-from planc.trial.program import (
-    DRAWS_PARTS,
-    RankResult,
-    Reference,
-    SingleError,
-    seed_rank,
-    train_rank,
-    train_single,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +49,24 @@ def prove(
     """
     report("single")
     data = batches(builder, lowered, seed).to(device)
-    reference = train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
+    reference = program.train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
     if reference.draws and lowered.pipeline is not None:
-        raise SingleError("the random numbers of a pipeline's microbatches are not compared")
+        raise program.SingleError(
+            "the random numbers of a pipeline's microbatches are not compared"
+        )
     if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
-        raise SingleError(DRAWS_PARTS)
+        raise program.SingleError(program.DRAWS_PARTS)
     report("apply")
     model = builder.build(seed).to(device)
-    seed_rank(distributed.get_rank())
+    program.seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
-    result = RankResult()
-    train_rank(model, run, data, result, traced=False, draws=reference.draws)
+    result = program.RankResult()
+    program.train_rank(model, run, data, result, traced=False, draws=reference.draws)
     report("compare")
     if reference.draws:
         single = alone(builder.build(seed).to(device), lowered)
-        reference = train_single(single, data, lowered, _drawn_by_all(result))
+        reference = program.train_single(single, data, lowered, _drawn_by_all(result))
     if precision:
         return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
     return compare(result, reference)
@@ -88,17 +81,17 @@ def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> numerics.
     return operations
 
 
-def _drawn_by_all(own: RankResult) -> list[RankResult]:
+def _drawn_by_all(own: program.RankResult) -> list[program.RankResult]:
     """The data rank and the random numbers of each rank."""
     found = of_all_ranks((own.data_rank, own.drawn))
-    return [RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
+    return [program.RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
 
 
-def compare(result: RankResult, reference: Reference) -> Errors:
+def compare(result: program.RankResult, reference: program.Reference) -> Errors:
     """The errors of one rank that has ended."""
     right = reference.passes[result.data_rank]
     if len(result.logits) != len(right.logits):
-        raise SingleError("the model gives logits on one side only")
+        raise program.SingleError("the model gives logits on one side only")
     return Errors(
         logits=max(map(numerics.relative, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(numerics.relative, result.losses, right.losses)),
@@ -118,7 +111,10 @@ def _norm(errors: Sequence[float]) -> float:
 
 
 def compare_rounded(
-    result: RankResult, reference: Reference, lowered: Lowered, operations: numerics.Operations
+    result: program.RankResult,
+    reference: program.Reference,
+    lowered: Lowered,
+    operations: numerics.Operations,
 ) -> Errors:
     """The errors of one rank under the plan's mixed precision, in the 2-norm, and their limits."""
     right, gradients = reference.passes[result.data_rank], reference.gradients

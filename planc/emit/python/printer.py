@@ -18,29 +18,7 @@ from planc.emit.python.module_loops import (
     replaced,
 )
 from planc.model.facts import Modules
-from planc.ops.call import (
-    Assign,
-    Attribute,
-    Context,
-    Each,
-    FunctionCall,
-    ImportedName,
-    Index,
-    Items,
-    Members,
-    MeshOf,
-    Numbered,
-    Once,
-    ParameterRef,
-    Shared,
-    Step,
-    Table,
-    Value,
-    Variable,
-    inside,
-    mesh_source,
-    values_of,
-)
+from planc.ops import call as calls
 
 
 class Printer:
@@ -56,18 +34,18 @@ class Printer:
         names: with the names that the printed source uses.
     """
 
-    def __init__(self, context: Context, layers: int, names: Mapping[str, str]) -> None:
+    def __init__(self, context: calls.Context, layers: int, names: Mapping[str, str]) -> None:
         self._context = context
         self._layers = layers
-        self._variables: dict[Shared, str] = {}
+        self._variables: dict[calls.Shared, str] = {}
         self.modules = {"torch"}
         self.names = dict(names)
 
-    def shared(self, steps: Iterable[Step]) -> Lines:
+    def shared(self, steps: Iterable[calls.Step]) -> Lines:
         """Assigns the shared values of a function to variables, nested values first."""
-        found: dict[Shared, int] = {}
+        found: dict[calls.Shared, int] = {}
         for step in steps:
-            self._find(values_of(step), found)
+            self._find(calls.values_of(step), found)
         self._variables = _named(found)
         deep: dict[str, int] = {}
         for value, depth in found.items():
@@ -79,22 +57,22 @@ class Printer:
     def loop(self, modules: Modules) -> Loop:
         return loop_over(modules, self._layers)
 
-    def step(self, step: Step) -> Lines:
+    def step(self, step: calls.Step) -> Lines:
         """The lines of one step."""
         match step:
-            case Each():
+            case calls.Each():
                 loop = loop_over(step.modules, self._layers, assigned=step.replaces)
                 made = [self.call(call, loop.item) for call in step.calls]
                 some = [replaced(loop, made[0])] if step.replaces else made
                 yield from looped(loop.head, some, step.note)
-            case Once():
+            case calls.Once():
                 yield from looped((), [self.call(step.call)], step.note)
-            case Assign():
+            case calls.Assign():
                 yield from assign(self.source(step.target), self.source(step.value), step.note)
             case _:
                 assert_never(step)
 
-    def call(self, call: FunctionCall, *first: Source) -> Group:
+    def call(self, call: calls.FunctionCall, *first: Source) -> Group:
         """A call, with further arguments before its first."""
         arguments = [*first, *map(self.source, call.arguments)]
         if call.function.startswith("."):
@@ -105,42 +83,42 @@ class Printer:
             arguments.append(headed(f"{name}=" if name else "**", self.source(value)))
         return Group(f"{head}(", tuple(arguments))
 
-    def source(self, value: Value) -> Source:
+    def source(self, value: calls.Value) -> Source:
         match value:
             case None | bool() | int() | float() | str():
                 return literal(value)
             case tuple():
                 return Group("(", tuple(map(self.source, value)), single=",")
-            case Variable():
+            case calls.Variable():
                 return value.name
-            case ImportedName():
+            case calls.ImportedName():
                 return self._imported(value.path)
-            case ParameterRef():
+            case calls.ParameterRef():
                 return parameter(value.name)
-            case Attribute():
+            case calls.Attribute():
                 return f"{self.source(value.owner)}.{value.name}"
-            case Index():
+            case calls.Index():
                 return f"{self.source(value.value)}[{', '.join(map(quoted, value.keys))}]"
-            case Items():
+            case calls.Items():
                 return Group("[", tuple(map(self.source, value.values)), "]")
-            case Table():
+            case calls.Table():
                 entries = value.entries
                 items = (headed(f"{quoted(key)}: ", self.source(item)) for key, item in entries)
                 return Group("{", tuple(items), "}")
-            case Members():
+            case calls.Members():
                 return listed(value.sets, self._layers)
-            case Numbered():
+            case calls.Numbered():
                 return self._numbered(value)
-            case MeshOf():
-                return self.source(mesh_source(value, self._context))
-            case FunctionCall():
+            case calls.MeshOf():
+                return self.source(calls.mesh_source(value, self._context))
+            case calls.FunctionCall():
                 return self.call(value)
-            case Shared():
+            case calls.Shared():
                 return self._variables[value]
             case _:
                 assert_never(value)
 
-    def _numbered(self, value: Numbered) -> Source:
+    def _numbered(self, value: calls.Numbered) -> Source:
         modules, entries = value.modules, value.modules.entries
         index = "i" if len(entries) > 1 else str(entries.first)
         if len(modules) == 1:
@@ -160,20 +138,20 @@ class Printer:
             return f"{module}.{name}"
         return name
 
-    def _find(self, value: Value, found: dict[Shared, int]) -> int:
+    def _find(self, value: calls.Value, found: dict[calls.Shared, int]) -> int:
         """Adds the shared values inside a value to `found`, each with its nesting depth."""
-        if isinstance(value, MeshOf):
-            return self._find(mesh_source(value, self._context), found)
-        if isinstance(value, Shared):
+        if isinstance(value, calls.MeshOf):
+            return self._find(calls.mesh_source(value, self._context), found)
+        if isinstance(value, calls.Shared):
             if value not in found:
                 found[value] = self._find(value.value, found)
             return found[value] + 1
-        return max((self._find(inner, found) for inner in inside(value)), default=0)
+        return max((self._find(inner, found) for inner in calls.inside(value)), default=0)
 
 
-def _named(values: Iterable[Shared]) -> dict[Shared, str]:
+def _named(values: Iterable[calls.Shared]) -> dict[calls.Shared, str]:
     """The variable of each value, numbered where several have one name."""
-    like: dict[str, list[Shared]] = {}
+    like: dict[str, list[calls.Shared]] = {}
     for value in values:
         like.setdefault(re.sub(r"\W", "_", value.name), []).append(value)
     return {
@@ -183,14 +161,14 @@ def _named(values: Iterable[Shared]) -> dict[Shared, str]:
     }
 
 
-def inner_first(steps: Sequence[Step]) -> list[Step]:
+def inner_first(steps: Sequence[calls.Step]) -> list[calls.Step]:
     """Steps inside another step's modules first, because a wrapper hides its module.
 
     The plan's order where nothing is nested.
     """
-    each = [step for step in steps if isinstance(step, Each)]
+    each = [step for step in steps if isinstance(step, calls.Each)]
     pairs = ((a.modules, b.modules) for a in each for b in each if b.replaces)
     nested = any(len(a.path) > len(b.path) and a.within(b) for a, b in pairs)
     if not nested or len(each) < len(steps):
         return list(steps)
-    return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, Each) else 0)
+    return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, calls.Each) else 0)

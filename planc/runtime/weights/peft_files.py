@@ -17,18 +17,9 @@ from planc.ops.lowered import Lowered
 from planc.runtime.lora import NAME, adapts
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
+from planc.runtime.standalone import shards
 from planc.runtime.standalone.lora import adapter_layers
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
-from planc.runtime.standalone.shards import (
-    four_bit_layers,
-    is_adapter,
-    named_tensors,
-    part_of,
-    rank_orders,
-    slices_of,
-    tied_names,
-    whole_of,
-)
 from planc.runtime.weights.loading import raise_on_all_ranks
 
 Tuned = Literal["merged", "left_out"]
@@ -47,10 +38,10 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """
     raise_on_all_ranks([*_require_adapters(lowered, "to save"), *_trained_with_adapter(model)])
     reshard(model)
-    tensors, order = dict(named_tensors(model)), rank_orders(model)
+    tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
     full: dict[str, Tensor] = {}
     for name in _trained(model):
-        value = whole_of(tensors[name], order.get(name))
+        value = shards.whole_of(tensors[name], order.get(name))
         if distributed.get_rank() == 0:
             full[_peft_name(name)] = value.to("cpu", copy=True).contiguous()
     failed: list[Diagnostic] = []
@@ -72,7 +63,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """
     findings = _require_adapters(lowered, "to load")
     reshard(model)
-    tensors, order = dict(named_tensors(model)), rank_orders(model)
+    tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
     wanted = {_peft_name(name): name for name in _trained(model)}
     if any(tensors[name].is_meta for name in wanted.values()):
         text = "the model is on the meta device, and has no memory for adapters"
@@ -84,8 +75,8 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     try:
         with torch.no_grad():
             for stored, name in wanted.items():
-                ranges = slices_of(tensors[name], order.get(name))
-                entries[stored].copy_to(part_of(tensors[name]), ranges)
+                ranges = shards.slices_of(tensors[name], order.get(name))
+                entries[stored].copy_to(shards.part_of(tensors[name]), ranges)
     except Exception as error:
         findings.append(problem("PL497", f"reading {folder} failed midway: {error}"))
     raise_on_all_ranks(findings)
@@ -100,13 +91,15 @@ def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
 
 def _trained(model: nn.Module) -> list[str]:
     """The tensors in an adapter file: the adapters, and other trainable modules whole."""
-    tensors, modules = dict(named_tensors(model)), set(_other_trained(model))
-    return [n for n in tensors if is_adapter(n) or n.rpartition(".")[0] in modules]
+    tensors, modules = dict(shards.named_tensors(model)), set(_other_trained(model))
+    return [n for n in tensors if shards.is_adapter(n) or n.rpartition(".")[0] in modules]
 
 
 def _other_trained(model: nn.Module) -> list[str]:
     """The modules with trainable parameters of their own that are not adapters."""
-    own = (n for n, t in named_tensors(model) if t.requires_grad and not is_adapter(n))
+    own = (
+        n for n, t in shards.named_tensors(model) if t.requires_grad and not shards.is_adapter(n)
+    )
     return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
 
 
@@ -162,7 +155,11 @@ def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
     """The last names of the layers if no other layer has them, else a regular expression."""
     adapted = {name for op in ops for name in op.names()}
     last = {name.rpartition(".")[2] for name in adapted}
-    every = {n.removesuffix(".weight") for n in dict(named_tensors(model)) if not is_adapter(n)}
+    every = {
+        n.removesuffix(".weight")
+        for n in dict(shards.named_tensors(model))
+        if not shards.is_adapter(n)
+    }
     alike = {name for name in every if name.rpartition(".")[2] in last}
     return sorted(last) if alike == adapted else "|".join(f"({op.pattern})" for op in ops)
 
@@ -227,7 +224,7 @@ def _mismatches(
 
 def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
     """PL189: an export without a choice for adapters, or that cannot merge them; PL686: 4-bit."""
-    if four := next(iter(four_bit_layers(model)), None):
+    if four := next(iter(shards.four_bit_layers(model)), None):
         text = f"{four} is in 4 bits, and no export can restore the original weights"
         how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
         return [problem("PL686", text, help=how_to)]
@@ -238,7 +235,7 @@ def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
         text = "the model has adapters, which `from_pretrained` does not read from an export"
         how_to = 'pass `adapters="merged"` or `"left_out"`; `run.save_adapters` writes them'
         return [problem("PL189", text, help=how_to)]
-    tied = [g for g in tied_names(model) if len(g) > 1]
+    tied = [g for g in shards.tied_names(model) if len(g) > 1]
     parted = [n for group in tied for n in group if n.rpartition(".")[0] in own]
     if not parted:
         return []
@@ -254,11 +251,14 @@ def change(layer: Any) -> Tensor:
     embedding = bool(layer.lora_embedding_A)
     if embedding:
         a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]
-        halves = whole_of(a), whole_of(b)
+        halves = shards.whole_of(a), shards.whole_of(b)
     else:
         modules = layer.lora_A[NAME], layer.lora_B[NAME]
         orders = [getattr(m, "_rank_order", {}).get("weight") for m in modules]
-        halves = whole_of(modules[0].weight, orders[0]), whole_of(modules[1].weight, orders[1])
+        halves = (
+            shards.whole_of(modules[0].weight, orders[0]),
+            shards.whole_of(modules[1].weight, orders[1]),
+        )
     product = halves[1] @ halves[0]
     turned = embedding or getattr(layer, "fan_in_fan_out", False)
     return (product.T if turned else product) * layer.scaling[NAME]

@@ -19,15 +19,8 @@ from planc.runtime.standalone.load_weights import (
 )
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
-from planc.runtime.weights import optimizers
+from planc.runtime.weights import loading, optimizers
 from planc.runtime.weights.extras import Extra, load_states, stored_keys
-from planc.runtime.weights.loading import (
-    Weights,
-    allocate,
-    checked,
-    load_files,
-    raise_on_all_ranks,
-)
 from planc.runtime.weights.saving import METADATA, reason, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
@@ -37,7 +30,7 @@ def load(
     model: nn.Module,
     folder: Path,
     *,
-    weights: Weights | None,
+    weights: loading.Weights | None,
     planned: str | None,
     optimizer: Optimizer | None,
     extra: Extra,
@@ -51,15 +44,15 @@ def load(
         planned: the setting in the plan's load section, None without one.
         data: the number of ranks that read different data, and the index of this one.
     """
-    if weights not in (None, *get_args(Weights)):
-        known = one_of(map(repr, get_args(Weights)))
+    if weights not in (None, *get_args(loading.Weights)):
+        known = one_of(map(repr, get_args(loading.Weights)))
         raise ValueError(f"weights is {weights!r}, it can be {known}")
     problems: list[Diagnostic] = []
     if weights and planned and weights != planned:
         text = f"this call has weights = {weights}, the plan's load section {planned}"
         help = "leave it to the plan, or remove the setting from the plan"
         problems.append(problem("PL475", text, help=help))
-    raise_on_all_ranks(problems)
+    loading.raise_on_all_ranks(problems)
     folder = saved(folder)
     kind = [(folder / METADATA).is_file()]
     if distributed.get_world_size() > 1:  # only rank 0 may see the folder
@@ -67,7 +60,7 @@ def load(
     if kind[0]:
         if weights == "rank0":
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
-        raise_on_all_ranks(problems)
+        loading.raise_on_all_ranks(problems)
         return load_checkpoint(
             model, folder, optimizer=optimizer, extra=extra, data=data, device=device
         )
@@ -76,9 +69,9 @@ def load(
     elif planned == "checkpoint":
         text = f"the plan has weights = checkpoint, and {folder} is not a checkpoint"
         problems.append(problem("PL497", text))
-    raise_on_all_ranks(problems)
-    how: Weights = "rank0" if "rank0" in (weights, planned) else "slices"
-    load_files(model, folder, weights=how, device=device)
+    loading.raise_on_all_ranks(problems)
+    how: loading.Weights = "rank0" if "rank0" in (weights, planned) else "slices"
+    loading.load_files(model, folder, weights=how, device=device)
     return None
 
 
@@ -116,7 +109,7 @@ def load_checkpoint(
     if not findings:
         stored = tensors_in_checkpoint(folder, metadata, dict(named_tensors(model)))
         stored = {name: tensor for name, tensor in stored.items() if name not in others}
-        found = checked(model, stored, folder, findings, without=four_bit_layers(model))
+        found = loading.checked(model, stored, folder, findings, without=four_bit_layers(model))
         findings += _four_bits(model, found, folder)
     flat = {k[len(_OPTIMIZER) :]: m for k, m in metadata.items() if k.startswith(_OPTIMIZER)}
     flat = {k: m for k, m in flat.items() if optimizers.owner(k) not in others}
@@ -126,7 +119,7 @@ def load_checkpoint(
         # its state is as large as the model: nothing is allocated before every check has passed
         optimizers.check_state(model, optimizer, flat, findings)
     keys, missing = stored_keys(extra, metadata.keys(), *data)
-    allocate(model, [*findings, *missing], device)
+    loading.allocate(model, [*findings, *missing], device)
     target: dict[str, Any] = dict(checkpoint_targets(model, found))
     if optimizer is not None:
         own_state = optimizers.empty_flat_state(model, optimizer, flat)
@@ -135,7 +128,7 @@ def load_checkpoint(
         target[_STEP] = None
     target |= dict.fromkeys(key for some in keys.values() for key in some)
     _read(target, folder)
-    raise_on_all_ranks(list(load_states(extra, keys, target)))
+    loading.raise_on_all_ranks(list(load_states(extra, keys, target)))
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
         optimizers.load_flat_state(model, optimizer, loaded)
@@ -192,4 +185,4 @@ def _read(target: dict[str, Any], folder: Path) -> None:
             checkpoint.load(target, checkpoint_id=folder)
     except (Exception, checkpoint.CheckpointException) as error:
         failed.append(problem("PL497", f"{folder} could not be read: {reason(error)}"))
-    raise_on_all_ranks(failed)
+    loading.raise_on_all_ranks(failed)

@@ -18,18 +18,11 @@ from planc.ops.lowered import Lowered
 from planc.runtime.gradients import full_state_dict
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
+from planc.runtime.standalone import shards
 from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.lora import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
-from planc.runtime.standalone.shards import (
-    four_bit_layers,
-    is_adapter,
-    named_tensors,
-    rank_orders,
-    tied_names,
-    whole_of,
-)
 from planc.runtime.weights.loading import raise_on_all_ranks
 from planc.runtime.weights.optimizers import flat_state, storage_order
 from planc.runtime.weights.peft_files import Tuned, change, merge_findings, write_tensors
@@ -64,9 +57,9 @@ def save(
     new, old = _beside(folder)
     raise_on_all_ranks(_on_rank0(lambda: _clear(folder, new)))
     reshard(model)
-    tensors, own = dict(named_tensors(model)), rank_orders(model)
-    four = four_bit_layers(model)
-    names = [n[0] for n in tied_names(model) if n[0] not in four]
+    tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
+    four = shards.four_bit_layers(model)
+    names = [n[0] for n in shards.tied_names(model) if n[0] not in four]
     state: dict[str, Any] = {"model": {n: storable(tensors[n], own.get(n)) for n in names}}
     if optimizer is not None:
         flat = flat_state(model, optimizer)
@@ -195,16 +188,18 @@ def export(
     if stages_of(model) is not None:
         _export_stages(model, lowered, folder, shard_size)
         return
-    names = [_kept(model, group) for group in tied_names(model) if not is_adapter(group[0])]
+    names = [
+        _kept(model, group) for group in shards.tied_names(model) if not shards.is_adapter(group[0])
+    ]
     changes = adapter_layers(model) if adapters == "merged" else {}
-    tensors, own = dict(named_tensors(model)), rank_orders(model)
+    tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
     hub = HubNames(model)
     groups = [(group, [tensors[n] for n in group]) for group in hub.converted_together(names)]
     files = _Files(folder, list(_parts(groups, shard_size)), hub)
     for part in files.parts:
         full: dict[str, Tensor] = {}
         for name in part:
-            value = whole_of(tensors[name], own.get(name))
+            value = shards.whole_of(tensors[name], own.get(name))
             if name.removesuffix(".weight") in changes:
                 value = value + change(changes[name.removesuffix(".weight")])
             if distributed.get_rank() == 0:

@@ -15,15 +15,7 @@ from dataclasses import dataclass, replace
 
 from planc.diagnostic import Sink
 from planc.source import Source
-from planc.syntax.formatter.tokens import (
-    BracketGroup,
-    OutputLine,
-    PlanToken,
-    TokenOrGroup,
-    TokenReader,
-    commented,
-    tokens_of,
-)
+from planc.syntax.formatter import tokens
 from planc.syntax.parse import parse
 
 WIDTH = 100
@@ -56,7 +48,7 @@ def formatted(source: Source, sink: Sink) -> str | None:
 
 def _comments(text: str) -> list[str]:
     """The comments of a text, unordered: a comment inside an expression moves above it."""
-    return sorted(p.text for p in tokens_of(text + "\n") if p.kind == "#")
+    return sorted(p.text for p in tokens.tokens_of(text + "\n") if p.kind == "#")
 
 
 def laid_out(text: str) -> str:
@@ -66,7 +58,7 @@ def laid_out(text: str) -> str:
         UnexpectedInput: the text is not in the grammar.
     """
     rows: list[_Row] = []
-    lines = TokenReader(tokens_of(text + "\n")).read()
+    lines = tokens.TokenReader(tokens.tokens_of(text + "\n")).read()
     pads = _pads(lines)
     for at, line in enumerate(lines):
         blank = line.blank and at > 0 and not lines[at - 1].opens and not line.closes
@@ -81,7 +73,7 @@ def laid_out(text: str) -> str:
 # Columns ---------------------------------------------------------------------------------------
 
 
-def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
+def _pads(lines: Sequence[tokens.OutputLine]) -> dict[int, tuple[int, int]]:
     runs: list[list[tuple[int, int, int]]] = []
     last: tuple[object, ...] | None = None
     for at, line in enumerate(lines):
@@ -95,7 +87,7 @@ def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
         if line.blank or last != kind:
             runs.append([])
         last = kind
-        if not commented(line.parts[:position]):
+        if not tokens.commented(line.parts[:position]):
             width = len(_flat(line.parts[:position]))
             if width <= _WIDEST:
                 runs[-1].append((at, position, width))
@@ -103,9 +95,9 @@ def _pads(lines: Sequence[OutputLine]) -> dict[int, tuple[int, int]]:
     return {at: (position, most - w) for run, most in widest for at, position, w in run}
 
 
-def _separator(line: OutputLine) -> tuple[tuple[object, ...], int] | None:
+def _separator(line: tokens.OutputLine) -> tuple[tuple[object, ...], int] | None:
     """The kind of a line that has a head, and the index between the head and the rest."""
-    kinds = [p.kind if isinstance(p, PlanToken) else "" for p in line.parts]
+    kinds = [p.kind if isinstance(p, tokens.PlanToken) else "" for p in line.parts]
     if "COLON" in kinds:
         return ("COLON",), kinds.index("COLON")
     if "EQUAL" not in kinds:
@@ -129,12 +121,16 @@ class _Row:
 
 
 def _rendered(
-    parts: Sequence[TokenOrGroup], indent: int, *, pad: tuple[int, int] | None = None, end: str = ""
+    parts: Sequence[tokens.TokenOrGroup],
+    indent: int,
+    *,
+    pad: tuple[int, int] | None = None,
+    end: str = "",
 ) -> list[_Row]:
     """The rows of a statement or an item: one where it fits, else with brackets broken."""
     if not parts:
         return []
-    groups = [p for p in parts if isinstance(p, BracketGroup)]
+    groups = [p for p in parts if isinstance(p, tokens.BracketGroup)]
     broken = [g for g in groups if g.commented]
     while True:
         rows = _rows(parts, indent, pad, broken)
@@ -147,10 +143,10 @@ def _rendered(
 
 
 def _rows(
-    parts: Sequence[TokenOrGroup],
+    parts: Sequence[tokens.TokenOrGroup],
     indent: int,
     pad: tuple[int, int] | None,
-    broken: Sequence[BracketGroup],
+    broken: Sequence[tokens.BracketGroup],
 ) -> list[_Row]:
     rows: list[_Row] = []
     text = ""
@@ -159,7 +155,7 @@ def _rows(
             text += _space(parts[at - 1], part)
         if pad is not None and pad[0] == at:
             text += " " * pad[1]
-        if isinstance(part, PlanToken):
+        if isinstance(part, tokens.PlanToken):
             text += part.text
         elif not _among(part, broken):
             text += _flat([part])
@@ -170,11 +166,11 @@ def _rows(
     return [*rows, _Row(indent=indent, text=text)]
 
 
-def _among(group: BracketGroup, groups: Sequence[BracketGroup]) -> bool:
+def _among(group: tokens.BracketGroup, groups: Sequence[tokens.BracketGroup]) -> bool:
     return any(group is g for g in groups)
 
 
-def _inside(group: BracketGroup, indent: int) -> list[_Row]:
+def _inside(group: tokens.BracketGroup, indent: int) -> list[_Row]:
     rows: list[_Row] = []
     for item in group.items:
         rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
@@ -187,11 +183,11 @@ def _inside(group: BracketGroup, indent: int) -> list[_Row]:
 # Text ------------------------------------------------------------------------------------------
 
 
-def _flat(parts: Sequence[TokenOrGroup]) -> str:
+def _flat(parts: Sequence[tokens.TokenOrGroup]) -> str:
     text = ""
     for before, part in zip([None, *parts], parts, strict=False):
         text += _space(before, part) if before is not None else ""
-        if isinstance(part, PlanToken):
+        if isinstance(part, tokens.PlanToken):
             text += part.text
         else:
             comma = ", " if part.listed else " "
@@ -200,12 +196,12 @@ def _flat(parts: Sequence[TokenOrGroup]) -> str:
     return text
 
 
-def _space(before: TokenOrGroup, part: TokenOrGroup) -> str:
-    if isinstance(part, BracketGroup):
+def _space(before: tokens.TokenOrGroup, part: tokens.TokenOrGroup) -> str:
+    if isinstance(part, tokens.BracketGroup):
         tight = part.call
     else:
         tight = part.kind in ("COMMA", "CLASS", "RBRACE")
-    return "" if tight or (isinstance(before, PlanToken) and before.unary) else " "
+    return "" if tight or (isinstance(before, tokens.PlanToken) and before.unary) else " "
 
 
 def _printed(rows: Sequence[_Row]) -> Iterable[str]:
