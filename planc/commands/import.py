@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from planc.commands import output
+from planc.commands import output, shared_arguments
 from planc.diagnostic import Sink
 
 
@@ -19,9 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="the model that the plan is for (default: the one that FILE names)"
     )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
-    )
+    shared_arguments.output(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,9 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="an axis of the plan: pp, cp or ep",
     )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
-    )
+    shared_arguments.output(parser)
 
 
 def run(options: argparse.Namespace) -> int:

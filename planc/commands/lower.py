@@ -24,9 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.plan(parser)
     shared_arguments.common(parser)
     parser.add_argument("--format", choices=("text", "json", "python", "tp-plan"), default="text")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write to FILE instead of standard output"
-    )
+    shared_arguments.output(parser)
     shared_arguments.sends(parser)
     shared_arguments.batch(parser, required=False)
     kept = parser.add_mutually_exclusive_group()

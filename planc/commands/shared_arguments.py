@@ -93,6 +93,11 @@ def trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def output(parser: argparse.ArgumentParser, *, what: str = "") -> None:
+    help = f"write {what}to FILE instead of standard output"
+    parser.add_argument("-o", "--output", metavar="FILE", help=help)
+
+
 def batch(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
         "--batch", metavar="B", type=size, required=required, help="rows of a step, all ranks"

@@ -33,9 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="in place of the hardware's",
     )
     parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write the plan to FILE instead of standard output"
-    )
+    shared_arguments.output(parser, what="the plan ")
 
 
 def run(options: argparse.Namespace) -> int:

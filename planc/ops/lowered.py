@@ -157,6 +157,10 @@ class Lowered(InNotebooks):
         stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
+    def has(self, *kinds: type[base.Op]) -> bool:
+        """Whether there is an operation of one of these kinds."""
+        return any(isinstance(op, kinds) for op in self.ops)
+
     @property
     def code(self) -> tuple[str, ...]:
         """`package.module:Class` of each user-defined style, which `apply` imports."""

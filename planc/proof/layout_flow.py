@@ -171,12 +171,12 @@ def flow(
         return Verdict(outcome=Outcome(verdict="nothing"))
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
-    divided = any(isinstance(op, DispatchExperts | Pipeline) for op in lowered.ops)
+    divided = lowered.has(DispatchExperts, Pipeline)
     if lowered.code and not allow_code:
         reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
         outcome = Outcome(verdict="unknown", reason=reason)
         small: SmallCase | Unrepresented = Unrepresented(reason=reason)
-    elif is_megatron(lowered) and not axes:
+    elif lowered.has(MegatronShard) and not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
         outcome, small = _judge_all(compiled, axes, parts)
@@ -264,7 +264,7 @@ def _report(outcome: Outcome, small: Compiled, real: Compiled, sink: Sink) -> bo
 
 def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:
     """The verdict on a plan without tensor parallelism: whether its FSDP units are called."""
-    if is_megatron(lowered):
+    if lowered.has(MegatronShard):
         unseen = Outcome(verdict="unknown", reason=UNSEEN)
         verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen, _NOTHING)))
         _unknown(verdict, sink, strict, "compare a few training steps with torch's FSDP")
@@ -288,7 +288,7 @@ def _released(
     """Whether the module that runs again is in an FSDP unit other than the root, or the plan uses
     Megatron-FSDP; a simulation with FSDP has shown what comes of it.
     """
-    if is_megatron(lowered):
+    if lowered.has(MegatronShard):
         return True
     axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()
     if isinstance(small, SmallCase) and _simulated(small, axes):
@@ -309,17 +309,12 @@ def _unknown(
     )
 
 
-def is_megatron(lowered: Lowered) -> bool:
-    """Whether Megatron-FSDP shards the model."""
-    return any(isinstance(op, MegatronShard) for op in lowered.ops)
-
-
 def _of_model_axes(
     lowered: Lowered, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
     axes = {"context": [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]}
     axes["pipeline"] = [lowered.pipeline.axis] if lowered.pipeline else []
-    divides = any(isinstance(op, DispatchExperts) for op in lowered.ops)
+    divides = lowered.has(DispatchExperts)
     axes["expert"] = [lowered.experts.ranks.name] if divides and lowered.experts else []
     for word, axis in ((word, axis) for word, some in axes.items() for axis in some):
         verdict, reason = outcome.verdict, outcome.reason
@@ -340,7 +335,7 @@ def _sections(
     for axes in every:
         name = f"tensor on {' * '.join(axes)}"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
-    if any(isinstance(op, Checkpoint) for op in lowered.ops):
+    if lowered.has(Checkpoint):
         reason, verdict = outcome.reason, run
         if run == "refuted":
             verdict, reason = "unknown", "the plan is wrong, so this cannot be compared"
@@ -349,7 +344,7 @@ def _sections(
     for rule in ir.loss:
         name = f"loss on {rule.axis}" if rule.axis else "loss"
         yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
-    if ir.fsdp is not None and any(isinstance(op, FullyShard) for op in lowered.ops):
+    if ir.fsdp is not None and lowered.has(FullyShard):
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         axes = ir.fsdp.shard or ir.fsdp.replicate
         name = f"{kind} on {' * '.join(axes)}"
@@ -357,7 +352,7 @@ def _sections(
             yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason, data=True)
         else:
             yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
-    if ir.fsdp is not None and is_megatron(lowered):
+    if ir.fsdp is not None and lowered.has(MegatronShard):
         name, by = f"fsdp on {' * '.join(ir.fsdp.shard)}", "structure"
         yield SectionVerdict(name=name, verdict="unknown", by=by, reason=UNSEEN, data=True)
     for left in left_out(lowered):

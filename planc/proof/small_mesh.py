@@ -93,17 +93,17 @@ def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
     inner = mesh.size(*experts.axes) // max(1, mesh.size(*data))
     if experts.ranks.size > inner and experts.rest.size > 1:
         for name in data:
-            if sizes[name] == RANKS and mesh.size(name) % 4 == 0 and 2 * _ranks(sizes) <= MOST:
+            if (
+                sizes[name] == RANKS
+                and mesh.size(name) % 4 == 0
+                and 2 * prod(sizes.values()) <= MOST
+            ):
                 sizes = {**sizes, name: 2 * RANKS}
     found = [sizes[name] for name in experts.axes]
     alone = experts.rest.size == 1 or all(sizes[name] == 1 for name in data)
     most = prod(found) if alone else min(experts.ranks.size, max(1, prod(found) // 2))
     ranks = max(n for n in legal_sizes(found) if n <= most)
     return {**sizes, experts.ranks.name: ranks}
-
-
-def _ranks(sizes: Mapping[str, int]) -> int:
-    return prod(sizes.values())
 
 
 def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:

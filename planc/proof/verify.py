@@ -13,8 +13,9 @@ from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
 from planc.plan.ir import Plan
-from planc.proof.layout_flow import UNSEEN, is_megatron
+from planc.proof.layout_flow import UNSEEN
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.stand_in import Unrepresented
@@ -104,7 +105,7 @@ def verify(
             message = f"{case.lowered.code[0]} is custom code"
             report_unknown(sink, message, "review it, then pass --allow-code")
             return Proof(verdict="unknown")
-        if is_megatron(case.lowered):
+        if case.lowered.has(MegatronShard):
             report_unknown(sink, UNSEEN, "compare a few training steps with torch's FSDP")
             return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
         if precision and not rounds(case.lowered):
@@ -168,7 +169,7 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     reason: str | None = None
     findings = Sink()
     if isinstance(found, TrialFailure):
-        verdict, reason = report_failure(found, case.plan, case.run, findings)
+        verdict, reason = report_failure(found, findings)
     elif found.same:
         verdict = "verified"
     else:

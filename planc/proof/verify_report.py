@@ -118,9 +118,7 @@ def report_difference(
     return message, tuple(dict.fromkeys(label.span.place for label in labels))
 
 
-def report_failure(
-    failure: TrialFailure, plan: Plan, lowered: Lowered, sink: Sink
-) -> tuple[str, str]:
+def report_failure(failure: TrialFailure, sink: Sink) -> tuple[str, str]:
     """Reports PL521, PL522 or PL523; returns the verdict and the reason.
 
     A Python exception while the plan is applied or the parallel model runs refutes the plan,

@@ -36,7 +36,7 @@ def require_packages(lowered: Lowered) -> None:
     """
     if missing := missing_peft(lowered):
         raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
-    if any(isinstance(op, Quantize) for op in lowered.ops):
+    if lowered.has(Quantize):
         try:
             import bitsandbytes  # noqa: F401
         except Exception as error:  # loading its shared libraries can raise any exception

@@ -23,7 +23,7 @@ def require(lowered: Lowered, device: str) -> None:
     Raises:
         PlanError: PL499, megatron_fsdp cannot be imported, or the device is not CUDA.
     """
-    if not uses_megatron(lowered):
+    if not lowered.has(MegatronShard):
         return
     if find_spec("megatron_fsdp") is None:
         message = "the plan has `backend = megatron`, and megatron-fsdp cannot be imported"
@@ -32,11 +32,6 @@ def require(lowered: Lowered, device: str) -> None:
         message = f"Megatron-FSDP runs only on CUDA, and this run is on {device}"
         help = "put the model on a CUDA device, or remove `backend = megatron`"
         raise stop("PL499", message, help=help)
-
-
-def uses_megatron(lowered: Lowered) -> bool:
-    """Whether Megatron-FSDP shards the model."""
-    return any(isinstance(op, MegatronShard) for op in lowered.ops)
 
 
 # The handle --------------------------------------------------------------------------------------
@@ -80,7 +75,7 @@ def refuse(lowered: Lowered, what: str, hint: str) -> None:
     Raises:
         PlanError: PL499, the plan has `backend = megatron`.
     """
-    if uses_megatron(lowered):
+    if lowered.has(MegatronShard):
         raise stop(
             "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=hint
         )

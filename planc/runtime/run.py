@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from planc.notebook import InNotebooks
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
+from planc.ops.megatron_fsdp import MegatronShard
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.meshes import Meshes
@@ -114,18 +115,15 @@ class Run(InNotebooks):
             PlanError: PL486, the optimizer was created before the plan was applied.
         """
         gradients.require_current(self.model, optimizer, self.before)
-        return (
-            megatron_fsdp.optimizer(optimizer)
-            if megatron_fsdp.uses_megatron(self.lowered)
-            else optimizer
-        )
+        prepared = self.lowered.has(MegatronShard)
+        return megatron_fsdp.optimizer(optimizer) if prepared else optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients; the next one after reduces the sum.
 
         Megatron-FSDP still reduce-scatters sharded gradients in each pass.
         """
-        if megatron_fsdp.uses_megatron(self.lowered):
+        if self.lowered.has(MegatronShard):
             return megatron_fsdp.no_sync(self.model)
         return gradients.no_sync(self.model)
 
@@ -276,7 +274,7 @@ class Run(InNotebooks):
             device=self.mesh.device_type,
         )
         self.first.weights_loaded()
-        if megatron_fsdp.uses_megatron(self.lowered):
+        if self.lowered.has(MegatronShard):
             megatron_fsdp.install_loaded_weights(self.model)
         return step
 
