@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test processes lint bench estimate mutants silent fuzz coverage docs pages clean
+.PHONY: help demo test processes lint bench estimate peaks mutants silent fuzz coverage docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -34,6 +34,9 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 
 estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
 	$(BIN)/python -W ignore tests/estimate/estimating.py | tee docs/estimate-tables.md
+
+peaks: $(VENV)/.ready  ## memory of a step on four real gloo processes, for every combination that is not measured yet (half an hour)
+	$(BIN)/python -W ignore tests/estimate/gloo_peaks.py
 
 MUTANTS  ?= 56
 FAMILIES ?=

@@ -1,4 +1,4 @@
-"""`planc calibrate`: a hardware profile that is fitted to a user's own measurements."""
+"""`planc calibrate`: a hardware profile that is fitted to a user's own measurements, or measured."""
 
 import argparse
 import sys
@@ -9,14 +9,21 @@ from planc.commands import output, shared_arguments
 from planc.diagnostic import Sink
 from planc.estimate.answer import Request
 from planc.estimate.measurements import fitted, read, report, toml
-from planc.estimate.profiles import FOLDER
+from planc.estimate.profiles import FOLDER, Hardware
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    measured = parser.add_mutually_exclusive_group(required=True)
+    measured.add_argument(
         "file",
         metavar="FILE",
+        nargs="?",
         help="CSV: model, plan, world_size, batch, seq, seconds; set, micro_batches, gib",
+    )
+    measured.add_argument(
+        "--cpu",
+        action="store_true",
+        help="measure this machine's CPU, and gloo between two processes",
     )
     parser.add_argument(
         "--hardware", metavar="NAME", default="h100-8x", help="the profile to begin with"
@@ -38,17 +45,32 @@ def run(options: argparse.Namespace) -> int:
             f"{path} cannot be the fitted profile",
             help="name a .toml file outside of planc, which ships its own",
         )
-    request = Request(batch=None, hardware=options.hardware, stack=options.stack)
-    rows = read(Path(options.file), request, sink, allow_code=options.allow_code)
-    if rows and not sink.errors:
-        profile = fitted(rows, path.stem)
+    found = None if sink.errors else _profile(options, sink)
+    if found:
+        made, lines = found
         try:
-            atomic_write.write(path, toml(profile))
+            atomic_write.write(path, toml(made))
         except OSError as error:
             sink.error(
                 "PL719", f"{path} cannot be written: {error.strerror}", help="name another file"
             )
         else:
-            print("\n".join(report(rows, profile)))
+            print("\n".join(lines))
     output.show(sink, "full", sys.stderr, quiet=True)
     return output.exit_code(sink)
+
+
+def _profile(options: argparse.Namespace, sink: Sink) -> tuple[Hardware, list[str]] | None:
+    """The profile and what is said of it; None after errors."""
+    name = Path(options.output).stem
+    if options.cpu:
+        from planc.estimate import measured_cpu
+
+        made = measured_cpu.profile(name)
+        return made, [f"  {n} = {getattr(made, n):.4g}  {how}" for n, how in made.sources.items()]
+    request = Request(batch=None, hardware=options.hardware, stack=options.stack)
+    rows = read(Path(options.file), request, sink, allow_code=options.allow_code)
+    if not rows or sink.errors:
+        return None
+    made = fitted(rows, name)
+    return made, [*report(rows, made)]

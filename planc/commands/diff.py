@@ -104,15 +104,16 @@ def _estimates(
     after; empty where a side has no estimate.
     """
     from planc.estimate.answer import answer
-    from planc.estimate.step_time import bytes_sent
+    from planc.estimate.timeline import bytes_sent
 
     found: dict[str, dict[str, float]] = {"memory": {}, "time": {}, "sent": {}}
     for side, compiled in zip(("old", "new"), sides, strict=True):
         asked = shared_arguments.request(options)
         made = answer(*compiled.applied, asked, sink) if compiled.applied else None
-        if made is None:
+        if made is None or not (compiled.applied and compiled.lowered):
             return {}
+        step = shared_arguments.sends_of(options, compiled.lowered, compiled.applied[1], sink)
         found["memory"][side] = made.estimate.fullest.peak
         found["time"][side] = made.estimate.time.seconds
-        found["sent"][side] = bytes_sent(made.work, made.hardware, made.stack)
+        found["sent"][side] = sum(bytes_sent(step).values()) if step else 0.0
     return found

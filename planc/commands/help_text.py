@@ -12,7 +12,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "lower": ("language.md", _RUN, f"{_RUN} --format python -o parallelize.py", "--check"),
     "estimate": ("estimate.md", f"{_RUN} {_STEP} --hardware h100-8x"),
     "suggest": ("estimate.md", f"llama-3.1-8b --world-size 64 {_STEP} -o fast.plan"),
-    "calibrate": ("estimate.md", "steps.csv -o own.toml"),
+    "calibrate": ("estimate.md", "steps.csv -o own.toml", "--cpu -o cpu.toml"),
     "diff": ("ci.md", f"{_RUN} --old-set tp=4", "llama-3.1-8b HEAD:my.plan my.plan"),
     "why": ("why.md", f"{_RUN} model.layers.0.mlp.up_proj.weight"),
     "verify": ("verify.md", f"{_RUN} --processes 4"),

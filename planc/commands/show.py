@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
         return output.write(drawn, options.output)
     verdict = recall(compiled.lowered, compiled.facts)
     timed = found is not None and found.counted
+    sent = timed and shared_arguments.sends_of(options, compiled.lowered, compiled.facts, asked)
     known = Known(
         numbers=(
             *(_numbers(found) if found else ()),
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         findings=findings,
         memory=timeline.moments(found) if found else {},
         step=timeline.passes(found) if found and timed else {},
-        sent=timeline.sent_by_group(found) if found and timed else {},
+        sent=timeline.bytes_sent(sent) if timed and sent else {},
         per_node=hardware.ranks_per_node,
     )
     return output.write(render(compiled, known), options.output)

@@ -5,7 +5,7 @@ What would come from other ranks has its size and nothing else. This module impo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,10 @@ class StandIn(ContextParallel):
     Args:
         attention: `all_gather` or `ulysses`.
         size: how many parts a sequence has.
-        note: is told the bytes of each exchange.
     """
 
-    def __init__(
-        self, model: nn.Module, attention: str, size: int, note: Callable[[int], None]
-    ) -> None:
-        self.size, self.exchanges, self.note = size, attention == "ulysses", note
+    def __init__(self, model: nn.Module, attention: str, size: int) -> None:
+        self.size, self.exchanges = size, attention == "ulysses"
         self.plain = own_configs(model)
         for module in model.modules():
             module.__dict__[CONTEXT] = self
@@ -54,7 +51,7 @@ class StandIn(ContextParallel):
     ) -> tuple[Tensor, Tensor | None]:
         attention = self._own_attention(module)
         if not self.exchanges:
-            both = self._noted(torch.cat([torch.cat([key, value], -1)] * self.size, 2))
+            both = torch.cat([torch.cat([key, value], -1)] * self.size, 2)
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
             output, seen = attention(module, query, key, value, mask, **kwargs)
             return output, seen
@@ -65,20 +62,14 @@ class StandIn(ContextParallel):
     def _exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
         """As `HeadsForTokens`: dim `source` is divided by the ranks, `target` multiplied."""
         parts = value.unflatten(source, (self.size, -1)).movedim(source, target)
-        return self._noted(parts.contiguous().flatten(target, target + 1))
-
-    def _noted(self, value: Tensor) -> Tensor:
-        self.note(value.numel() * value.element_size())
-        return value
+        return parts.contiguous().flatten(target, target + 1)
 
 
 @contextmanager
-def exchanging(
-    model: nn.Module, exchange: tuple[str, int], note: Callable[[int], None]
-) -> Iterator[None]:
+def exchanging(model: nn.Module, exchange: tuple[str, int]) -> Iterator[None]:
     """Makes a model attend to the parts of other ranks; nothing where a rank has all."""
     if exchange[1] > 1:
-        RUNNING.context = StandIn(model, *exchange, note)
+        RUNNING.context = StandIn(model, *exchange)
         register()
     try:
         yield

@@ -59,7 +59,6 @@ class Part:
         at: the torch name of the layer, empty for what is outside.
         like: the torch names of all layers of the real model that it stands for.
         boundary: bytes of the layer's input.
-        exchanged: bytes that attention gets from other parts of the sequence.
     """
 
     at: str
@@ -69,7 +68,6 @@ class Part:
     products: tuple[Product, ...] = ()
     attended: tuple[Attended, ...] = ()
     moved: tuple[Moved, ...] = ()
-    exchanged: tuple[Moved, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ class Counted:
     @staticmethod
     def of(data: Mapping[str, Any]) -> Counted:
         """The reverse of `document`."""
-        kinds = {"saved": Saved, "products": Product, "moved": Moved, "exchanged": Moved}
+        kinds = {"saved": Saved, "products": Product, "moved": Moved}
 
         def part(fields: Mapping[str, Any]) -> Part:
             lists = {n: tuple(k(**x) for x in fields[n]) for n, k in kinds.items()}

@@ -12,19 +12,24 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from planc.estimate import loss
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
 from planc.estimate.tensor_split import Split
 from planc.estimate.workload import Group, Layer, Precision, Recompute, Sharding, Workload
+from planc.lowering.lower import on_activations
 from planc.lowering.memory import Holding, Holdings
+from planc.lowering.sends import by_pass
+from planc.lowering.step import Pass, Sent, Step
 from planc.model.facts import DTYPE_BYTES, Facts
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
+from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
 from planc.plan.experts import expert_styles
-from planc.plan.ir import LossRule, Plan, TensorRule, Unit
+from planc.plan.ir import Plan, TensorRule, Unit
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 """The number of states that an optimizer keeps for a parameter, in the parameter's dtype."""
@@ -60,6 +65,9 @@ class PlanWork:
     holdings: Holdings = field(init=False)
     spread: tuple[Spread, Spread | None] = field(init=False)
     inside: dict[str, list[Holding]] = field(init=False, default_factory=dict)
+    sending: Lowered = field(init=False)
+    step: Step = field(init=False)
+    sent: tuple[tuple[Sent, Group], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -68,6 +76,7 @@ class PlanWork:
         self.rules = tuple(alive)
         self.holdings = Holdings(self.facts, plan, [*alive, *expert_styles(plan)])
         self.spread = self._axes()
+        self.sending = on_activations(plan, self.facts)
 
     def size(self, role: AxisRole) -> int:
         return prod(a.size for a in self.plan.mesh.of_role(role))
@@ -135,17 +144,30 @@ class PlanWork:
 
     def workload(self, counted: Counted | None) -> Workload:
         """The step's work; without counts, parameters alone."""
+        self.step = Step(
+            lowered=self.sending,
+            config=self.facts.config,
+            batch=self.batch.global_batch,
+            sequence=self.batch.sequence,
+            micro_batches=self.batch.micro_batches,
+            computes=self.compute_dtype,
+        )
+        passed = (one for one in by_pass(self.step) if one.during is not Pass.STEP)
+        self.sent = tuple((one, self.group(*one.axes)) for one in passed)
         op, layers = self.pipeline, [*self._layers(counted)]
         stages = range(op.stages if op else 1)
         return Workload(
-            stages=tuple(tuple((x, n[i]) for x, n in layers if n[i]) for i in stages),
+            stages=tuple(
+                tuple((replace(x, resident=r[i] / n[i]), n[i]) for x, n, r in layers if n[i])
+                for i in stages
+            ),
             **self.groups(),
             micro_batches=op.microbatches if op else self.batch.micro_batches,
             runs=self.batch.micro_batches if op else 1,
             schedule=op.schedule if op else "1f1b",
             chunks=len(stages) // self._ranks,
-            reduced_once=op is not None,
-            crossing=max((x.boundary for x, _ in layers), default=0) if op else 0,
+            reduced_once=op is not None or self.batch.micro_batches > 1,
+            crossing=max((x.boundary for x, *_ in layers), default=0) if op else 0,
             world=self.plan.mesh.world_size,
             tokens=self.batch.global_batch * self.batch.sequence,
             sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,
@@ -200,16 +222,20 @@ class PlanWork:
             states=rest * OPTIMIZERS[self.optimizer],
         )
 
-    def _layers(self, counted: Counted | None) -> Iterator[tuple[Layer, Counter[int]]]:
-        """Each kind of counted layer, then what is outside, unit by unit, with the number of equal
-        ones by the stage of the pipeline.
+    def _layers(
+        self, counted: Counted | None
+    ) -> Iterator[tuple[Layer, Counter[int], Counter[int]]]:
+        """Each kind of counted layer, then what is outside, unit by unit; with the number of equal
+        ones by the stage of the pipeline, and that of those that stay gathered.
         """
         claimed: list[Holding] = []
         for part in counted.parts if counted else ():
             if part.at:
                 inside = self._inside(part)
                 claimed += inside
-                yield self._layer(part, inside, counted), Counter(map(self._stage, part.like))
+                n = Counter(map(self.stage_of, part.like))
+                stay = Counter(map(self.stage_of, self._staying(part, inside)))
+                yield self._layer(part, inside, counted, None), n, stay
         taken = {id(h) for h in claimed}
         rest = [h for h in self.holdings.all if id(h) not in taken]
         for stage in range(self.pipeline.stages if self.pipeline else 1):
@@ -220,12 +246,23 @@ class PlanWork:
             for i, unit in enumerate(units):
                 inside = [h for h in here if h.unit is unit]
                 names = () if unit is None or unit.group else unit.members[0].names()
-                times = sum(self._stage(name) == stage for name in names) or 1
+                times = sum(self.stage_of(name) == stage for name in names) or 1
                 last = i == len(units) - 1 and counted is not None
                 one = part if last else replace(bare, like=("",) * times)
-                yield self._layer(one, inside, counted), Counter({stage: len(one.like)})
+                layer = self._layer(one, inside, counted, stage if last else None)
+                n = Counter({stage: len(one.like)})
+                yield layer, n, n if unit is not None and unit.reshard is False else Counter()
 
-    def _stage(self, name: str) -> int:
+    def _staying(self, part: Part, inside: list[Holding]) -> list[str]:
+        """The layers of a part whose units stay gathered after a forward pass."""
+        own = (h.unit for h in inside if not self._apart(h.unit))
+        units = {id(u): u for u in own if u is not None and u.reshard is False}.values()
+        names = (name.split(".") for u in units for m in u.members for name in m.names())
+        depth = len(part.at.split("."))
+        staying = {".".join(parts[:depth]) for parts in names}
+        return [name for name in part.like if name in staying]
+
+    def stage_of(self, name: str) -> int:
         """The stage of the pipeline that has a module; what computes the loss is in the last."""
         op = self.pipeline
         if op is None:
@@ -250,7 +287,7 @@ class PlanWork:
         if shared and op.stages - 1 not in stages_of_rank(op.schedule, 0, self._ranks, op.stages):
             here = len(names) if stage in (0, op.stages - 1) else 0
         else:
-            here = sum(self._stage(name) == stage for name in names)
+            here = sum(self.stage_of(name) == stage for name in names)
         if here:
             yield replace(holding, count=holding.count * here // len(names))
 
@@ -263,7 +300,7 @@ class PlanWork:
             n: getattr(part, n) for n in ("saved", "products", "attended", "moved")
         }
         for name, every in lists.items():
-            lists[name] = tuple(x for x in every if self._stage(x.module) == stage)
+            lists[name] = tuple(x for x in every if self.stage_of(x.module) == stage)
         return replace(part, **lists)
 
     def _inside(self, part: Part) -> list[Holding]:
@@ -273,7 +310,9 @@ class PlanWork:
             self.inside[part.at] = [h for h in self.holdings.all if _is_in(h, names)]
         return self.inside[part.at]
 
-    def _layer(self, part: Part, inside: list[Holding], counted: Counted | None) -> Layer:
+    def _layer(
+        self, part: Part, inside: list[Holding], counted: Counted | None, stage: int | None
+    ) -> Layer:
         times = len(part.like)
         local = sum(prod(h.local) * h.count for h in inside) // times
         trained = sum(prod(h.local) * h.count for h in inside if h.parameter.trainable) // times
@@ -284,7 +323,7 @@ class PlanWork:
         if not part.at and self.plan.loss:  # the loss keeps no logits
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
         split = Split(self, part)
-        forward, backward = split.collectives()
+        rule, sent = self._checkpoint(part), split.collectives(stage)
         return Layer(
             name=self._name(part, unit),
             parameters=local,
@@ -292,19 +331,19 @@ class PlanWork:
             frozen=local - trained,
             matmuls=tuple(split.matmuls()),
             attention=tuple(split.attention()),
-            moved=split.moved() + (self._chunk_passes() if last else 0.0),
+            moved=split.moved() + (loss.chunk_passes(self) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
-            kept_selective=split.selective(self._checkpoint(part)),
+            kept_selective=split.selective(rule),
             boundary=part.boundary / split.stream,
-            transient=self._copies(counted.logits) if counted and last else 0.0,
-            forward=forward,
-            backward=backward,
+            transient=loss.copies(self, counted.logits) if counted and last else 0.0,
+            forward=sent[Pass.FORWARD],
+            backward=sent[Pass.BACKWARD],
+            repeated=None if rule and rule.save else sent[Pass.REPEATED],
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
-            resident=unit is not None and unit.reshard is False,
             recompute=self._recompute(part),
-            replayed=split.replayed(self._checkpoint(part)),
+            replayed=split.replayed(rule),
             origin=unit.origin if unit else None,
         )
 
@@ -312,41 +351,6 @@ class PlanWork:
         if part.at:
             return part.at.rpartition(".")[0] + ".*"
         return " and ".join(str(m) for m in unit.members) if unit else "outside every unit"
-
-    def _copies(self, logits: int) -> float:
-        """Bytes of logits beside what is kept for backward.
-
-        A loss in chunks has those of two chunks in the compute dtype and in float32, and sums the
-        gradients of the head's weight and input in float32, which it casts at the end beside the
-        last chunk's (`planc.runtime.standalone.loss`; measured on an H100 within 2 %).
-        """
-        if not self.plan.loss:
-            return logits * self.stack.loss_transient
-        rule, weight = self._head()
-        width = DTYPE_BYTES.get(self.compute_dtype, 4)
-        vocabulary, features = rule.modules.module.parameters[0].shape
-        chunk = logits / rule.op.chunks * weight / (vocabulary * features)
-        trained = weight * rule.modules.module.parameters[0].trainable
-        gradients = trained + logits / vocabulary * features
-        last = width * gradients + (4 + width) * chunk
-        return 4 * gradients + max((12 if rule.op.chunks > 1 else 8) * chunk, last)
-
-    def _head(self) -> tuple[LossRule, float]:
-        """The rule of the loss in chunks, and the elements of its head's weight on one rank."""
-        rule = self.plan.loss[0]
-        ranks = self.plan.mesh.size(rule.axis) if rule.axis else 1
-        vocabulary, features = rule.modules.module.parameters[0].shape
-        return rule, -(-vocabulary // ranks) * features
-
-    def _chunk_passes(self) -> float:
-        """A third of the bytes that a loss in chunks moves for the gradient of the head's weight:
-        backward counts the other two. Each chunk writes, reads and adds a gradient; it is zeroed
-        before, and cast and scaled after.
-        """
-        if not self.plan.loss:
-            return 0.0
-        rule, weight = self._head()
-        return (12 * rule.op.chunks + 14) * weight / 3
 
     def _checkpoint(self, part: Part) -> Checkpoint | None:
         """The rule that checkpoints a layer."""

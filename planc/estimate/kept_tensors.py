@@ -20,7 +20,7 @@ from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
 
-_FORMAT = "counted 2"
+_FORMAT = "counted 3"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -44,7 +44,8 @@ def count(
         facts: the model.
         batch, sequence: of one rank's micro-batch.
         dtype: of parameters and activations, such as `bfloat16`.
-        attention: transformers' `attn_implementation`.
+        attention: transformers' `attn_implementation`; models that have no `sdpa` get the one that
+            transformers chooses.
         exchange: what attention exchanges between parts of a sequence, and how many there are.
         sink: receives PL703 where the model cannot be run so.
 
@@ -122,8 +123,9 @@ def _build(values: dict[str, Any], dtype: str, attention: str, sink: Sink) -> An
         for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
             if hasattr(part, name):
                 setattr(part, name, 0.0)
+    chosen = None if attention == "sdpa" else attention
     with quiet(), isolated():
-        made = cls._from_config(part, attn_implementation=attention, dtype=getattr(torch, dtype))
+        made = cls._from_config(part, attn_implementation=chosen, dtype=getattr(torch, dtype))
     return made.train()
 
 
@@ -142,7 +144,7 @@ def _run(
     named = _layers(facts, kept)
     recorder = _Recorder(model, named)
     tokens = torch.zeros(shape, dtype=torch.long)
-    parts = exchanging(model, exchange, recorder.exchange)
+    parts = exchanging(model, exchange)
     with quiet(), recorder.running(), one_sequence_a_row(), parts:
         output = model(input_ids=tokens, labels=tokens)
     return Counted(parts=recorder.parts(), logits=output.logits.numel())
@@ -174,7 +176,6 @@ class _Recorder:
         self.products: dict[str, list[Product]] = {}
         self.attended: dict[str, list[Attended]] = {}
         self.moved: dict[str, list[Moved]] = {}
-        self.exchanged: dict[str, list[Moved]] = {}
         self.boundary: dict[str, int] = {}
         self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
         self.alive: list[Any] = []
@@ -200,7 +201,6 @@ class _Recorder:
                 products=tuple(self.products.get(at, ())),
                 attended=tuple(self.attended.get(at, ())),
                 moved=tuple(self.moved.get(at, ())),
-                exchanged=tuple(self.exchanged.get(at, ())),
             )
             for at in (*self.named, "")
         )
@@ -243,10 +243,6 @@ class _Recorder:
             entry = Saved(module=module, size=storage.nbytes())
             self.saved.setdefault(at, []).append(entry)
         return tensor
-
-    def exchange(self, size: int) -> None:
-        at, module = self.layer()
-        self.exchanged.setdefault(at, []).append(Moved(module=module, size=size))
 
     def ran(self, func: Any, args: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]

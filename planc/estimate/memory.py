@@ -111,14 +111,14 @@ class _Rank:
         elif work.micro_batches > 1 or self.stack.keeps_compute_gradients:
             early = held
         loss = (*early, *self.activations(), *self.resident(), *self.transient(loss=True))
-        inner = (*self.resident(), *self.gathered(), *self.recomputed())
+        inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         backward = (*early, *self.activations(loss=False), *inner, *self.transient(loss=False))
         moments = [
             Moment(name="loss", items=loss),
             Moment(name="backward of a layer", items=backward),
         ]
         end = (*held, *self.reduced())
-        if self.whole:
+        if self.whole and work.staged:
             whole = (*self.rest(), *self.whole_gradients(), *self.stays_gathered())
             left = (*whole, *self.activations(done=1), *self.gradients_on_their_way())
             moments.append(Moment(name="end of a micro-batch", items=left))
@@ -154,7 +154,7 @@ class _Rank:
         return (self._sharded(name, self.trained, width, 1.0),)
 
     def whole_gradients(self) -> Iterable[Item]:
-        """Those of a pipeline's micro-batches, which FSDP reduces at the end of a step."""
+        """Those of several micro-batches, which FSDP reduces at the end of a step."""
         yield self._sharded("whole gradients", self.trained, self.work.precision.reduce, 1.0)
 
     def stays_gathered(self) -> Iterable[Item]:
@@ -253,11 +253,13 @@ class _Rank:
                 origin=layer.origin,
             )
 
-    def resident(self) -> Iterable[Item]:
-        """FSDP's units that stay gathered."""
+    def resident(self, *, every: bool = True) -> Iterable[Item]:
+        """FSDP's units that stay gathered; in the backward pass of a block the last one is one of
+        the two that `gathered` has, or is resharded.
+        """
         width = self.work.precision.compute
-        for layer, n in self.layers if self.full else ():
-            if layer.resident:
+        for layer, count in self.layers if self.full else ():
+            if n := round(layer.resident * count) if every else count * int(layer.resident):
                 how = f"{layer.parameters:,} elements x {width} bytes, until the end of the step"
                 size, name = layer.parameters * n * width, f"gathered {layer.name}"
                 yield Item(name=name, size=size, how=how, origin=layer.origin)
@@ -267,7 +269,7 @@ class _Rank:
         if not self.full:
             return
         precision = self.work.precision
-        units = [(_unit(x), n) for x, n in self.layers if not x.resident and not x.lookup]
+        units = [(_unit(x), n) for x, n in self.layers if x.resident < 1 and not x.lookup]
         most, count = max(units, default=(0, 0))
         name, how = (
             "gathered units",
@@ -276,6 +278,8 @@ class _Rank:
         yield Item(name=name, size=most * precision.compute * min(2, count), how=how)
         if self.whole:
             yield from self.gradients_on_their_way()
+            if not self.work.staged:
+                yield self._sharded("gradients being reduced", most, precision.reduce, 1.0)
             return
         outside = [(x, n) for x, n in self.layers if x.loss or not x.matmuls]
         held = sum(x.parameters * n for x, n in outside if x.resident)

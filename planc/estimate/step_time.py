@@ -91,7 +91,8 @@ class Passes:
         matmul, attention, memory = parts
         each = dict.fromkeys((self.work.tensor, self.work.context, self.work.experts), 0.0)
         for c in sent:
-            each[c.group] += collectives.seconds(c, self.hardware)
+            of = c.group if c.group in each else self.work.tensor
+            each[of] += collectives.seconds(c, self.hardware)
         whole = sum(each.values())
         exposed = max(whole * (1 - stack.tensor_overlap), whole - matmul)
         share = {group: exposed * size / whole if whole else 0.0 for group, size in each.items()}
@@ -112,9 +113,9 @@ class Passes:
         parts = kernels.forward(layer, self.hardware, self.stack)
         launch = self.launch(layer, layer.forward, 1)
         work, share = self.work, 1.0
-        if work.reduced_once:  # units stay gathered after a backward, or from the first forward on
-            before = 1 if layer.resident else min(work.micro_batches, work.pipeline.size)
-            share = before / work.micro_batches
+        if work.staged:  # units stay gathered after a backward, or from the first forward on
+            before = min(work.micro_batches, work.pipeline.size)
+            share = (layer.resident + (1 - layer.resident) * before) / work.micro_batches
         return self._passed(layer, parts, layer.forward, share * self.gather(layer), launch)
 
     def backward(self, layer: Layer) -> Spent:
@@ -122,16 +123,17 @@ class Passes:
         matmul, attention, memory = kernels.backward(layer, self.hardware, self.stack)
         sent, passes = layer.backward, 2
         if repeated := self.repeated(layer):
-            again = kernels.forward(repeated, self.hardware, self.stack)
-            matmul, attention, memory = matmul + again[0], attention + again[1], memory + again[2]
-            sent, passes = (*sent, *layer.forward), 3
+            more = kernels.forward(repeated, self.hardware, self.stack)
+            matmul, attention, memory = matmul + more[0], attention + more[1], memory + more[2]
+            again = layer.forward if layer.repeated is None else layer.repeated
+            sent, passes = (*sent, *again), 3
         elif (layer.recompute or work.recompute) is Recompute.SELECTIVE and layer.kept:
             share = 1 - layer.kept_selective / layer.kept
             memory += share * kernels.forward(layer, self.hardware, self.stack)[2]
         full = work.sharding is Sharding.FULL
         size = stack.parameter_passes + (stack.unit_passes if full else 0)
         memory += kernels.moved(size * layer.parameters, 0, self.hardware)
-        data = 0.0 if layer.resident else self.gather(layer)
+        data = (1 - layer.resident) * self.gather(layer)
         data += 0.0 if work.reduced_once else self.reduce(layer)
         launch = self.launch(layer, sent, passes)
         return self._passed(layer, (matmul, attention, memory), sent, data, launch)
@@ -144,16 +146,6 @@ class Passes:
         if recompute is Recompute.SELECTIVE and layer.replayed is not None:
             return replace(layer, matmuls=layer.replayed[0], attention=layer.replayed[1])
         return None
-
-    def sent(self, layer: Layer) -> float:
-        """Seconds of all collectives of a layer in a step, nothing overlapped."""
-        work = self.work
-        again = layer.forward if self.repeated(layer) else ()
-        own = (*layer.forward, *layer.backward, *again)
-        each = sum(collectives.seconds(c, self.hardware) for c in own)
-        each += 0.0 if work.reduced_once else self.reduce(layer)
-        gathers = (1 if layer.resident else 2) * self.gather(layer)
-        return (each + gathers) * work.micro_batches * work.runs + self.after(layer)
 
     def _parts(self, layer: Layer) -> Iterator[tuple[int, Group, Group]]:
         """The elements of a layer's units, and the groups that shard and replicate them."""
@@ -207,24 +199,6 @@ class Passes:
         width = work.precision.master or work.precision.rest
         size = self.stack.optimizer_passes * width * parameters / share + 8 * whole
         return kernels.moved(size, 0, self.hardware)
-
-
-def bytes_sent(work: Workload, hardware: Hardware, stack: Stack) -> float:
-    """What a rank sends in a step in collectives, by the ring's count; the most of all stages."""
-    bytewise = replace(  # a byte takes a second wherever it goes
-        hardware,
-        node_gb_s=1e-9,
-        node_reduce_gb_s=1e-9,
-        network_gb_s=1e9,
-        network_reduce_gb_s=1e9,
-        node_latency_us=0.0,
-        network_latency_us=0.0,
-    )
-    passes, ranks = Passes(work, bytewise, stack), work.pipeline.size
-    return max(
-        sum(passes.sent(x) * n for stage in work.of_rank(rank) for x, n in work.stages[stage])
-        for rank in range(ranks)
-    )
 
 
 def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import TYPE_CHECKING
 
 from planc.estimate.counted import Part
 from planc.estimate.workload import Attention, Collective, Kind, Matmul
+from planc.lowering.sends import attending
+from planc.lowering.step import Pass, Sent
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
-from planc.ops.layouts import Replicate, Shard
 from planc.ops.styles import Colwise, Experts, Parameters, Rowwise, Sequence
 from planc.plan.experts import dividing
 
 if TYPE_CHECKING:
     from planc.estimate.from_plan import PlanWork
-
-Passes = tuple[tuple[Collective, ...], tuple[Collective, ...]]
-"""The collectives of a forward and of a backward pass."""
 
 _SPLITS = (Colwise, Rowwise, Experts, Parameters)
 
@@ -153,75 +152,30 @@ class Split:
             matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
         return matmuls, () if "attention" in every else attention
 
-    def collectives(self) -> Passes:
-        """Those of each pass, over all axes."""
-        some = (self._of_tensors(), self._of_context(), self._of_experts())
-        return sum((x[0] for x in some), ()), sum((x[1] for x in some), ())
+    def collectives(self, stage: int | None) -> dict[Pass, tuple[Collective, ...]]:
+        """Those of each pass of a micro-batch, of all axes that divide activations, as
+        `planc.lowering.sends` has them; bytes that it does not know count as the layer's input.
 
-    def _of_context(self) -> Passes:
-        """What attention gathers of other parts of the sequence, or exchanges with them."""
-        axes, (way, _) = self.work.plan.mesh.of_role(AxisRole.SEQUENCE), self.work.exchange
-        group = self.work.group(*(a.name for a in axes))
-        kinds = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]
-        if way == "ulysses":
-            kinds = [Kind.ALL_TO_ALL] * 2
-        sizes = [e.size / self.factor(e.module) for e in self.part.exchanged]
-        one, two = (
-            tuple(Collective(kind=kind, size=size, group=group) for size in sizes) for kind in kinds
-        )
-        return one, two
-
-    def _of_experts(self) -> Passes:
-        """Tokens go to the ranks of their experts and back, or all ranks' results are summed."""
-        mesh, tensor = self.work.plan.mesh, self.work.plan.mesh.of_role(AxisRole.TENSOR)
-        width = DTYPE_BYTES.get(self.work.compute_dtype, 4)
-        rows: dict[str, tuple[str, float]] = {}
-        for p in self.part.products:
-            if way := self._dispatch(p.module):
-                rows.setdefault(p.module, (way, p.m * p.count * p.k * width))
-        if not rows or mesh.experts is None:
-            return (), ()
-        group, alike = (
-            self.work.group(mesh.experts.ranks.name),
-            self.work.group(*(a.name for a in tensor)),
-        )
-        found: list[Collective] = []
-        for way, size in rows.values():
-            if way == ALL_REDUCE:
-                found.append(Collective(kind=Kind.ALL_REDUCE, size=self.part.boundary, group=group))
-                continue
-            found.append(
-                Collective(kind=Kind.ALL_TO_ALL, size=size / self.ranks, group=group, count=2)
-            )
-            if alike.size > 1:
-                found.append(Collective(kind=Kind.ALL_GATHER, size=self.part.boundary, group=alike))
-        return tuple(found), tuple(found)
-
-    def _of_tensors(self) -> Passes:
-        """Of each rowwise module: its partial output is all-reduced, or scattered along the
-        sequence, where the next block gathers it. Backward does the reverse.
+        Args:
+            stage: of what is outside all layers; None for what sends nothing.
         """
-        tensor = self.work.plan.mesh.of_role(AxisRole.TENSOR)
-        group = self.work.group(*(a.name for a in tensor))
-        rows = [r for r in self.ruled.values() if isinstance(r.style, Rowwise | Experts)]
-        if group.size == 1 or not (rows or self.part.products):
-            return (), ()
-        width = self.part.boundary or self._hidden()
-        found = []
-        for rule in rows:
-            scattered = isinstance(getattr(rule.style, "output", None), Shard)
-            kinds = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) if scattered else (Kind.ALL_REDUCE,)
-            found += [Collective(kind=k, size=width, group=group) for k in kinds]
-        gathers = (Collective(kind=Kind.ALL_GATHER, size=2.0 * p.m * p.n, group=group)
-                   for p in self.part.products if self._whole(p.module))  # fmt: skip
-        return (*found, *gathers), tuple(found)
+        found: dict[Pass, tuple[Collective, ...]] = dict.fromkeys(Pass, ())
+        for sent, group in self.work.sent:
+            if times := self._times(sent, stage):
+                size = self.part.boundary if sent.size is None else sent.size
+                one = Collective(kind=Kind(sent.kind), size=size, group=group, count=times)
+                found[sent.during] += (one,)
+        return found
 
-    def _whole(self, module: str) -> bool:
-        """Whether a column layer's output is gathered, as logits are."""
-        style = self._style(module)
-        whole = isinstance(style, Colwise) and isinstance(style.output, Replicate)
-        return whole and not self.work.plan.loss
-
-    def _hidden(self) -> float:
-        """Bytes of the residual stream outside the layers."""
-        return max((s.size for s in self.part.saved if "norm" in s.module), default=0) / 2
+    def _times(self, sent: Sent, stage: int | None) -> int:
+        """How often one layer sends it for one micro-batch."""
+        step = self.work.step
+        if sent.modules is None:  # blocks that attend exchange with other parts of the sequence
+            blocks = attending(step)[1] if self.part.at and self.part.attended else 0
+            return sent.times // (step.passes * blocks) if blocks else 0
+        name = self._below(sent.modules)
+        if name is None or (not self.name and self.work.stage_of(name) != stage):
+            return 0
+        depth = len(self.name.split(".")) if self.name else 0
+        layers = prod(len(s) for s in sent.modules.path[:depth] if isinstance(s, Indices))
+        return sent.times // (step.passes * layers)

@@ -128,10 +128,12 @@ class Layer:
         boundary: bytes of the layer's input, which is all that full recomputing keeps.
         transient: bytes that exist during its forward or backward only, such as copies of logits.
         forward, backward: collectives of the model's axes in each pass.
+        repeated: those that backward sends again under full recomputing, None for all of forward.
         gathered: bytes of inputs that are all-gathered for its matmuls and live a little longer.
         lookup: whether its parameters are looked up (an embedding), so no FLOPs are counted.
         loss: whether it computes the loss, so that backward frees first what it keeps.
-        resident: whether its gathered parameters stay through the step (`reshard = never`).
+        resident: the share of equal layers whose gathered parameters stay from forward on, such as
+            the last one's (`reshard = except_last`).
         recompute: of this layer, None for the workload's.
         replayed: the matmuls and the attention that selective recomputing computes again, None for
             none: kernels that are bound by memory in proportion to what is dropped.
@@ -152,10 +154,11 @@ class Layer:
     transient: float = 0
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
+    repeated: tuple[Collective, ...] | None = None
     gathered: float = 0
     lookup: bool = False
     loss: bool = False
-    resident: bool = False
+    resident: float = 0
     recompute: Recompute | None = None
     replayed: tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None = None
     origin: Span | None = None
@@ -195,8 +198,7 @@ class Workload:
         micro_batches: in one run of the schedule.
         runs: of the schedule in a step.
         chunks: stages that one rank holds (interleaved schedules).
-        reduced_once: whether gradients stay whole, and units gathered after a backward pass, until
-            all passes are done.
+        reduced_once: whether gradients stay whole until all passes are done.
         crossing: bytes that a stage keeps of what it sent, for each micro-batch in flight.
         world: the number of ranks, 0 for the product of the groups.
         tokens: of the step, over all ranks.
@@ -223,6 +225,13 @@ class Workload:
     recompute: Recompute = Recompute.NONE
     precision: Precision = Precision()
     tied: int = 0
+
+    @property
+    def staged(self) -> bool:
+        """Whether units stay gathered after a backward pass, as `run.forward_backward` has it in a
+        pipeline.
+        """
+        return self.reduced_once and self.pipeline.size > 1
 
     @property
     def ranks(self) -> int:

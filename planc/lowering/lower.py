@@ -52,6 +52,25 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
 
     Styles over an axis of one rank are left out, and so is `replicate`, a no-op.
     """
+    return _lowered(plan, facts, tuple(_stage(*part) for part in of_ranks(plan, facts)))
+
+
+def on_activations(plan: Plan, facts: Facts) -> Lowered:
+    """The operations alone whose modules send activations, of all stages as of one: their sizes
+    need no unit of FSDP, which takes most of the time that lowering does.
+    """
+    ops: list[AnyOp] = [
+        *([plan.pipeline.op] if plan.pipeline else []),
+        *_joined(_parallelize(_ordered([*_on_layers(_wide(plan), plan), *_derived(plan)]), plan)),
+        *_joined(divided(plan)),
+        *_contexts(plan),
+        *_joined(_inside_out(plan.checkpoint)),
+        *_losses(plan),
+    ]
+    return _lowered(plan, facts, (Stage(ops=tuple(ops)),))
+
+
+def _lowered(plan: Plan, facts: Facts, stages: tuple[Stage, ...]) -> Lowered:
     return Lowered(
         plan=plan.name,
         model=facts.name,
@@ -60,14 +79,23 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
         axes=plan.mesh.axes,
         experts=plan.mesh.experts,
         data=_data(plan),
-        stages=tuple(_stage(*part) for part in of_ranks(plan, facts)),
+        stages=stages,
     )
+
+
+def _wide(plan: Plan) -> list[TensorRule]:
+    """The tensor rules over axes of several ranks, but for those that change nothing."""
+    return [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
+
+
+def _derived(plan: Plan) -> list[TensorRule]:
+    """Those of adapters' layers."""
+    return [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
 
 
 def _stage(plan: Plan, facts: Facts) -> Stage:
     """The operations of the ranks at one place of the pipeline, by these ranks' modules alone."""
-    tensor = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
-    derived = [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
+    tensor, derived = _wide(plan), _derived(plan)
     holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
     units = _sharding(plan, facts, holdings)
     ops: list[AnyOp] = [

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, prod
 
-from planc.lowering.step import Sent, Step, parameters_of
+from planc.lowering.step import Pass, Sent, Step, parameters_of
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -22,7 +22,16 @@ from planc.ops.layouts import Replicate, Shard
 from planc.ops.loss import ChunkLoss
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
-from planc.ops.styles import Attributes, Colwise, Input, Output, Rowwise, Sequence, style_name
+from planc.ops.styles import (
+    Attributes,
+    Colwise,
+    Experts,
+    Input,
+    Output,
+    Rowwise,
+    Sequence,
+    style_name,
+)
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -33,17 +42,23 @@ _SILENT = (Tie, Checkpoint)
 def sends(step: Step) -> tuple[Sent, ...]:
     """The collectives of every operation, in order; equal ones of an operation are one."""
     found: dict[Sent, int] = {}
+    for sent in by_pass(step):
+        one = replace(sent, times=0, during=Pass.STEP, modules=None)
+        found[one] = found.get(one, 0) + sent.times
+    return tuple(replace(one, times=times) for one, times in found.items())
+
+
+def by_pass(step: Step) -> Iterator[Sent]:
+    """The same, those of each pass and of each set of modules apart."""
     for op in step.lowered.ops:
         for sent in _of(op, step):
-            one = replace(sent, times=0)
             if sent.times and step.wide(sent.axes):
-                found[one] = found.get(one, 0) + sent.times
-    return tuple(replace(one, times=times) for one, times in found.items())
+                yield sent
 
 
 def left_out(step: Step) -> tuple[str, ...]:
     """What may send, and is not counted."""
-    known = (Colwise, Rowwise, Sequence, Input, Output, Attributes)
+    known = (Colwise, Rowwise, Sequence, Input, Output, Attributes, Experts)
     names: dict[str, None] = {}
     for op in step.lowered.ops:
         if isinstance(op, Parallelize) and step.wide(op.axes) and not isinstance(op.style, known):
@@ -106,24 +121,36 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     losses = [one.modules for one in step.lowered.ops if isinstance(one, ChunkLoss)]
     if any(op.modules.within(head) for head in losses):  # the loss runs in place of the head
         return
-    counts = len(op.modules) * step.passes, _repeats(op, step)
     some = _linear if isinstance(op.style, Colwise | Rowwise) else _redistributed
-    for kind, times, size in some(op, step, *counts):
-        yield Sent(
+    found = (
+        Sent(
             word=op.WORD,
             where=str(op.modules),
             kind=kind,
             axes=op.axes,
-            times=times,
+            times=len(op.modules) * (1 if during is Pass.STEP else step.passes),
             size=size,
+            during=during,
+            modules=op.modules,
         )
+        for kind, during, size in some(op, step)
+    )
+    yield from _again(found, _repeats(op, step))
 
 
-_Found = Iterator[tuple[str, int, int | None]]
-"""(kind, times, bytes)"""
+def _again(found: Iterator[Sent], times: int) -> Iterator[Sent]:
+    """Collectives, and those of forward passes once more where backward repeats them."""
+    for one in found:
+        yield one
+        if one.during is Pass.FORWARD:
+            yield replace(one, times=one.times * (times - 1), during=Pass.REPEATED)
 
 
-def _linear(op: Parallelize, step: Step, count: int, again: int) -> _Found:
+_Found = Iterator[tuple[str, Pass, int | None]]
+"""(kind, during, bytes)"""
+
+
+def _linear(op: Parallelize, step: Step) -> _Found:
     style, shape = op.style, next((s.shape for s in op.shapes if s.name == "weight"), None)
     looked_up = op.modules.module.kind == "embedding"
     turned = looked_up or op.modules.module.kind == "conv1d"
@@ -132,36 +159,45 @@ def _linear(op: Parallelize, step: Step, count: int, again: int) -> _Found:
     match style:
         case Colwise():
             if isinstance(style.input, Shard) and not looked_up:
-                yield GATHER, count * again, whole
-                yield SCATTER, count, whole
+                yield GATHER, Pass.FORWARD, whole
+                yield SCATTER, Pass.BACKWARD, whole
             elif not looked_up and not _fed(op, step):
-                yield REDUCE, count, whole
+                yield REDUCE, Pass.BACKWARD, whole
             if isinstance(style.output, Replicate):
-                yield GATHER, count * again, made
+                yield GATHER, Pass.FORWARD, made
         case Rowwise(output=Replicate()):
-            yield REDUCE, count * again, made
+            yield REDUCE, Pass.FORWARD, made
         case Rowwise(output=Shard()):
-            yield SCATTER, count * again, made
-            yield GATHER, count, made
+            yield SCATTER, Pass.FORWARD, made
+            yield GATHER, Pass.BACKWARD, made
 
 
-def _redistributed(op: Parallelize, step: Step, count: int, again: int) -> _Found:
-    """Inputs and outputs of modules, and norms of parts of a sequence."""
+def _redistributed(op: Parallelize, step: Step) -> _Found:
+    """Inputs and outputs of modules, norms of parts of a sequence, and shards of experts."""
     style, whole = op.style, step.size(step.hidden)
     match style:
         case Input():
             pairs = [p for p in (*style.positional, *(p for _, p in style.named)) if p]
             for _ in [p for p in pairs if isinstance(p.source, Shard) and p.target == Replicate()]:
-                yield GATHER, count * again, whole
+                yield GATHER, Pass.FORWARD, whole
                 if not style.local:
-                    yield SCATTER, count, whole
+                    yield SCATTER, Pass.BACKWARD, whole
         case Output():
             for pair in style.positional:
                 if pair and pair.source == Replicate() and isinstance(pair.target, Shard):
-                    yield GATHER, count, whole
+                    yield GATHER, Pass.BACKWARD, whole
+        case Experts():
+            if style.output == Replicate():
+                yield REDUCE, Pass.FORWARD, whole
+            elif isinstance(style.output, Shard) and style.output.dim >= 0:
+                yield SCATTER, Pass.FORWARD, whole
+                yield GATHER, Pass.BACKWARD, whole
+            if style.input == Replicate():  # of the hidden states, and of the router's weights
+                yield REDUCE, Pass.BACKWARD, whole
+                yield REDUCE, Pass.BACKWARD, step.size(_chosen(step))
         case Sequence() if any(isinstance(one, FullyShard) for one in step.lowered.ops):
             for parameter in op.modules.module.parameters:
-                yield REDUCE, len(op.modules), parameter.numel * step.width
+                yield REDUCE, Pass.STEP, parameter.numel * step.width
 
 
 def _fed(op: Parallelize, step: Step) -> bool:
@@ -196,68 +232,99 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
 
 
 def _context(op: ContextParallel, step: Step) -> Iterator[Sent]:
-    pipeline = step.lowered.pipeline
-    bounds = pipeline.bounds if pipeline else (0, step.lowered.layers)
-    stages = pipeline.stages if pipeline else 1
     tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
     split = step.lowered.axis_size(*tensor)
     heads = step.number("num_attention_heads", "n_head")
     keys = step.number("num_key_value_heads") or heads
     dim = step.number("head_dim") or (step.hidden // heads if step.hidden and heads else None)
-    if "kv_lora_rank" in step.config:
-        dim = None  # keys and values have widths of their own
-    own = {len(range(*bounds[s : s + 2])) for s in range(stages)}
-    places = step.lowered.axis_size(pipeline.axis) if pipeline else 1
-    blocks = max(own) * (stages // places)
+    both = keys and dim and 2 * keys // split * dim
+    if "kv_lora_rank" in step.config:  # keys and values have widths of their own
+        dim = None
+        widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
+        both = heads // split * sum(n or 0 for n in widths) if heads else None
     again = 2 if any(isinstance(o, Checkpoint) and not o.save for o in step.lowered.ops) else 1
     one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
     tokens = None if step.tokens is None else step.tokens * step.parts
     facts = None if tokens is None else 8 * tokens
-    yield replace(one, times=step.passes * (stages // places), size=facts)
-    passes = step.passes * blocks
+    stages, blocks = attending(step)
+    yield replace(one, times=step.passes * stages, size=facts)
+    one = replace(one, during=Pass.FORWARD, where="keys and values", times=step.passes * blocks)
     if op.attention == "all_gather":
-        each = step.size(step.parts, keys and 2 * keys // split, dim)
-        both = replace(one, where="keys and values", size=each)
-        yield replace(both, times=passes * again)
-        yield replace(both, kind=SCATTER, times=passes)
+        one = replace(one, size=step.size(step.parts, both))
+        yield from _again(iter([one, replace(one, kind=SCATTER, during=Pass.BACKWARD)]), again)
         return
     for where, number in (("queries", heads), ("keys and values", keys), ("outputs", heads)):
         size = step.size(number and number // split, dim)
-        count = passes * (1 + (where == "keys and values"))
-        yield replace(one, where=where, kind=EXCHANGE, times=count * (1 + again), size=size)
+        count = one.times * (1 + (where == "keys and values"))
+        each = replace(one, where=where, kind=EXCHANGE, times=count, size=size)
+        yield from _again(iter([each, replace(each, during=Pass.BACKWARD)]), again)
+
+
+def attending(step: Step) -> tuple[int, int]:
+    """The stages of a rank at the fullest place of a pipeline, and the blocks of these."""
+    pipeline = step.lowered.pipeline
+    bounds = pipeline.bounds if pipeline else (0, step.lowered.layers)
+    every = pipeline.stages if pipeline else 1
+    stages = every // (step.lowered.axis_size(pipeline.axis) if pipeline else 1)
+    return stages, stages * max(len(range(*bounds[s : s + 2])) for s in range(every))
+
+
+def _chosen(step: Step) -> int | None:
+    """The experts of a token."""
+    return step.number("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k")
 
 
 def _experts(op: DispatchExperts, step: Step) -> Iterator[Sent]:
-    again, count = _repeats(op, step), len(op.modules) * step.passes
-    one = Sent(
-        word=op.WORD, where=str(op.modules), kind=EXCHANGE, axes=(op.axis,), times=count, size=None
+    yield from _again(_exchanges(op, step), _repeats(op, step))
+
+
+def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
+    count, chosen = len(op.modules) * step.passes, _chosen(step)
+    forward = Sent(
+        word=op.WORD,
+        where=str(op.modules),
+        kind=EXCHANGE,
+        axes=(op.axis,),
+        times=count,
+        size=None,
+        during=Pass.FORWARD,
+        modules=op.modules,
     )
-    chosen = step.number("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k")
+    back = replace(forward, during=Pass.BACKWARD)
     states, weights = step.size(step.hidden), step.size(chosen)
     if op.batched:
         return
     if op.dispatch != ALL_TO_ALL:
-        yield replace(one, kind=REDUCE, times=count * (again + 1), size=states)
-        yield replace(one, kind=REDUCE, size=weights)
+        yield replace(forward, kind=REDUCE, size=states)
+        yield replace(back, kind=REDUCE, size=states)
+        yield replace(back, kind=REDUCE, size=weights)
         return
     split = step.lowered.axis_size(*op.shared)
     part = None if step.tokens is None else ceil(step.tokens / split) / step.tokens
     rows = None if states is None or chosen is None or part is None else states * chosen * part
     share = None if weights is None or part is None else weights * part
-    yield replace(one, times=count * again, size=8 * op.shapes[0].shape[0])
-    yield replace(one, times=count * 2 * (again + 1), size=None if rows is None else int(rows))
-    yield replace(one, times=count * (again + 1), size=None if share is None else int(share))
-    if op.shared:
-        joined = replace(one, kind=GATHER, axes=op.shared)
-        yield replace(joined, times=count * 2, size=states)
-        yield replace(joined, times=count, size=weights)
+    yield replace(forward, size=8 * op.shapes[0].shape[0])
+    for one in (forward, back):  # states to the experts and back, and their weights
+        yield replace(one, times=count * 2, size=None if rows is None else int(rows))
+        yield replace(one, size=None if share is None else int(share))
+    if op.shared:  # early stopping ends before the results are joined
+        joined = replace(back, kind=GATHER, axes=op.shared)
+        yield replace(joined, size=states, times=count * 2)
+        yield replace(joined, size=weights)
 
 
 def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     if not op.axes:
         return
     one = Sent(
-        word=op.WORD, where=str(op.modules), kind=GATHER, axes=op.axes, times=step.passes, size=None
+        word=op.WORD,
+        where=str(op.modules),
+        kind=GATHER,
+        axes=op.axes,
+        times=step.passes,
+        size=None,
+        during=Pass.FORWARD,
+        modules=op.modules,
     )
     heads = [
         o.style
@@ -267,7 +334,7 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     states = step.size(step.hidden)
     if any(isinstance(s, Colwise) and isinstance(s.input, Shard) for s in heads):
         yield replace(one, size=states)
-    yield replace(one, kind=REDUCE, size=states)
+    yield replace(one, kind=REDUCE, size=states, during=Pass.BACKWARD)
     # of each token three numbers in float32
     ranks = step.lowered.axis_size(*op.axes)
     size = None if step.tokens is None else 12 * ceil(step.tokens / op.chunks) * ranks
@@ -275,9 +342,12 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
 
 
 def _pipeline(op: Pipeline, step: Step) -> Iterator[Sent]:
-    """Once for all stages: the ranks of a stage send to those of the next, and back."""
+    """Once for all stages: the ranks of a stage send to those of the next, and back. Of one place
+    alone what its ranks send.
+    """
     if op != step.lowered.pipeline:
         return
+    own = op.own if len(step.lowered.stages) == 1 else range(op.stages)
     ranks = step.lowered.axis_size(op.axis)
     home = {s: r for r in range(ranks) for s in stages_of_rank(op.schedule, r, ranks, op.stages)}
     tensor = [a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR]
@@ -286,11 +356,12 @@ def _pipeline(op: Pipeline, step: Step) -> Iterator[Sent]:
     size = None if whole is None else whole // split
     one = Sent(word=op.WORD, where="", kind=SEND, axes=(op.axis,), times=step.passes, size=size)
     for stage in range(op.stages - 1):
-        if home[stage] != home[stage + 1]:
-            yield replace(one, where=f"stage {stage} -> {stage + 1}")
-            yield replace(one, where=f"stage {stage + 1} -> {stage}")
+        for start, end in ((stage, stage + 1), (stage + 1, stage)):
+            if home[stage] != home[stage + 1] and start in own:
+                yield replace(one, where=f"stage {start} -> {end}")
+    ends = {0, op.stages - 1}.intersection(own)
     for name in op.ties:  # both ends send their gradient
-        yield replace(one, where=name, times=2, size=_shard(name, op, step))
+        yield replace(one, where=name, times=len(ends), size=_shard(name, op, step))
 
 
 def _shard(name: str, op: Pipeline, step: Step) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -12,6 +13,17 @@ from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
+
+
+class Pass(StrEnum):
+    """When a collective runs: in a forward pass, in what a backward pass repeats of it for a
+    checkpoint, in the rest of a backward pass, or once in a step.
+    """
+
+    FORWARD = "forward"
+    REPEATED = "repeated"
+    BACKWARD = "backward"
+    STEP = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +39,8 @@ class Sent:
         size: bytes of the whole tensor: gathered, before it is scattered, reduced, exchanged or
             sent; the mean over the ranks where a router decides. None where they depend on the
             batch, which is not given, or are not known.
+        during: the pass that it is part of; a step where that is not told.
+        modules: whose forward and backward passes send it, if some do.
     """
 
     word: str
@@ -35,6 +49,8 @@ class Sent:
     axes: tuple[str, ...]
     times: int
     size: int | None
+    during: Pass = Pass.STEP
+    modules: Modules | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,7 @@ class Step:
         config: of the model.
         batch, sequence: rows of all ranks, and tokens of a row; None where they are not given.
         micro_batches: passes of a rank that accumulate gradients.
+        computes: the dtype of activations; None for that of FSDP's units.
     """
 
     lowered: Lowered
@@ -53,6 +70,7 @@ class Step:
     batch: int | None = None
     sequence: int | None = None
     micro_batches: int = 1
+    computes: str | None = None
 
     @cached_property
     def passes(self) -> int:
@@ -87,6 +105,8 @@ class Step:
     @cached_property
     def width(self) -> int:
         """Bytes of a number of an activation."""
+        if self.computes:
+            return DTYPE_BYTES[self.computes]
         units = [op for op in self.lowered.ops if isinstance(op, FullyShard)]
         given = next((op.param for op in units if op.param), None)
         stored = (p.dtype for op in units for m in op.members for p in parameters_of(m))
@@ -99,7 +119,9 @@ class Step:
 
     def number(self, *names: str) -> int | None:
         """The first of some settings of the model that is a number."""
-        values = (self.config.get(name) for name in names)
+        inner = self.config.get("text_config")
+        parts = (self.config, inner if isinstance(inner, Mapping) else {})
+        values = (part.get(name) for part in parts for name in names)
         return next((v for v in values if isinstance(v, int)), None)
 
     def size(self, *features: int | None) -> int | None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+import gloo_peaks
 import measured_peaks
 import measured_steps
 import published_runs
@@ -162,6 +163,7 @@ def main():
     for name in ("h100", "h200"):
         measured_steps.judge(name)
     measured_peaks.judge()
+    gloo_peaks.judge()
     published_runs.judge()
 
 

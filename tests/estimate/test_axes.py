@@ -1,6 +1,7 @@
 """Estimates of plans with pipelines, divided experts and parts of sequences."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from statistics import median
 
@@ -14,8 +15,10 @@ from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
 from planc.estimate.pipeline import in_flight, orders, timetable
 from planc.estimate.step import estimate
-from planc.estimate.step_time import bytes_sent
+from planc.estimate.timeline import bytes_sent
 from planc.estimate.workload import Kind
+from planc.lowering.sends import by_pass
+from planc.lowering.step import Pass, Step
 from planc.ops.pipeline import stages_of_rank
 
 OF_TORCH = ("zero_bubble", "zbv", "dualpipe_v")
@@ -128,8 +131,9 @@ def test_divided_experts():
     assert sum(m.flops for m in divided.matmuls) == pytest.approx(
         sum(m.flops for m in plain.matmuls), rel=0.001
     )
-    [sent] = [c for c in divided.forward if c.kind is Kind.ALL_TO_ALL]
-    assert (sent.size, sent.count) == (2 * 1024 * 8 * 2048 * 2, 2)  # rows, experts of each, bf16
+    rows = 2 * 1024 * 8  # each token goes to eight experts
+    sent = [(c.size, c.count) for c in divided.forward if c.kind is Kind.ALL_TO_ALL]
+    assert sent == [(8 * 128, 1), (rows * 2048 * 2, 2), (rows * 2, 1)]  # counts, states, weights
     assert (
         two.estimate.time.spent.expert_collectives > 0 == one.estimate.time.spent.expert_collectives
     )
@@ -151,7 +155,7 @@ def test_parts_of_sequences(tmp_path, attention):
     assert part.heads == (32 if gathers else 8)
     assert part.masked and not whole.attention[0].masked
     assert part.flops == pytest.approx(whole.attention[0].flops)
-    sizes = [c.size for c in layer.forward]
+    sizes = [c.size for c in layer.forward for _ in range(c.count)]
     if gathers:
         assert sizes == [2 * rows * 4 * tokens * width * 2]
     else:
@@ -161,12 +165,62 @@ def test_parts_of_sequences(tmp_path, attention):
 
 def test_what_a_pipeline_sends_is_reduced_once():
     made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=2")
-    more = replace(made.work, runs=2)
-    two = estimate(more, hardware("h100-8x"), stack("torch"))
+    two = estimate(replace(made.work, runs=2), hardware("h100-8x"), stack("torch"))
     assert two.time.spent.matmul == pytest.approx(2 * made.estimate.time.spent.matmul)
     assert two.time.seconds < 2 * made.estimate.time.seconds
-    sent = [bytes_sent(work, made.hardware, made.stack) for work in (made.work, more)]
-    assert sent[0] < sent[1] < 2 * sent[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("llama-3.1-8b", ["tp=2"]),
+        ("llama-3.1-8b", ["tp=2", "sequence_parallel=false"]),
+        ("llama-3.1-8b", ["tp=2", "loss_chunks=4", "pipeline_stages=2"]),
+        ("llama-3.1-8b", ["context_parallel=4"]),
+        ("qwen3-30b-a3b", ["ep=4", "tp=2"]),
+        ("mixtral-8x7b", ["tp=4"]),
+        ("deepseek-v3", ["tp=4", "ep=8"]),
+    ],
+    ids=str,
+)
+def test_an_estimate_has_the_collectives_that_a_step_sends(model, settings):
+    """All of a step's, of all passes and layers, are those of `planc lower --sends`."""
+    sink, batch = Sink(), Batch(global_batch=64, sequence=1024, micro_batches=2)
+    compiled = compile_plan(model, None, sink, world_size=16, settings=settings)
+    made = answer(*compiled.applied, Request(batch=batch), sink)
+    facts = compiled.applied[1]
+    step = Step(
+        lowered=compiled.lowered,
+        config=facts.config,
+        batch=batch.global_batch,
+        sequence=batch.sequence,
+        micro_batches=batch.micro_batches,
+    )
+    told, seen = Counter(), Counter()
+    for one in by_pass(step):
+        if one.during is not Pass.STEP:
+            told[one.kind, " x ".join(one.axes), one.size] += one.times
+    for layer, n in (pair for stage in made.work.stages for pair in stage):
+        for one in (*layer.forward, *layer.backward, *(layer.repeated or ())):
+            seen[one.kind.value, one.group.name, one.size] += n * one.count * step.passes
+    assert seen == told and told
+
+
+def test_bytes_of_a_step():
+    """By the axes of the groups; a batch that is twice as large sends activations twice."""
+    sent = []
+    for rows in (32, 64):
+        compiled = compile_plan("llama-3.1-8b", "llama", Sink(), world_size=16, settings=["tp=2"])
+        config = compiled.applied[1].config
+        step = Step(lowered=compiled.lowered, config=config, batch=rows, sequence=1024)
+        sent.append(bytes_sent(step))
+    states = 4 * 1024 * 4096 * 2
+    blocks = 32 * (4 + 4 + 3) + 2 + 2  # passes forward and back, repeated; the ends of the model
+    logits = 4 * 1024 * 128256 * 2
+    norms = (32 * 2 + 1) * 4096 * 2 * 2
+    assert sent[0]["tp"] == pytest.approx((blocks * states + logits + norms) / 2)
+    assert sent[1]["tp"] == pytest.approx(2 * sent[0]["tp"] - norms / 2)
+    assert sent[1]["dp_shard"] == sent[0]["dp_shard"]
 
 
 def test_the_peaks_of_four_ranks():

@@ -1,0 +1,172 @@
+"""The combinations of models, plans and batches that gloo_peaks.py measures."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.estimate.answer import Request, answer
+from planc.estimate.from_plan import Batch
+
+RANKS = 4
+DECODER = {
+    "dtype": "float32",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROUTED = DECODER | {"num_experts_per_tok": 2, "num_local_experts": 8, "num_experts": 8}
+MODELS = {
+    "llama": DECODER | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "tied llama": DECODER
+    | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": DECODER
+    | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+    "gemma2": DECODER
+    | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 32}
+    | {"query_pre_attn_scalar": 32, "sliding_window": 64},
+    "olmo2": DECODER | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]},
+    "phi3": DECODER | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "dtype": "float32",
+        "vocab_size": 2048,
+        "n_embd": 128,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 256,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "mixtral": ROUTED | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+    "qwen3_moe": ROUTED
+    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32}
+    | {"moe_intermediate_size": 176, "decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+LORA = """plan lora
+
+extend "{family}.plan"
+
+adapters {{
+    model.layers.*.self_attn.{{q,k,v,o}}_proj : lora(rank = 8, alpha = 16)
+}}
+"""
+SELECTIVE = """plan selective
+
+extend "{family}.plan"
+
+override checkpoint {{
+    model.layers.* : ops(save = [attention, matmul(every = 2)])
+}}
+"""
+PLANS = {"lora": LORA, "selective": SELECTIVE}
+"""What a plan adds to that of a family."""
+WHOLE = "checkpointing=false"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """
+    Args:
+        model: a name of `MODELS`.
+        settings: of the plan, besides that models without experts compute in float32.
+        rows, tokens: of a step, over all ranks.
+        batches: that accumulate gradients.
+        extends: a name of `PLANS`; empty for the plan of the family.
+    """
+
+    model: str
+    settings: tuple[str, ...] = ()
+    rows: int = 16
+    tokens: int = 128
+    batches: int = 1
+    extends: str = ""
+
+    def written(self, folder):
+        """A model's folder, a plan and settings."""
+        config = MODELS[self.model]
+        (folder / "config.json").write_text(json.dumps(config))
+        plan = config["model_type"]
+        if self.extends:
+            text = PLANS[self.extends].format(family=plan)
+            plan = str(folder / "own.plan")
+            Path(plan).write_text(text)
+        routed = "num_experts" in config  # grouped products run in bf16 alone on fake tensors
+        given = routed or any("param_dtype" in s for s in self.settings)
+        precise = [] if given else ["param_dtype=fp32"]
+        return str(folder), plan, [*precise, *self.settings]
+
+    def estimated(self):
+        sink = Sink()
+        with tempfile.TemporaryDirectory() as folder:
+            model, plan, settings = self.written(Path(folder))
+            compiled = compile_plan(model, plan, sink, world_size=RANKS, settings=settings)
+            assert compiled.applied, sink.diagnostics
+            batch = Batch(global_batch=self.rows, sequence=self.tokens, micro_batches=self.batches)
+            found = answer(*compiled.applied, Request(batch=batch), sink)
+            assert found, sink.diagnostics
+        return found
+
+
+def _combinations():
+    """By name: the model, then what differs from its plan on four data ranks."""
+    every = {
+        "": {},
+        "no checkpoints": {"settings": (WHOLE,)},
+        "tp 2": {"settings": ("tp=2",)},
+        "tp 4, no checkpoints": {"settings": ("tp=4", WHOLE)},
+        "tp 2, no sp, no checkpoints": {"settings": ("tp=2", "sequence_parallel=false", WHOLE)},
+        "hsdp 2": {"settings": ("dp_replicate=2", WHOLE)},
+    }
+    for model in MODELS:
+        for name, more in every.items():
+            yield f"{model}{', ' * bool(name)}{name}", Combination(model, **more)
+    llama = {
+        "replicated": {"settings": ("dp_replicate=4", "dp_shard=1", WHOLE)},
+        "tp 4, no sp": {"settings": ("tp=4", "sequence_parallel=false")},
+        "loss in 4": {"settings": ("loss_chunks=4",)},
+        "loss in 4, tp 2": {"settings": ("loss_chunks=4", "tp=2")},
+        "selective": {"extends": "selective"},
+        "selective, tp 2": {"extends": "selective", "settings": ("tp=2",)},
+        "lora": {"extends": "lora", "settings": (WHOLE,)},
+        "lora, tp 2": {"extends": "lora", "settings": ("tp=2", WHOLE)},
+        "bf16": {"settings": ("param_dtype=bf16",)},
+        "bf16, tp 2": {"settings": ("param_dtype=bf16", "tp=2")},
+        "4 x 256": {"rows": 4, "tokens": 256, "settings": (WHOLE,)},
+        "64 x 64": {"rows": 64, "tokens": 64},
+        "2 batches": {"batches": 2},
+        "4 batches, no checkpoints": {"batches": 4, "settings": (WHOLE,)},
+        "pp 2": {"settings": ("pipeline_stages=2", "microbatches=4")},
+        "pp 4, no checkpoints": {"settings": ("pipeline_stages=4", "microbatches=8", WHOLE)},
+        "pp 2, tp 2": {"settings": ("pipeline_stages=2", "microbatches=4", "tp=2")},
+        "pp 2, gpipe": {
+            "settings": ("pipeline_stages=2", "microbatches=4", "pipeline_schedule=gpipe")
+        },
+        "cp 2": {"settings": ("context_parallel=2",)},
+        "cp 2, no checkpoints": {"settings": ("context_parallel=2", WHOLE)},
+        "cp 4": {"settings": ("context_parallel=4", WHOLE)},
+    }
+    for name, more in llama.items():
+        yield f"llama, {name}", Combination("llama", **more)
+    for model in ("mixtral", "qwen3_moe"):
+        for name, settings in (
+            ("ep 2", ("ep=2",)),
+            ("ep 4, no checkpoints", ("ep=4", WHOLE)),
+            ("ep 2, tp 2", ("ep=2", "tp=2", WHOLE)),
+        ):
+            yield f"{model}, {name}", Combination(model, settings=settings)
+
+
+COMBINATIONS = dict(_combinations())

@@ -1,0 +1,29 @@
+"""The estimates beside the peaks that were measured on gloo processes (gloo_peaks.py)."""
+
+import json
+from statistics import median
+
+import gloo_peaks
+import pytest
+from gloo_combinations import COMBINATIONS
+
+PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
+SAMPLE = [*PEAKS][::8]
+
+
+def test_what_was_measured_is_a_combination():
+    assert set(PEAKS) <= set(COMBINATIONS)
+    for name, places in PEAKS.items():
+        assert sum(map(len, places)) == gloo_peaks.RANKS, name
+
+
+def test_a_sample_of_peaks():
+    for name, *_, error in gloo_peaks.errors({n: PEAKS[n] for n in SAMPLE}):
+        assert abs(error) < 0.05, name
+
+
+@pytest.mark.slow
+def test_every_peak():
+    found = [(abs(error), name) for name, *_, error in gloo_peaks.errors(PEAKS)]
+    assert median(error for error, _ in found) < 0.02
+    assert max(found)[0] < 0.05, max(found)
