@@ -1,4 +1,4 @@
-"""`planc calibrate`: a hardware profile that is fitted to a user's own measurements, or measured."""
+"""`planc calibrate`: a hardware profile, fitted to a user's own measurements or measured here."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""This machine's CPU as a hardware profile: its products, its memory, and gloo between two processes.
+"""This machine's CPU as a hardware profile: products, memory, and gloo between two processes.
 
 Each number is that of the fastest of some repeats: other work on the machine only slows them. This
 module imports torch.

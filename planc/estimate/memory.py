@@ -278,6 +278,7 @@ class _Rank:
         yield Item(name=name, size=most * precision.compute * min(2, count), how=how)
         if self.whole:
             yield from self.gradients_on_their_way()
+            yield from self.inside()
             if not self.work.staged:
                 yield self._sharded("gradients being reduced", most, precision.reduce, 1.0)
             return
@@ -288,6 +289,14 @@ class _Rank:
             size=most * (precision.compute + precision.reduce) + held * precision.compute,
             how="of one unit in two dtypes, and of units outside the layers that stay gathered",
         )
+
+    def inside(self) -> Iterable[Item]:
+        """The gradients of both factors of a product of a layer's widest activations, such as those
+        of a gated MLP, which exist at once.
+        """
+        blocks = (x for x, _ in self.layers if not x.loss)
+        most = max((m.m * m.n * m.count for x in blocks for m in x.matmuls), default=0)
+        yield self._sharded("gradients inside a layer", 2 * most, self.work.precision.compute, 1.0)
 
     def reduced(self) -> Iterable[Item]:
         """A unit's whole gradient and its copy for the reduce-scatter."""

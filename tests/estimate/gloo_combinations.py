@@ -55,7 +55,7 @@ MODELS = {
     | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32}
     | {"moe_intermediate_size": 176, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
-LORA = """plan lora
+LORA = """plan lora for {family}
 
 extend "{family}.plan"
 
@@ -63,7 +63,7 @@ adapters {{
     model.layers.*.self_attn.{{q,k,v,o}}_proj : lora(rank = 8, alpha = 16)
 }}
 """
-SELECTIVE = """plan selective
+SELECTIVE = """plan selective for {family}
 
 extend "{family}.plan"
 
