@@ -12,7 +12,8 @@ import pytest
 from console import BLOCK, played, run, with_rounding_of
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("how-to/*.md"))]
 DEMO = re.compile(r"^\$ (planc [^\n]*)\n.*?(?=\n\n(?:== |\$ )|\n```)", re.M | re.S)
 
 
@@ -24,17 +25,25 @@ def test_page(page, tmp_path, monkeypatch, request):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "pictures").mkdir()
     text = page.read_text()
     new = played(text, tmp_path)
+    drawn = {file.name: file.read_text() for file in (tmp_path / "pictures").iterdir()}
     if request.config.getoption("--update"):
         page.write_text(new)
+        for name, picture in drawn.items():
+            (DOCS / "pictures" / name).write_text(picture)
         return
+    kept = {name: (DOCS / "pictures" / name).read_text() for name in drawn}
+    assert drawn == kept, f"run pytest {os.path.relpath(__file__, ROOT)} --update and look at it"
     assert new == text, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
 
 
 def test_the_site_has_every_page():
-    listed = re.findall(r"^[\w/*-]+$", (ROOT / "docs" / "index.md").read_text(), re.M)
-    pages = {p.relative_to(ROOT / "docs").with_suffix("") for p in (ROOT / "docs").rglob("*.md")}
+    listed = re.findall(r"^[\w/*-]+$", (DOCS / "index.md").read_text(), re.M)
+    inner = (DOCS / "how-to" / "README.md").read_text().partition("```{toctree}")[2]
+    listed += [f"how-to/{name}" for name in re.findall(r"^[\w-]+$", inner, re.M)]
+    pages = {p.relative_to(DOCS).with_suffix("") for p in DOCS.rglob("*.md")}
     left = {str(page) for page in pages if not any(page.match(name) for name in listed)}
     assert left == {"index"}
 

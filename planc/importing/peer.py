@@ -76,10 +76,11 @@ def peers() -> dict[str, Peer]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern covers a key: the key itself, or one above it."""
+    """Whether a pattern covers a key: the key itself, or one above it; `KEY$` is the key alone."""
     return bool(_compiled(pattern).match(path))
 
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", ".*") + r"(?=[.\[]|$)", re.DOTALL)
+    signs = re.escape(pattern).replace(r"\*", ".*").replace(r"\$", "$")
+    return re.compile(signs + r"(?=[.\[]|$)", re.DOTALL)
