@@ -6,21 +6,39 @@
 Everything is imported when it is first used, so `import planc` costs nothing.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planc.api import apply, check, diff, lower
     from planc.diagnostic import PlanError
+    from planc.questions import estimate, init, verify, why
 
 __version__ = "0.1.0"
-__all__ = ["PlanError", "__version__", "apply", "check", "diff", "lower"]
+__all__ = [
+    "PlanError",
+    "__version__",
+    "apply",
+    "check",
+    "diff",
+    "estimate",
+    "init",
+    "lower",
+    "verify",
+    "why",
+]
 
 _HOME = {
     "apply": "planc.api",
     "check": "planc.api",
     "diff": "planc.api",
+    "estimate": "planc.questions",
+    "init": "planc.questions",
     "lower": "planc.api",
+    "verify": "planc.questions",
+    "why": "planc.questions",
     "PlanError": "planc.diagnostic",
 }
 
@@ -29,6 +47,21 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'planc' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+class _Package(ModuleType):
+    """`planc.estimate` is the function: importing the package of that name would replace it."""
+
+    @property
+    def estimate(self) -> Any:
+        return __getattr__("estimate")
+
+    @estimate.setter
+    def estimate(self, _: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
-from planc.notebook import DRAW
+from planc.notebook import DRAW, TEXT
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.syntax import plan_files
 
 if TYPE_CHECKING:
     from torch import nn
 
     from planc.diffing.compare import Delta
     from planc.model.facts import Facts
+    from planc.proof.checked import Findings
     from planc.runtime.known_verdict import KnownVerdict, Required
     from planc.runtime.run import Run
 
@@ -41,8 +43,9 @@ def check(
     overrides: Overrides = (),
     allow_code: bool = False,
     level: str = "flow",
-) -> tuple[Diagnostic, ...]:
-    """Every finding about a plan for a model; empty without findings.
+) -> Findings:
+    """Every finding about a plan for a model; empty without findings. `print` shows what
+    `planc check` does.
 
     A verdict on a model that is not the user's own code is kept, and `apply` finds it.
 
@@ -61,15 +64,21 @@ def check(
         ValueError: there is no such level.
     """
     from planc.proof.apart import record
+    from planc.proof.checked import Findings, known_certificate, summary
     from planc.proof.layout_flow import flow
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
-    compiled, sink = _compiled(model, plan, world_size, overrides, allow_code)
+    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
+    checked = ""
     if level == "flow" and compiled.lowered is not None:
         verdict = flow(compiled, sink, allow_code=allow_code)
         record(compiled, verdict, sink)
-    return tuple(sink)
+        checked = f", {verdict.text}"
+    proof = known_certificate(compiled, sink)
+    findings = Findings(sink)
+    findings.lines = summary(compiled, checked, proof)
+    return findings
 
 
 def lower(
@@ -86,7 +95,7 @@ def lower(
     Raises:
         PlanError: the plan has errors.
     """
-    return _lowered(*_compiled(model, plan, world_size, overrides, allow_code))
+    return _lowered(*compiled_for(model, plan, world_size, overrides, allow_code))
 
 
 def diff(old: Lowered, new: Lowered) -> Delta:
@@ -131,7 +140,8 @@ def apply(
             weights that the ranks have built.
 
     Returns:
-        The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`.
+        The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`,
+        `.summary()`.
 
     Raises:
         PlanError: the plan has errors, it is refuted or less is known of it than required, the
@@ -157,7 +167,7 @@ def apply(
         facts = _facts_of(model)
         if not isinstance(plan, Lowered):
             size = world_size or _of_the_run("WORLD_SIZE", 1)
-            compiled, sink = _compiled(facts, plan, size, overrides, allow_code)
+            compiled, sink = compiled_for(facts, plan, size, overrides, allow_code)
             lowered = _lowered(compiled, sink)
         else:
             compiled, lowered = None, plan
@@ -169,7 +179,7 @@ def apply(
         announce(error, device_of(model, device_type))
         raise
     _warn(lowered.findings, known)
-    return apply_lowered(
+    run = apply_lowered(
         model,
         lowered,
         digest=own,
@@ -178,6 +188,13 @@ def apply(
         allow_code=allow_code,
         safeguards=Safeguards(known=known, require=require, compare=compare),
     )
+    return run if compiled is None else _with_origin(run, compiled)
+
+
+def _with_origin(run: Run, compiled: Compiled) -> Run:
+    """The run, with what its summary says of the plan's text and of the overrides."""
+    text = plan_files.digest(compiled.files) if isinstance(compiled.files, tuple) else None
+    return replace(run, sets=compiled.settings, plan_digest=text)
 
 
 def _proved_by_rank_0(compiled: Compiled, known: KnownVerdict, allow_code: bool) -> KnownVerdict:
@@ -218,41 +235,66 @@ def _lowered(compiled: Compiled, sink: Sink) -> Lowered:
     return replace(compiled.lowered, findings=tuple(sink))
 
 
-def _compiled(
+def compiled_for(
     model: str | os.PathLike[str] | nn.Module | Facts,
     plan: str | os.PathLike[str] | None,
     world_size: int | None,
     overrides: Overrides,
     allow_code: bool,
 ) -> tuple[Compiled, Sink]:
+    """A plan compiled for a model, and what is found.
+
+    Raises:
+        TypeError: an argument is of another type than it says.
+    """
+    if not isinstance(plan, str | os.PathLike | None):
+        raise TypeError(f"a plan is a path or a name, not {type(plan).__name__}")
+    if not isinstance(world_size, int | None) or isinstance(world_size, bool):
+        raise TypeError(f"world_size is a number of ranks, not {world_size!r}")
     sink = Sink()
     compiled = compile_plan(
-        _facts(model),
+        model_of(model),
         None if plan is None else os.fspath(plan),
         sink,
         world_size=world_size,
-        settings=tuple(_settings(overrides)),
+        settings=settings_of(overrides),
         allow_code=allow_code,
     )
     return compiled, sink
 
 
-def _settings(overrides: Overrides) -> Iterator[str]:
+def settings_of(overrides: Overrides) -> tuple[str, ...]:
+    """Overrides as texts `name=value`.
+
+    Raises:
+        TypeError: they are neither texts nor a mapping.
+    """
+    if isinstance(overrides, Mapping):
+        words = {n: str(v).lower() if isinstance(v, bool) else v for n, v in overrides.items()}
+        return tuple(f"{name}={value}" for name, value in words.items())
     if isinstance(overrides, str):
-        yield overrides
-    elif isinstance(overrides, Mapping):
-        for name, value in overrides.items():
-            yield f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-    else:
-        yield from overrides
+        return (overrides,)
+    found = tuple(overrides) if isinstance(overrides, Iterable) else (overrides,)
+    if not all(isinstance(one, str) for one in found):
+        raise TypeError(f"overrides are texts `name=value`, or a mapping, not {overrides!r}")
+    return found
 
 
-def _facts(model: Any) -> str | Facts:
+def model_of(model: Any) -> str | Facts:
+    """The name of a model, or the facts of a module.
+
+    Raises:
+        TypeError: it is neither.
+    """
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     from planc.model.facts import Facts
 
-    return model if isinstance(model, Facts) else _facts_of(model)
+    if isinstance(model, Facts):
+        return model
+    if not hasattr(model, "named_modules"):
+        raise TypeError(f"a model is a folder, a name, or an nn.Module, not {type(model).__name__}")
+    return _facts_of(model)
 
 
 def _facts_of(module: nn.Module) -> Facts:
@@ -274,4 +316,14 @@ def _drawn(of: Lowered | Delta | Run) -> str:
     return notebook(of)
 
 
-DRAW[:] = [_drawn]
+def _written(of: Lowered | Delta | Run) -> str:
+    from planc.diffing.compare import Delta
+    from planc.diffing.render import render as changes
+    from planc.emit.text import render
+
+    if isinstance(of, Delta):
+        return changes(of).rstrip()
+    return (render(of, digest=digest(of)) if isinstance(of, Lowered) else of.describe()).rstrip()
+
+
+DRAW[:], TEXT[:] = [_drawn], [_written]

@@ -27,6 +27,7 @@ COMMANDS = {
     "lsp": "answer an editor, over standard input and output",
     "completion": "print a script that completes planc's words in a shell",
     "list": "list the plans and models that planc knows by name",
+    "cache": "pack what is known of models and plans, for planc without torch",
 }
 """Each is a module of `planc.commands` with `arguments(parser)` and `run(options)`."""
 
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("PLANC_TRACEBACK"):
             raise
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("planc"):
+            return _missing(arguments[0], error.name or str(error))
         return _internal(error)
 
 
@@ -59,6 +62,17 @@ def _misspelled(word: str) -> int:
     advice = did_you_mean(word, COMMANDS, "`planc --help` lists the commands")
     print(f"planc: error: there is no command `{word}`; {advice}", file=sys.stderr)
     return 2
+
+
+def _missing(command: str, module: str) -> int:
+    from planc.commands import output
+    from planc.diagnostic import Sink
+    from planc.model.cache import INSTALL
+
+    sink, name = Sink(), module.partition(".")[0]
+    sink.error("PL760", f"`planc {command}` needs {name}, which is not installed", help=INSTALL)
+    output.show(sink, "full", sys.stderr)
+    return output.exit_code(sink)
 
 
 def _internal(error: Exception) -> int:

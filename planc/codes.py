@@ -282,6 +282,9 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL741", "info", "input", "no model to judge the plan by"),
     ("PL742", "error", "input", "an editor's server needs pygls"),
     ("PL750", "error", "input", "half of a step to estimate"),
+    ("PL760", "error", "input", "what needs torch, where torch is not installed"),
+    ("PL761", "error", "input", "a pack that cannot be read or made"),
+    ("PL762", "warning", "input", "a pack with verdicts of another planc"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 

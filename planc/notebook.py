@@ -1,16 +1,21 @@
-"""How a notebook shows what `planc.api` returns."""
+"""How `print` and a notebook show what `planc.api` returns."""
 
 from collections.abc import Callable
 from typing import Any
 
 DRAW: list[Callable[[Any], str]] = []
 """What draws a result; `planc.api` adds it, so that no result depends on pictures."""
+TEXT: list[Callable[[Any], str]] = []
+"""What writes a result as the terminal shows it, added in the same way."""
 
 
 class InNotebooks:
     """A base class of results."""
 
     __slots__ = ()
+
+    def __str__(self) -> str:
+        return TEXT[0](self) if TEXT else repr(self)
 
     def _repr_html_(self) -> str | None:
         return DRAW[0](self) if DRAW else None

@@ -42,6 +42,7 @@ FLOORS = {
     "commands": 11,
     "integrations": 13,
     "cli": 12,
+    "questions": 12,
     "__init__": 12,
     "__main__": 13,
 }

@@ -55,6 +55,8 @@ UNREACHED = {
     "PL710": "a model of a family without a plan; tests/specs/suggest.md has one",
     "PL718": "needs a file of measurements; tests/specs/calibrate.md has some",
     "PL705": "needs a lowered plan; tests/specs/estimate.md has one",
+    "PL760": "torch is a part of the tests; tests/test_pack.py hides it",
+    "PL762": "needs a pack of another planc; tests/test_pack.py makes one",
     "PL900": "a bug in planc; tests/test_cli.py makes one",
 }
 """Codes whose example can't be run here, and why. tests/processes has PL48x, PL49x, PL52x."""

@@ -7,6 +7,7 @@ import pytest
 
 from planc import compiler
 from planc.diagnostic import Sink
+from planc.estimate import suggest as suggesting
 from planc.estimate.answer import Request, answer
 from planc.estimate.candidates import Candidates
 from planc.estimate.choice import divisors
@@ -95,7 +96,7 @@ def everything(model, world_size, rows, tokens):
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planc.estimate.suggest.search", stop)
+        patch.setattr(suggesting, "search", stop)
         with pytest.raises(Stop):
             batch = Batch(global_batch=rows, sequence=tokens)
             asked = Asked(plan=None, world_size=world_size, request=Request(batch=batch))

@@ -11,10 +11,10 @@ from planc.commands import edits, output, shared_arguments, watch
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.project import Project, ProjectError, Target, project
+from planc.proof.checked import known_certificate
+from planc.proof.checked import summary as checked_lines
 from planc.report import FORMATS
 from planc.report.json_document import document, findings
-from planc.trial import certificate
-from planc.trial.certificate import Certificate
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +115,7 @@ def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
 def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str, str]) -> _Checked:
     sink = Sink()
     compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
-    checked, verdict = "structure", None
+    checked, verdict = "", None
     if options.level == "flow" and compiled.lowered:
         from planc.proof.apart import record
         from planc.proof.layout_flow import flow
@@ -131,20 +131,13 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         if found:
             judge_fit(found, compiled.applied[1], sink)
         checked += ", memory" if options.batch and options.seq else ", memory without activations"
-    proof = _proof(compiled, sink)
+    proof = known_certificate(compiled, sink)
     also = {
         "flow": verdict.document() if verdict else None,
         "certificate": proof,
         "overruled": findings(sink.overruled),
     }
-    lines: tuple[str, ...] = ()
-    if compiled.lowered and compiled.plan:
-        experts = compiled.plan.mesh.experts
-        axes = (*compiled.plan.mesh.axes, *((experts.ranks,) if experts else ()))
-        mesh = " | ".join(f"{a.name} {a.size}" for a in axes)
-        head = f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to "
-        real = certificate.summary(proof) if proof else "not checked: real processes"
-        lines = f"{head}{compiled.digest[:12]}", f"checked: {checked}; {real}"
+    lines = checked_lines(compiled, checked, proof)
     stand = sink.adjusted(severity)
     return _Checked(target=target, compiled=compiled, sink=stand, also=also, lines=lines)
 
@@ -165,13 +158,3 @@ def _document(every: list[_Checked], format: str) -> None:
         return
     also = every[0].also if len(every) == 1 else None
     output.show([d for one in every for d in one.sink], format, sys.stdout, also=also)
-
-
-def _proof(compiled: Compiled, sink: Sink) -> Certificate | None:
-    """The result of `planc verify` for this plan, if it was run; a refuted plan is an error."""
-    if compiled.facts is None or compiled.lowered is None or compiled.facts.code:
-        return None  # a certificate holds for the class of the library, and code can change
-    found = certificate.known(compiled.digest, certificate.identity(compiled.facts))
-    if found and found["verdict"] == "refuted":
-        sink.error("PL520", found["reason"], help="`planc verify` found this; run it again")
-    return found

@@ -3,13 +3,16 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from planc import compiler
 from planc.commands import output, shared_arguments, terminal
+from planc.compiler import Files
 from planc.diagnostic import Sink
 from planc.diffing import compare, render
 from planc.diffing.compare import Delta
 from planc.emit import sends
+from planc.lowering.lowered_file import LoweredFile
 from planc.lowering.step import Step
 from planc.model.load import load
 
@@ -31,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sides = []
-    merged, own = Sink(), vars(options)
+    merged = Sink()
     plans = {"old": options.old, "new": options.new or options.old}
     if output.swapped(options.model, options.old, merged):
         output.show(merged, "full", sys.stderr)
@@ -39,16 +42,7 @@ def run(options: argparse.Namespace) -> int:
     files = {plan: compiler.read(plan, merged) for plan in dict.fromkeys(plans.values())}
     for side, plan in plans.items():
         sink = Sink()  # an error in one plan must not hide findings about the other
-        with output.waiting(f"reading {options.model}"):
-            facts = load(own[f"{side}_model"] or options.model, sink, allow_code=options.allow_code)
-        compiled = compiler.compile(
-            files[plan],
-            facts,
-            sink,
-            world_size=own[f"{side}_world_size"] or options.world_size,
-            settings=[*options.set, *own[f"{side}_set"]],
-        )
-        sides.append(compiled)
+        sides.append(_compiled(files[plan], side, options, sink))
         for diagnostic in sink:
             merged.add(diagnostic)
     asked = options.batch and options.seq and not options.sends
@@ -68,6 +62,34 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(change, estimates, steps, options.format)
     return output.CLEAN if change.same else output.FINDINGS
+
+
+def _compiled(
+    file: Files | None, side: str, options: argparse.Namespace, sink: Sink
+) -> compiler.Compiled:
+    """One side, compiled for its model; where torch is missing, and with it all that is known of
+    the model, a lowered plan is taken as it is.
+    """
+    own, found = vars(options), Sink()
+    name = own[f"{side}_model"] or options.model
+    with output.waiting(f"reading {name}"):
+        facts = load(name, found, allow_code=options.allow_code)
+    unknown = found.failed and all(d.code == "PL760" for d in found if d.severity == "error")
+    alone = file if unknown and isinstance(file, LoweredFile) else None
+    for diagnostic in () if alone else found:
+        sink.add(diagnostic)
+    compiled = compiler.compile(
+        file,
+        facts,
+        sink,
+        world_size=own[f"{side}_world_size"] or options.world_size,
+        settings=[*options.set, *own[f"{side}_set"]],
+    )
+    if alone is None:
+        return compiled
+    told = f"{name} is unknown without torch: {alone.name} was not held against it"
+    print(told, file=sys.stderr)
+    return replace(compiled, lowered=alone.lowered)
 
 
 def _print(

@@ -20,6 +20,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "fmt": ("format.md", "my.plan plans/", "--check ."),
     "explain": ("diagnostics/README.md", "pl501"),
     "list": ("library.md", "plans", "models"),
+    "cache": ("ci.md", "pack planc-pack.json", "unpack planc-pack.json", "show"),
     "lsp": ("editor.md", ""),
     "completion": ("terminal.md", "bash > ~/.local/share/bash-completion/completions/planc"),
 }

@@ -5,9 +5,7 @@ import sys
 
 from planc.commands import output, shared_arguments
 from planc.diagnostic import Sink
-from planc.draft.axes import wanted
-from planc.draft.init import draft
-from planc.model.load import load
+from planc.draft.init import drafted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +24,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     with output.waiting(f"drafting and proving a plan for {options.model}"):
-        sizes = wanted(options.set, sink)
-        facts = None if sink.failed else load(options.model, sink, allow_code=options.allow_code)
-        drafted = draft(facts, sink, sizes) if facts else None
+        made = drafted(options.model, options.set, sink, allow_code=options.allow_code)
     if sink.diagnostics:
         output.show(sink, "full", sys.stderr)
-    if drafted is None:
+    if made is None:
         return output.FAILED
-    return output.write(drafted.text, options.output)
+    return output.write(made.text, options.output)

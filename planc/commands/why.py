@@ -28,6 +28,5 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(render.document(answer, compiled.lowered), indent=2))
     else:
-        rows = ("".join(text for text, _ in line).rstrip(" ") for line in render.lines(answer))
-        terminal.show("".join(f"{row}\n" for row in rows), titled=True)
+        terminal.show(render.text(answer), titled=True)
     return output.CLEAN

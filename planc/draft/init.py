@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planc.diagnostic import Sink
-from planc.draft.axes import proved
+from planc.diagnostic import Diagnostic, Sink
+from planc.draft.axes import proved, wanted
 from planc.draft.observe import run
 from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Roles, RunRecord, roles
@@ -16,6 +16,7 @@ from planc.draft.search import Search, named_below
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists
+from planc.model.load import load
 from planc.plan.mesh_axes import EXPERTS
 from planc.proof.flow_findings import generic
 from planc.proof.small_case import SmallModel, small_model
@@ -28,12 +29,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitResult:
-    """The plan, layout flow's outcome, whether it offers `sequence`, and the number of runs."""
+    """The plan, layout flow's outcome, whether it offers `sequence`, and the number of runs.
+
+    Args:
+        findings: what could not be decided or proved, as `planc.init` returns it.
+    """
 
     text: str
     outcome: Outcome
     sequence: bool
     runs: int
+    findings: tuple[Diagnostic, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text.rstrip()
+
+
+def drafted(
+    model: str | Facts, settings: Iterable[str], sink: Sink, *, allow_code: bool = False
+) -> InitResult | None:
+    """A first plan for a model that is named, or its facts, with axes as `pp=2`; None after an
+    error (PL106, PL012: the axes, PL60x: the model, PL760: no torch).
+    """
+    sizes = wanted(settings, sink)
+    if cache.missing():
+        message = f"a draft is proved as it is written: {cache.not_installed()}"
+        sink.error("PL760", message, help=cache.INSTALL)
+    if sink.failed:
+        return None
+    facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
+    return None if facts is None else draft(facts, sink, sizes)
 
 
 def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> InitResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Diagnostic, Label, Sink
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB
@@ -41,6 +41,7 @@ class Answer:
     """
     Args:
         counted: whether activations and compute are known.
+        findings: what the compiler and the estimate say, as `planc.estimate` returns them.
     """
 
     request: Request
@@ -50,6 +51,12 @@ class Answer:
     work: Workload
     estimate: Estimate
     counted: bool
+    findings: tuple[Diagnostic, ...] = ()
+
+    def __str__(self) -> str:
+        from planc.estimate.render import text  # which is about this class
+
+        return "\n".join(text(self))
 
 
 def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | None:

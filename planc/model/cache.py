@@ -3,6 +3,10 @@
 An entry is a JSON file named by the digest of everything it depends on, and it contains the digest
 of its own content. A truncated, foreign, stale or damaged entry counts as missing; an unwritable
 folder disables the cache. An entry is written by renaming a file, so no process reads half of one.
+
+Where torch or transformers is not installed, nothing can be built or run. The cache then consists
+of the entries of the pack that `planc cache unpack` was given, the versions that keys depend on are
+those that the pack states, and nothing is written. Where both are installed, no pack is read.
 """
 
 import contextlib
@@ -10,7 +14,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache as once
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,71 @@ from planc.model.indices import Indices
 _FORMAT = 7
 """Raised when the recorded facts or their encoding change."""
 
+PACK = "pack"
+"""The folder, in the cache folder, of the entries of a pack."""
+MADE_WITH = "made-with.json"
+"""The file, in that folder, with the versions of the machine that packed."""
+_VERSIONS = ("python", "torch", "transformers", "diffusers")
+INSTALL = "`pip install planc`, into the environment of this planc, installs what is missing"
+UNPACK = f"{INSTALL}; or `planc cache unpack` a pack of an install that has checked it"
+
+
+@once
+def missing() -> tuple[str, ...]:
+    """Those of torch and transformers that are not installed: without them a model can neither be
+    built nor run.
+    """
+    found = {name: find_spec(name) for name in ("torch", "transformers")}
+    return tuple(n for n, spec in found.items() if spec is None or spec.origin is None)  # a folder
+
+
+def not_installed() -> str:
+    """`torch and transformers are not installed`."""
+    return f"{' and '.join(missing())} {'are' if len(missing()) > 1 else 'is'} not installed"
+
+
+def unproved() -> str:
+    """Why nothing is known of a plan where torch is missing."""
+    has = "and the unpacked pack has no verdict on it" if made_with() else "and no pack is unpacked"
+    return f"{not_installed()}, {has}"
+
+
+def made_with() -> dict[str, str]:
+    """The versions of the machine whose pack is read here; empty where none is."""
+    return _made_with(folder() / PACK / MADE_WITH) if missing() else {}
+
+
+@once
+def _made_with(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    known = isinstance(found, dict) and found.keys() >= set(_VERSIONS)
+    return found if known else {}
+
+
+def provenance() -> str:
+    """Where verdicts come from, after the word `proved`; empty where they are of this machine."""
+    of = made_with()
+    if not of:
+        return ""
+    return (
+        f" with torch {of['torch']}, transformers {of['transformers']} on the machine that packed"
+    )
+
+
+class Key(str):
+    """The name of an entry.
+
+    Attributes:
+        about: the kind of the entry, and the versions that it depends on; `sources` is a digest of
+            the sources of planc that decide it, empty for facts of a model.
+    """
+
+    __slots__ = ("about",)
+    about: dict[str, str]
+
 
 def folder() -> Path:
     """The folder of the entries: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
@@ -32,7 +103,12 @@ def folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "planc"
 
 
-def key_of(config: dict[str, Any]) -> str:
+def home() -> Path:
+    """The folder of the entries that are read: those of a pack where torch is missing."""
+    return folder() / PACK if missing() else folder()
+
+
+def key_of(config: dict[str, Any]) -> Key:
     """The entry name of a configuration: a digest of its content and of the library versions."""
     return entry_name(
         f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *extra_versions(config)
@@ -44,22 +120,33 @@ def extra_versions(config: Mapping[str, Any]) -> list[str]:
     return [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
 
 
-def entry_name(*parts: str) -> str:
-    """The name of an entry that depends on these texts and on Python, torch and transformers."""
-    texts = [
-        parts[0],
-        f"python {sys.version_info[0]}.{sys.version_info[1]}",
-        *(f"{name} {version(name)}" for name in ("torch", "transformers")),
-        *parts[1:],
-    ]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+def entry_name(kind: str, *parts: str, sources: str = "") -> Key:
+    """The name of an entry that depends on these texts and on Python, torch and transformers.
+
+    Args:
+        sources: the digest of the sources of planc that decide it.
+    """
+    of = {name: version(name) for name in _VERSIONS[:3]}
+    texts = [kind, *(f"{name} {version}" for name, version in of.items()), *parts, sources]
+    key = Key(hashlib.sha256("\n".join(texts).encode()).hexdigest())
+    key.about = {"kind": kind, **of, "sources": sources}
+    return key
+
+
+def environment() -> dict[str, str]:
+    """The versions that every entry depends on, and that of diffusers, which some depend on."""
+    return {name: version(name) for name in _VERSIONS}
 
 
 def version(package: str) -> str:
-    """The version of an installed package, from the name of its metadata folder.
+    """The version of an installed package, from the name of its metadata folder, or of Python.
 
     `importlib.metadata` returns the same, but importing it takes a fifth of a warm check.
     """
+    if package in made_with():
+        return made_with()[package]
+    if package == "python":
+        return f"{sys.version_info[0]}.{sys.version_info[1]}"
     for place in sys.path:
         with contextlib.suppress(OSError):
             for name in os.listdir(place or "."):  # noqa: PTH208, twice as fast as pathlib
@@ -82,7 +169,7 @@ def versions(config: Mapping[str, Any]) -> dict[str, str]:
 def read(key: str, *, config_name: str, stated_fields: frozenset[str]) -> Facts | None:
     """The facts of an entry, or None if there is no valid one."""
     try:
-        return _decode(recall(key), config_name, stated_fields)
+        return decoded(recall(key), config_name=config_name, stated_fields=stated_fields)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None  # a malformed entry counts as missing
 
@@ -95,22 +182,44 @@ def write(key: str, facts: Facts) -> None:
 def recall(key: str) -> Any:
     """The data of an entry, or None if the entry is missing, damaged or belongs to another key."""
     try:
-        digest, _, body = (folder() / f"{key}.json").read_text(encoding="utf-8").partition("\n")
-        if hashlib.sha256(f"{key}{body}".encode()).hexdigest() != digest:
-            return None
-        return json.loads(body)
+        return _sound(key, (home() / f"{key}.json").read_text(encoding="utf-8"))[1]
     except (OSError, RuntimeError, ValueError):
         return None
 
 
 def keep(key: str, data: Any) -> None:
-    """Stores plain data under a key; a no-op if the folder cannot be written."""
-    body = json.dumps(data, separators=(",", ":"))
-    digest = hashlib.sha256(f"{key}{body}".encode()).hexdigest()
+    """Stores plain data under a key; a no-op if the folder cannot be written, and where torch is
+    missing: what follows from a pack was not found on this machine.
+    """
+    if missing():
+        return
     with contextlib.suppress(OSError, RuntimeError):
-        home = folder()
-        home.mkdir(parents=True, exist_ok=True)
-        atomic_write.write(home / f"{key}.json", f"{digest}\n{body}")
+        own = folder()
+        own.mkdir(parents=True, exist_ok=True)
+        atomic_write.write(own / f"{key}.json", written(key, getattr(key, "about", {}), data))
+
+
+def written(key: str, about: Mapping[str, str], data: Any) -> str:
+    """The text of an entry: a digest of all of it, what it is, and the data."""
+    texts = (json.dumps(part, separators=(",", ":")) for part in (about, data))
+    told, body = texts
+    return f"{hashlib.sha256(f'{key}{told}{body}'.encode()).hexdigest()} {told}\n{body}"
+
+
+def _sound(key: str, text: str) -> tuple[dict[str, str], Any]:
+    """What an entry is, and its data. Raises ValueError if it is damaged or of another key."""
+    head, _, body = text.partition("\n")
+    digest, _, told = head.partition(" ")
+    if hashlib.sha256(f"{key}{told}{body}".encode()).hexdigest() != digest:
+        raise ValueError(key)
+    return json.loads(told), json.loads(body)
+
+
+def entries() -> Iterator[tuple[str, dict[str, str], Any]]:
+    """Yields the sound entries that are read here: the key, what it is, and the data."""
+    for path in sorted(home().glob("*.json")):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            yield (path.stem, *_sound(path.stem, path.read_text(encoding="utf-8")))
 
 
 def _encode(facts: Facts) -> dict[str, Any]:
@@ -142,7 +251,10 @@ def _encode(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _decode(data: dict[str, Any], config_name: str, stated_fields: frozenset[str]) -> Facts:
+def decoded(
+    data: dict[str, Any], *, config_name: str = "", stated_fields: frozenset[str] = frozenset()
+) -> Facts:
+    """The facts of an entry's data. Raises anything at data that no `write` has made."""
     modules: list[Module] = []
     for cls, kind, parameters, facts, children in data["modules"]:
         modules.append(

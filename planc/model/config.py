@@ -226,7 +226,7 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         return None
     try:
         values = json.loads(data.decode("utf-8-sig"), object_hook=_special_float)
-        if _too_deep(values):
+        if too_deep(values):
             raise RecursionError
         if isinstance(values, dict):
             return Config(name=place.name, path=place.path, values=values)
@@ -253,7 +253,7 @@ def _special_float(value: dict[str, Any]) -> Any:
     return float(name) if len(value) == 1 and name in _SPECIAL_FLOATS else value
 
 
-def _too_deep(values: Any) -> bool:
+def too_deep(values: Any) -> bool:
     level = [values]
     for _ in range(_MAX_NESTING):
         inner = [v for v in level if isinstance(v, dict | list)]

@@ -34,6 +34,8 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     if config is None:
         return None
     if allow_code and config.own_model:
+        if _lacks_libraries(config.name, sink):
+            return None
         from planc.model.sources.huggingface import from_folder
 
         return from_folder(config, sink)  # never cached: the key does not cover the code
@@ -49,6 +51,8 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
         facts = store.read(key, config_name=config.name, stated_fields=frozenset(config.values))
         if facts is not None:
             return facts
+    if _lacks_libraries(config.name, sink):
+        return None
     if is_diffusers(config.values):
         from planc.model.sources.diffusers import from_config
     else:
@@ -75,6 +79,14 @@ def load_values(values: dict[str, Any], name: str, sink: Sink, *, folder: str = 
     return _from_config(config_of(values, name), sink, cache=True)
 
 
+def _lacks_libraries(name: str, sink: Sink) -> bool:
+    """Reports PL760 where torch or transformers, which build a model, is not installed."""
+    if store.missing():
+        message = f"the modules of {name} are unknown: {store.not_installed()}"
+        sink.error("PL760", message, help=store.UNPACK)
+    return bool(store.missing())
+
+
 def _report_ignored(config: Config, facts: Facts, sink: Sink) -> None:
     """Reports what the configuration asks for and the facts do not contain (PL609, PL610)."""
     if config.own_code:
@@ -94,6 +106,8 @@ def _report_ignored(config: Config, facts: Facts, sink: Sink) -> None:
 
 def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Facts | None:
     if allow_code:
+        if _lacks_libraries(f"{module}:{factory}", sink):
+            return None
         from planc.model.sources.huggingface import from_factory
 
         return from_factory(module, factory, sink)

@@ -24,10 +24,12 @@ def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
         return None, model
     config = json.dumps(model.values, sort_keys=True)
     versions = cache.extra_versions(model.values)
-    key = cache.entry_name(f"calls {_FORMAT}", config, *versions, source_digest())
+    key = cache.entry_name(f"calls {_FORMAT}", config, *versions, sources=source_digest())
     kept = None if model.of_the_user else cache.recall(key)
     if isinstance(kept, list):
         return frozenset(map(str, kept)), ""
+    if cache.missing():
+        return None, cache.unproved()
     try:
         names = sorted(_run(model))
     except Exception as error:

@@ -25,11 +25,13 @@ def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outc
     part = digest(replace(trial_part(lowered, tensor=quick, draws=draws), plan=""))
     extra_versions = cache.extra_versions(model.values)
     kind = f"flow {_FORMAT} {quick} {draws}"
-    key = cache.entry_name(kind, part, config, *extra_versions, source_digest())
+    key = cache.entry_name(kind, part, config, *extra_versions, sources=source_digest())
     user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))
     if kept is not None:
         return kept
+    if cache.missing():
+        return Outcome(verdict="unknown", reason=cache.unproved())
     from planc.trial.simulate import simulate
 
     try:

@@ -14,6 +14,7 @@ from planc.checks.parameters import split_apart
 from planc.codes import PRESUMED
 from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
+from planc.model import cache
 from planc.model.facts import Facts, below
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.context import ContextParallel
@@ -133,17 +134,20 @@ class Verdict:
         many = f"{count} kinds of layer, " if count > 1 else ""
         match self.verdict:
             case "proved":
-                return f"layout flow (proved, {many}largest error {self.outcome.worst:.0e})"
+                told = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
+                return f"layout flow ({told})"
             case "nothing":
                 return "layout flow (no tensor parallelism)"
             case other:
                 parts = [(w, [k for k in self.layers if k.verdict == w]) for w in _WORDS]
                 counts = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
-                return f"layout flow ({other}{f'; of its sections {counts}' if counts else ''})"
+                where = cache.provenance() if other == "refuted" else ""
+                sections = f"; of its sections {counts}" if counts else ""
+                return f"layout flow ({other}{where}{sections})"
 
     def document(self) -> dict[str, Any]:
         """The verdict as JSON data, without the modules of the small model."""
-        found = self.outcome
+        found, made_with = self.outcome, cache.made_with()
         measured = self.verdict in ("proved", "refuted") and bool(found.modules)
         errors = {k: getattr(found, k) if measured else None for k in _ERRORS}
         return {
@@ -152,6 +156,7 @@ class Verdict:
             "errors": errors,
             "sections": [self._judged(section).document() for section in self.sections],
             "layers": [{**asdict(k), "reason": k.reason or None} for k in self.layers],
+            **({"made_with": dict(made_with)} if measured and made_with else {}),
         }
 
 
@@ -196,7 +201,7 @@ def flow(
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
         lines = small.origins if isinstance(small, Unrepresented) else ()
-        help = None if lines else "`planc verify` runs it on real processes"
+        help = None if lines else _advice()
         _unknown(verdict, sink, strict, help, lines)
     if isinstance(small, Unrepresented):
         return verdict
@@ -295,6 +300,10 @@ def _released(
         return False
     units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
     return any(below(outcome.recomputed, unit) for at in units for unit in at.names() if unit)
+
+
+def _advice() -> str:
+    return cache.UNPACK if cache.missing() else "`planc verify` runs it on real processes"
 
 
 def _unknown(

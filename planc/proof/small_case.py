@@ -19,6 +19,7 @@ from planc.codes import REAL_SIZES
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Sink
 from planc.lowering import lower
+from planc.model import cache
 from planc.model.config import buildable
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds
@@ -146,6 +147,8 @@ def small_case(
         return Unrepresented(reason=model)
     quiet = Sink()
     facts = model.facts(compiled.facts, quiet)
+    if facts is None and cache.missing():
+        return Unrepresented(reason=cache.unproved())
     if facts is None:
         error = next(d for d in quiet if d.severity == "error")
         reason = f"the model cannot be shrunk: {error.message} ({error.code})"

@@ -1,14 +1,14 @@
 """`planc verify`: proves on real processes that a plan trains the same model."""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from planc import compiler
 from planc.compiler import Compiled, Files
-from planc.diagnostic import Sink, one_of
+from planc.diagnostic import Diagnostic, Sink, one_of
 from planc.lowering.lowered_file import LoweredFile
+from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
@@ -19,8 +19,10 @@ from planc.proof.layout_flow import UNSEEN
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.stand_in import Unrepresented
-from planc.proof.verify_report import report_difference, report_failure, report_unknown
+from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
+from planc.report import render
 from planc.runtime.known_verdict import Level
+from planc.syntax import plan_files
 from planc.trial import certificate as store
 from planc.trial import verdict_store
 from planc.trial.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
@@ -36,10 +38,20 @@ _CHOOSES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """`verified`, `refuted` or `unknown`, and the certificate, None if the plan did not compile."""
+    """`verified`, `refuted` or `unknown`, and the certificate, None if the plan did not compile.
+
+    Args:
+        findings: those of the compiler and of the proof, as `planc.verify` returns them.
+    """
 
     verdict: str
     certificate: store.Certificate | None = None
+    findings: tuple[Diagnostic, ...] = ()
+
+    def __str__(self) -> str:
+        told = [d for d in self.findings if d.severity != "info"]
+        shown = [render(told, "full")] if told else []
+        return "\n".join((*shown, table(self.certificate) if self.certificate else "")).rstrip()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +102,9 @@ def verify(
         timeout: seconds for all processes, including their start.
         precision: whether the plan's own mixed precision runs; the result is not stored.
     """
+    if cache.missing():
+        sink.error("PL760", f"nothing can be run: {cache.not_installed()}", help=cache.INSTALL)
+        return Proof(verdict="unknown")
     world_size = world_size or processes
     with fork_server() as server:  # imports torch during the compilation
         files = compiler.read(plan, sink)
@@ -225,12 +240,13 @@ def _certificate(
     places: tuple[str, ...] = (),
 ) -> store.Certificate:
     first, parts = found.first if found else None, ("what", "name", "error")
+    files = case.compiled.files
     return {
         "format_version": store.FORMAT_VERSION,
         "verdict": verdict,
         "reason": reason,
         "plan": case.lowered.plan,
-        "plan_digest": _digest(case.compiled.files),
+        "plan_digest": plan_files.digest(files if isinstance(files, tuple) else ()),
         "lowered": digest(case.lowered),
         "model": case.facts.name,
         "family": case.facts.family,
@@ -258,10 +274,3 @@ def _small(case: _Case, run: Lowered) -> dict[str, Any]:
 
 def _mesh(lowered: Lowered) -> list[dict[str, Any]]:
     return [{"name": a.name, "size": a.size} for a in lowered.axes]
-
-
-def _digest(files: Files | None) -> str:
-    whole = hashlib.sha256()
-    for file in files if isinstance(files, tuple) else ():
-        whole.update(file.origin.source.text.encode())
-    return whole.hexdigest()

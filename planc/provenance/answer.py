@@ -104,3 +104,8 @@ class Answer:
     training: tuple[Reason, ...] = ()
     draws: tuple[Reason, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        from planc.provenance.render import text  # which is about this class
+
+        return text(self).rstrip()

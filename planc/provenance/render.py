@@ -33,6 +33,12 @@ SECTIONS = (
 )
 
 
+def text(answer: Answer) -> str:
+    """The answer as `planc why` prints it."""
+    rows = ("".join(part for part, _ in line).rstrip(" ") for line in lines(answer))
+    return "".join(f"{row}\n" for row in rows)
+
+
 def lines(answer: Answer) -> Iterator[list[Segment]]:
     """The answer as text: each decision, and below it the line of the plan."""
     yield from _title(answer)

@@ -25,6 +25,7 @@ from planc.ops.lowered import Lowered
 from planc.runtime import input_embeddings, megatron_fsdp, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
+from planc.runtime.known_verdict import strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, start
 from planc.runtime.other_libraries import guard_saving
@@ -99,6 +100,7 @@ def apply_lowered(
         first=first,
         batches=same_batches(lowered, meshes, safeguards.compare),
         before=before,
+        known=strongest(known for known, _ in said),
     )
 
 

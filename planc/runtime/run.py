@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+import planc
+from planc.model import cache
 from planc.notebook import InNotebooks
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
+from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.standalone.pipeline import stages_of
@@ -41,6 +44,10 @@ class Run(InNotebooks):
             `meshes["dp_shard_cp"]` for axes flattened to one, `meshes["dp_cp"]` and
             `meshes["ep_shard"]` for other derived axes. The first request for several axes that no
             operation uses creates process groups, so every rank must make it.
+        known: what proofs say of the plan, all ranks together.
+        sets: the overrides that `apply` was given.
+        plan_digest: the sha256 of the plan's text and of those that it extends; None for a plan
+            that was lowered already.
     """
 
     model: nn.Module
@@ -51,6 +58,9 @@ class Run(InNotebooks):
     first: FirstPasses = field(default_factory=FirstPasses, repr=False)
     batches: FirstPasses = field(default_factory=FirstPasses, repr=False)
     before: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
+    known: KnownVerdict | None = None
+    sets: tuple[str, ...] = ()
+    plan_digest: str | None = None
     steps: TrainingStep = field(default_factory=TrainingStep, repr=False)
 
     @property
@@ -101,6 +111,24 @@ class Run(InNotebooks):
     def describe(self) -> str:
         """The lowered plan, as `planc lower` prints it."""
         return self.text()
+
+    def summary(self) -> dict[str, Any]:
+        """What identifies the run, as JSON values, for the configuration of a tracked run (W&B,
+        MLflow); the same on every rank.
+
+        `digest` names all that was applied: two runs with one digest made the same torch calls.
+        """
+        return {
+            "digest": self.digest,
+            "plan": self.lowered.plan,
+            "plan_digest": self.plan_digest,
+            "model": self.lowered.model,
+            "world_size": self.lowered.world_size,
+            "mesh": {axis.name: axis.size for axis in self.lowered.axes},
+            "sets": dict(text.partition("=")[::2] for text in self.sets),
+            "verdict": self.known.level if self.known else "unproved",
+            "versions": {"planc": planc.__version__, **cache.versions({})},
+        }
 
     # training: planc/runtime/gradients.py
 

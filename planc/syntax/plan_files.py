@@ -4,10 +4,11 @@ Reading a plan runs none of its code. The plans that it extends are read relativ
 its git revision, or else from the plans that ship with planc.
 """
 
+import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,6 +130,14 @@ def read_for(family: str, sink: Sink) -> tuple[ast.File, ...] | None:
     chain = _Chain(sink)
     chain.add(place, None)
     return tuple(chain.files) if sink.errors == before else None
+
+
+def digest(files: Iterable[ast.File]) -> str:
+    """The sha256, in hex, of the texts of a plan and of those that it extends."""
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(file.origin.source.text.encode())
+    return whole.hexdigest()
 
 
 def shipped() -> tuple[str, ...]:

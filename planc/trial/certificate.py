@@ -104,17 +104,22 @@ def dumps(certificate: Certificate) -> str:
 def keep(certificate: Certificate, key: str) -> None:
     """Writes the certificate to the cache folder; a no-op if the folder cannot be written."""
     with contextlib.suppress(OSError, RuntimeError):
-        home = cache.folder()
+        home = cache.folder()  # verify, which writes them, needs torch
         home.mkdir(parents=True, exist_ok=True)
         atomic_write.write(home / f"verify-{key}.json", dumps(certificate))
 
 
 def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:
     """The certificate of this lowered plan for this model with the installed versions, or None."""
+    found = read(cache.home() / f"verify-{key_of(lowered, config)}.json")
+    return found if found and found["lowered"] == lowered else None
+
+
+def read(path: Path) -> Certificate | None:
+    """The certificate in a file of the cache, or None if there is no sound one."""
     try:
-        path = cache.folder() / f"verify-{key_of(lowered, config)}.json"
-        found = json.loads(path.read_text(encoding="utf-8"))
-        sound = found["format_version"] == FORMAT_VERSION and found["lowered"] == lowered
+        found: Certificate = json.loads(path.read_text(encoding="utf-8"))
+        sound = found["format_version"] == FORMAT_VERSION and "lowered" in found
         sound = sound and found["verdict"] in ("verified", "refuted") and summary(found) != ""
         sound = sound and (found["verdict"] == "verified" or isinstance(found["reason"], str))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, OverflowError):

@@ -57,7 +57,7 @@ def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
     stages = (replace(stage, parameters=0, gathered=0) for stage in lowered.stages)
     plain = replace(lowered, stages=tuple(stages)).map_ops(lambda ops: map(_without_bytes, ops))
     key = certificate.key_of(digest(plain), certificate.identity(facts))
-    return cache.entry_name(f"verdict {_FORMAT} by {by}", key, _all_sources())
+    return cache.entry_name(f"verdict {_FORMAT} by {by}", key, sources=_all_sources())
 
 
 def _without_bytes(op: AnyOp) -> AnyOp:

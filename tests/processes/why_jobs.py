@@ -4,7 +4,7 @@ import numerics
 from torch import distributed
 
 import planc
-from planc.api import _facts
+from planc.api import model_of
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.provenance.query import why
@@ -15,7 +15,7 @@ def shapes(family, plan, overrides):
     model = numerics.build(family)
     sink = Sink()
     compiled = compile_plan(
-        _facts(model), plan, sink, world_size=distributed.get_world_size(), settings=overrides
+        model_of(model), plan, sink, world_size=distributed.get_world_size(), settings=overrides
     )
     planc.apply(model, plan, overrides=overrides, device_type="cpu")
     found = []

@@ -1,0 +1,53 @@
+"""What a check found of a plan besides its findings: the lines below them, and a certificate."""
+
+from __future__ import annotations
+
+from planc.compiler import Compiled
+from planc.diagnostic import Diagnostic, Sink
+from planc.model import cache
+from planc.report import render
+from planc.trial import certificate
+from planc.trial.certificate import Certificate
+
+
+class Findings(tuple[Diagnostic, ...]):
+    """The findings of a check, which `print` shows as `planc check` does.
+
+    Attributes:
+        lines: what the plan lowers to, and what was checked; empty where it does not lower.
+    """
+
+    lines: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join((render(self, "full").rstrip("\n"), *self.lines))
+
+
+def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
+    """The result of `planc verify` for a plan, if it was run; PL520 if it refuted the plan."""
+    if compiled.facts is None or compiled.lowered is None or compiled.facts.code:
+        return None  # a certificate holds for the class of the library, and code can change
+    found = certificate.known(compiled.digest, certificate.identity(compiled.facts))
+    if found and found["verdict"] == "refuted":
+        sink.error("PL520", found["reason"], help="`planc verify` found this; run it again")
+    return found
+
+
+def summary(compiled: Compiled, checked: str, proof: Certificate | None) -> tuple[str, ...]:
+    """The lines below the findings: what the plan lowers to, and what was checked.
+
+    Args:
+        checked: what was, after the structure.
+        proof: the result of `planc verify`.
+    """
+    if compiled.lowered is None or compiled.plan is None:
+        return ()
+    experts = compiled.plan.mesh.experts
+    axes = (*compiled.plan.mesh.axes, *((experts.ranks,) if experts else ()))
+    mesh = " | ".join(f"{a.name} {a.size}" for a in axes)
+    head = f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to "
+    structure = "structure of packed models" if cache.made_with() else "structure"
+    real = "not checked: real processes"
+    if proof:
+        real = certificate.summary(proof) + cache.provenance()
+    return f"{head}{compiled.digest[:12]}", f"checked: {structure}{checked}; {real}"

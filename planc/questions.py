@@ -1,0 +1,192 @@
+"""The rest of the Python API: what is asked about a plan, each as the command of its name asks it.
+
+`print` shows each answer as the terminal does. Where there is no answer, `PlanError` says why.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from planc.api import Overrides, compiled_for, model_of, settings_of
+from planc.diagnostic import PlanError, Sink
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planc.draft.init import InitResult
+    from planc.estimate.answer import Answer as Estimate
+    from planc.proof.verify import Proof
+    from planc.provenance.answer import Answer as Reasons
+
+
+def init(
+    model: str | os.PathLike[str] | nn.Module,
+    *,
+    overrides: Overrides = (),
+    allow_code: bool = False,
+) -> InitResult:
+    """Drafts a first plan for a model, and proves it as it is written.
+
+    Args:
+        model: as for `check`.
+        overrides: sizes of the axes `pp`, `cp` and `ep`.
+        allow_code: whether Python code that `model` names may be run.
+
+    Returns:
+        `.text` is the plan, `.findings` what could not be decided or proved.
+
+    Raises:
+        PlanError: the model or an axis is wrong.
+    """
+    from planc.draft.init import drafted
+
+    sink = Sink()
+    made = drafted(model_of(model), settings_of(overrides), sink, allow_code=allow_code)
+    if made is None:
+        raise PlanError(sink)
+    return replace(made, findings=tuple(sink))
+
+
+def why(
+    model: str | os.PathLike[str] | nn.Module,
+    plan: str | os.PathLike[str] | None,
+    name: str,
+    *,
+    world_size: int | None = None,
+    overrides: Overrides = (),
+    allow_code: bool = False,
+) -> Reasons:
+    """The lines of a plan that decide a module or a parameter, and what a rank holds of it.
+
+    Args:
+        name: its torch name, such as `model.layers.0.mlp.up_proj.weight`; the rest as for `check`.
+
+    Raises:
+        PlanError: the plan has errors, or the model has no such module.
+    """
+    from planc.provenance.query import why as reasons
+
+    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
+    found = reasons(name, compiled, sink)
+    if found is None:
+        raise PlanError(sink)
+    return found
+
+
+def estimate(
+    model: str | os.PathLike[str] | nn.Module,
+    plan: str | os.PathLike[str] | None = None,
+    *,
+    batch: int,
+    seq: int,
+    world_size: int | None = None,
+    overrides: Overrides = (),
+    micro_batches: int = 1,
+    hardware: str = "h100-8x",
+    stack: str = "torch",
+    optimizer: str = "adamw",
+    attention: str = "sdpa",
+    allow_code: bool = False,
+) -> Estimate:
+    """Memory and time of a training step.
+
+    Args:
+        batch, seq: rows of a step on all ranks, and tokens of a row.
+        micro_batches: the passes that a step accumulates gradients over.
+        hardware, stack: names of profiles, or paths of `.toml` files.
+        optimizer: `adamw`, `adam`, `sgd` or `momentum`.
+        attention: `sdpa` or `eager`; the rest as for `check`.
+
+    Returns:
+        `.estimate` has the numbers (`.fits`, `.usable`, `.time.seconds`), `.findings` what does
+        not fit and what would help.
+
+    Raises:
+        PlanError: the plan has errors, or the batch or a profile is wrong.
+        ValueError: a size is not positive, or there is no such optimizer or attention.
+    """
+    from planc.estimate.advice import advise
+    from planc.estimate.answer import Request, answer, judge_fit
+    from planc.estimate.from_plan import OPTIMIZERS, Batch
+
+    sizes = {"batch": batch, "seq": seq, "micro_batches": micro_batches}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is a positive number, not {size!r}")
+    words = {"optimizer": (optimizer, tuple(OPTIMIZERS)), "attention": (attention, _ATTENTION)}
+    for name, (word, known) in words.items():
+        if word not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, not {word!r}")
+    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
+    if compiled.lowered is not None and compiled.applied is None:
+        said = "a lowered plan does not say how its modules are split"
+        sink.error("PL705", said, help="name the plan")
+    step = Batch(global_batch=batch, sequence=seq, micro_batches=micro_batches)
+    request = Request(
+        batch=step,
+        hardware=os.fspath(hardware),
+        stack=os.fspath(stack),
+        optimizer=optimizer,
+        attention=attention,
+    )
+    lowers = compiled.lowered is not None and compiled.applied is not None
+    found = answer(*compiled.applied, request, sink) if lowers and compiled.applied else None
+    if found is None or compiled.applied is None:
+        raise PlanError(sink)
+    judge_fit(found, compiled.applied[1], sink)
+    advise(found, sink)
+    return replace(found, findings=tuple(sink))
+
+
+_ATTENTION = ("sdpa", "eager")
+
+
+def verify(
+    model: str | os.PathLike[str],
+    plan: str | os.PathLike[str],
+    *,
+    world_size: int | None = None,
+    overrides: Overrides = (),
+    processes: int = 4,
+    timeout: float = 120.0,
+    precision: bool = False,
+    allow_code: bool = False,
+) -> Proof:
+    """Proves a plan on real processes of this machine, with a small model of the family.
+
+    Args:
+        model, plan: as for `check`, by name: the processes build the model themselves.
+        world_size: the number of ranks of the real run; by default `processes`.
+        processes: at most as many as ranks.
+        timeout: seconds for all of it.
+        precision: whether the plan's own mixed precision runs; the result is not stored.
+
+    Returns:
+        `.verdict` is `verified`, `refuted` or `unknown`, `.certificate` the document that
+        `planc verify --certificate` writes, `.findings` what is wrong.
+
+    Raises:
+        PlanError: the plan has errors, so that nothing was run.
+        TypeError: the model is a module.
+    """
+    from planc.proof.verify import verify as proved
+
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"verify takes the name of a model, not {type(model).__name__}")
+    sink, settings = Sink(), settings_of(overrides)
+    found = proved(
+        os.fspath(model),
+        os.fspath(plan),
+        sink,
+        world_size=world_size,
+        processes=processes,
+        settings=settings,
+        allow_code=allow_code,
+        timeout=timeout,
+        precision=precision,
+    )
+    if found.certificate is None:
+        raise PlanError(sink)
+    return replace(found, findings=tuple(sink))
