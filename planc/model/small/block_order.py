@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from planc.model.small.shrink import shrink
 if TYPE_CHECKING:
     from torch import nn
 
-_FORMAT = 1
+_FORMAT = 2
+_OF_TOWERS = ("pixel_values", "input_features")
+"""Inputs that a tower reads, which only the first stage has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,17 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
 def _run(builder: Any, blocks: str) -> BlockOrder:
     import warnings
 
-    model = builder.build(0)
+    model, inputs = builder.build(0), builder.sample()
     seen = _Seen(model, blocks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model(**builder.sample())
-    return seen.order()
+        model(**inputs)
+    found = seen.order()
+    if read := next((name for name in _OF_TOWERS if name in inputs), None):
+        # the features take the places of tokens, which on a later stage are received already
+        reason = f"on every stage its code puts features of `{read}` among the hidden states"
+        return replace(found, problem=found.problem or reason)
+    return found
 
 
 class _Seen:
