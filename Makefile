@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test processes lint bench estimate peaks mutants silent fuzz coverage docs pages clean
+.PHONY: help demo test processes lint bench estimate peaks mutants silent fuzz coverage axes docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -54,7 +54,13 @@ fuzz: $(VENV)/.ready  ## broken plans, configurations and lowered plans (two hou
 coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes with padding, uneven labels and dropout, transformers' own beside it (an hour, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/run.py
 	$(BIN)/python -W ignore tests/coverage/theirs.py
-	$(BIN)/python -W ignore tests/coverage/page.py > docs/coverage.md
+	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
+	mv build/coverage/page.md docs/coverage.md
+
+axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads as ranks (an hour, goes on where it was)
+	$(BIN)/python -W ignore tests/coverage/axis_rows.py
+	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
+	mv build/coverage/page.md docs/coverage.md
 
 docs: $(VENV)/.ready  ## the docs as a site, in build/docs
 	$(BIN)/pip install --quiet --constraint constraints.txt '.[docs]'

@@ -102,8 +102,6 @@ def _crossing(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
 def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
     """(what is not supported with a pipeline, its line, what to do)."""
     alone = f"set `{op.axis} = 1`"
-    splits = not TERMS[op.schedule].each or TERMS[op.schedule].back
-    splits = splits and op.schedule != "interleaved_1f1b"
     if plan.adapters is not None and plan.adapters.rules:
         yield "adapters in a pipeline are not supported yet", plan.adapters.origin, alone
     if plan.fsdp is not None:
@@ -112,7 +110,7 @@ def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
         if op.axis in {*plan.fsdp.shard, *plan.fsdp.replicate}:
             text = f"the ranks of {op.axis} hold different parameters, so nothing is sharded or "
             yield f"{text}replicated over it", plan.fsdp.origin, "name other axes"
-        for unit in plan.fsdp.units if splits else ():
+        for unit in plan.fsdp.units if op.splits else ():
             if unit.reshard:
                 text = f"{op.schedule} computes the gradients of weights later than those of "
                 text += "inputs, when this unit has resharded its parameters"
@@ -121,6 +119,6 @@ def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
         if rule.axis == op.axis:
             text = f"the ranks of {op.axis} run different blocks, so no weight is split over it"
             yield text, rule.origin, "name another axis"
-    for compiled in plan.compile if splits else ():
+    for compiled in plan.compile if op.splits else ():
         text = f"{op.schedule} splits backward passes, and compiled modules have one"
         yield text, compiled.origin, "use another schedule"

@@ -165,6 +165,7 @@ class PlanWork:
             micro_batches=op.microbatches if op else self.batch.micro_batches,
             runs=self.batch.micro_batches if op else 1,
             schedule=op.schedule if op else "1f1b",
+            timetable=op.timetable if op else (),
             chunks=len(stages) // self._ranks,
             reduced_once=op is not None or self.batch.micro_batches > 1,
             crossing=max((x.boundary for x, *_ in layers), default=0) if op else 0,

@@ -193,8 +193,9 @@ class _Rank:
         work = self.work
         ranks, micro = work.pipeline.size, work.micro_batches
         each = [sum(self.kept(x) * n for x, n in stage) for stage in self.stages]
+        every = orders(work.schedule, ranks, work.chunks, micro, work.timetable)
         most = max(
-            in_flight(orders(work.schedule, ranks, work.chunks, micro)[self.rank], work.chunks),
+            in_flight(every[self.rank], work.chunks),
             key=lambda held: sum(h * size for h, size in zip(held, each, strict=True)),
         )
         if done:

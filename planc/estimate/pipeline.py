@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -47,16 +48,27 @@ class Timetable:
 
 
 @cache
-def orders(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Pass]]:
-    """The passes of each rank, in order."""
+def orders(
+    schedule: str, ranks: int, chunks: int, micro_batches: int, rows: tuple[str, ...] = ()
+) -> list[list[Pass]]:
+    """The passes of each rank, in order; `rows` are those of a plan's own timetable."""
+    if rows:
+        owned = (stages_of_rank(schedule, i, ranks, ranks * chunks) for i in range(ranks))
+        return [[*_passes(row, own)] for row, own in zip(rows, owned, strict=True)]
     if schedule in SCHEDULES:
         return [order(schedule, rank, ranks, chunks, micro_batches) for rank in range(ranks)]
     key = entry_name("timetable 1", f"{schedule} {ranks} {chunks} {micro_batches}")
-    rows = recall(key)
-    if not isinstance(rows, list):
-        rows = list(_torch_orders(schedule, ranks, chunks, micro_batches))
-        keep(key, rows)
-    return [[Pass(*each) for each in row] for row in rows]
+    kept = recall(key)
+    if not isinstance(kept, list):
+        kept = list(_torch_orders(schedule, ranks, chunks, micro_batches))
+        keep(key, kept)
+    return [[Pass(*each) for each in row] for row in kept]
+
+
+def _passes(row: str, own: tuple[int, ...]) -> Iterator[Pass]:
+    for stage, part, micro_batch in re.findall(r"(\d+)([FBIW])(\d+)", row):
+        half = part if part in "IW" else ""
+        yield Pass(part == "F", own.index(int(stage)), int(micro_batch), half)
 
 
 def _torch_orders(schedule: str, ranks: int, chunks: int, micro: int) -> Iterator[list[Any]]:
@@ -118,14 +130,16 @@ def timetable(
     forward: Sequence[float],
     backward: Sequence[float],
     hop: float,
+    rows: tuple[str, ...] = (),
 ) -> Timetable:
     """Runs the passes of all ranks, each after what it depends on.
 
     Args:
         forward, backward: seconds of each stage's pass; a split backward's halves are equal.
         hop: seconds to receive a micro-batch from the stage before or after, on another rank.
+        rows: the plan's own timetable.
     """
-    lists, stages = orders(schedule, ranks, chunks, micro_batches), ranks * chunks
+    lists, stages = orders(schedule, ranks, chunks, micro_batches, rows), ranks * chunks
     own = [stages_of_rank(schedule, rank, ranks, stages) for rank in range(ranks)]
     done: dict[tuple[bool, int, int], float] = {}
     at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks

@@ -215,6 +215,7 @@ def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
         forward=[s.total for s in forward],
         backward=[s.total for s in backward],
         hop=_hop(work, hardware),
+        rows=work.timetable,
     )
     last = [sum(backward[stage].total for stage in work.of_rank(r)) for r in range(ranks)]
     exposed, optimizer = _after(passes, last)

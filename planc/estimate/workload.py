@@ -197,6 +197,7 @@ class Workload:
         tensor, context, experts, pipeline: the other groups.
         micro_batches: in one run of the schedule.
         runs: of the schedule in a step.
+        timetable: the passes of each rank, where the plan has its own.
         chunks: stages that one rank holds (interleaved schedules).
         reduced_once: whether gradients stay whole until all passes are done.
         crossing: bytes that a stage keeps of what it sent, for each micro-batch in flight.
@@ -216,6 +217,7 @@ class Workload:
     micro_batches: int = 1
     runs: int = 1
     schedule: str = "1f1b"
+    timetable: tuple[str, ...] = ()
     chunks: int = 1
     reduced_once: bool = False
     crossing: float = 0

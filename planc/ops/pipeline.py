@@ -10,10 +10,28 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Count, Entry, Fact, Name, Op, Size, Some, choice
+from planc.ops.base import (
+    OMIT,
+    Axis,
+    AxisSizes,
+    Count,
+    Entry,
+    Fact,
+    Name,
+    Op,
+    Size,
+    Some,
+    choice,
+    text,
+)
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+OF_FILES = ("timetable", "timetable_v")
+"""Schedules from a file: stages in turn over the ranks, or there and back."""
+Row = Annotated[
+    str, text("timetable", "the passes of a rank", r"\d+[FBIW]\d+(,\d+[FBIW]\d+)*", most=2**20)
+]
 
 
 class Terms(NamedTuple):
@@ -37,6 +55,8 @@ TERMS = {
     "zero_bubble": Terms(0, False),
     "zbv": Terms(2, False, True),
     "dualpipe_v": Terms(2, True, True),
+    "timetable": Terms(0, False),
+    "timetable_v": Terms(2, False, True),
 }
 """Source: the constructors of `torch.distributed.pipelining.schedules` (torch 2.13)."""
 
@@ -63,19 +83,23 @@ class Pipeline(Op):
         shared: modules of the first and of the last stage that share a parameter: both stages
             hold it, and its gradient is the sum of theirs.
         ties: the first names of these parameters.
+        timetable: where a file is the schedule, the passes of each rank in order: `0F2` is the
+            forward of microbatch 2 on stage 0, `B` its backward, `I` and `W` the gradients of
+            inputs and of weights apart, as `torch.distributed.pipelining` writes them.
     """
 
     axis: Axis
     own: Some[Count]
     blocks: Modules
     bounds: Some[Count]
-    schedule: Annotated[str, choice(*SCHEDULES)] = "1f1b"
+    schedule: Annotated[str, choice(*SCHEDULES, *OF_FILES)] = "1f1b"
     microbatches: Size = 1
     inputs: tuple[Modules, ...] = ()
     outputs: tuple[Modules, ...] = ()
     returned: Count = field(default=0, metadata=OMIT)
     shared: tuple[Modules, ...] = field(default=(), metadata=OMIT)
     ties: tuple[Name, ...] = field(default=(), metadata=OMIT)
+    timetable: tuple[Row, ...] = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "keep_stages", "Keeps the parameters of this rank's stages."
@@ -86,6 +110,13 @@ class Pipeline(Op):
     def stages(self) -> int:
         """The number of all stages."""
         return len(self.bounds) - 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        if self.timetable:
+            return any("W" in row for row in self.timetable)
+        return self.schedule in ("zero_bubble", "zbv", "dualpipe_v")
 
     @property
     def last(self) -> bool:
@@ -111,6 +142,7 @@ class Pipeline(Op):
                 ("ties", call.Items(self.ties)),
                 ("schedule", self.schedule),
                 ("microbatches", self.microbatches),
+                *([("timetable", call.Items(self.timetable))] if self.timetable else []),
             ),
         )
         yield call.Once(call=made, note=self.place)
@@ -163,6 +195,7 @@ class Pipeline(Op):
                     Fact("modules", self._text(stage)),
                     Fact("schedule", self.schedule),
                     Fact("microbatches", self.microbatches),
+                    *(Fact(f"passes of rank {i}", row) for i, row in enumerate(self.timetable)),
                 ),
                 brief=f"{self._text(stage)}, {self.headline()}",
             )

@@ -24,6 +24,7 @@ class Program:
         sections: in order, without overridden ones and branches that are not taken.
         settings, styles: axes given by `--set`, and the plan's own styles, by name.
         mesh: sized the first time an axis is looked up.
+        timetables: the texts of timetables, by the place of the call that names each.
         broken: sections with errors.
     """
 
@@ -38,6 +39,7 @@ class Program:
     styles: dict[str, ast.Style] = field(default_factory=dict)
     mesh: Mesh | None = None
     sized: bool = False
+    timetables: dict[Span, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
     def named(self, name: str) -> Iterator[ast.Section]:
@@ -51,6 +53,7 @@ def gather(
     given = dict(_setting(text, program.sink) for text in settings)
     given.pop("", None)
     statements = [s for file in files for s in file.statements]
+    program.timetables.update(pair for file in files for pair in file.timetables)
     # names first, so that a condition may use what stands below it or in a plan that extends
     for statement in statements:
         if not _ordered(statement):

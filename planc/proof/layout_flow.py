@@ -31,7 +31,7 @@ from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.small_case import SmallCase, small_case
-from planc.proof.small_mesh import simulated_sizes, with_experts
+from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
 from planc.proof.stand_in import Unrepresented
 from planc.source import Span
 from planc.trial.outcome import Outcome
@@ -221,7 +221,8 @@ def _judge_all(
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     mesh = compiled.plan.mesh
     alone = [dict.fromkeys(mesh.names, 1)] if compiled.plan.loss else []
-    for sizes in [*simulated_sizes(mesh.axes, split)] or alone:
+    for found in [*simulated_sizes(mesh.axes, split)] or alone:
+        sizes = for_timetable(found, compiled.plan)
         small = small_case(compiled, with_experts(sizes, mesh))
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small

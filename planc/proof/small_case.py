@@ -139,6 +139,10 @@ def small_case(
         ranks[axis.role] = ranks.get(axis.role, 1) * sizes[axis.name]
     if experts := compiled.plan.mesh.experts:
         ranks[AxisRole.EXPERT] = sizes[experts.ranks.name]
+    op = compiled.plan.pipeline.op if compiled.plan.pipeline else None
+    if op and op.timetable and sizes[op.axis] not in (1, compiled.plan.mesh.size(op.axis)):
+        real = compiled.plan.mesh.size(op.axis)
+        return Unrepresented(reason=f"its timetable is for {real} ranks of {op.axis}")
     by_heads = compiled.plan.axes_of_heads
     ranks[AxisRole.TENSOR] = max(RANKS, prod(sizes[axis] for axis in by_heads))
     staged = with_stages(compiled.plan, sizes)

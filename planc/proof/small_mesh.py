@@ -106,6 +106,18 @@ def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
     return {**sizes, experts.ranks.name: ranks}
 
 
+def for_timetable(sizes: dict[str, int], plan: Plan) -> dict[str, int]:
+    """The sizes of a small mesh on which a plan's timetable runs: all ranks of its axis, and one of
+    others where these are too many together.
+    """
+    op = plan.pipeline.op if plan.pipeline else None
+    if op is None or not op.timetable or plan.mesh.size(op.axis) > MOST or sizes[op.axis] == 1:
+        return sizes
+    sizes = {**sizes, op.axis: plan.mesh.size(op.axis)}
+    alone = {name: n if name == op.axis else 1 for name, n in sizes.items()}
+    return sizes if prod(sizes.values()) <= MOST else alone
+
+
 def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:
     """What the small run does not cover: axes of one rank, and lines of the plan."""
     there = {op.place for op in small.ops}

@@ -222,6 +222,11 @@ Statement = Header | Extend | Option | Let | Require | Style | Section | When
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File(Node):
-    """A whole `.plan` file."""
+    """A whole `.plan` file.
+
+    Args:
+        timetables: the texts of the files that `schedule = file(...)` names, by the call's place.
+    """
 
     statements: tuple[Statement, ...]
+    timetables: tuple[tuple[Span, str], ...] = field(default=(), compare=False)

@@ -8,8 +8,8 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planc.diagnostic import Sink, did_you_mean, one_of
@@ -71,7 +71,27 @@ class _Chain:
                 self.add(base_of(place, statement.path), statement.origin)
         self.open.pop()
         self.done.add(key)
-        self.files.append(file)
+        self.files.append(replace(file, timetables=tuple(_timetables(file, place, self.sink))))
+
+
+def _timetables(file: ast.File, place: PlanFile, sink: Sink) -> Iterator[tuple[Span, str]]:
+    """The texts of the files that the pipelines of a plan name, relative to its folder."""
+    waiting: list[object] = [*file.statements]
+    while waiting:
+        match waiting.pop():
+            case ast.Section(name="pipeline", items=items):
+                waiting += items
+            case ast.When(then=then, otherwise=otherwise):
+                waiting += (*then, *otherwise)
+            case ast.Setting(name="schedule", value=ast.Call(name="file") as call):
+                argument = call.arguments[0].value if len(call.arguments) == 1 else None
+                if isinstance(argument, ast.Literal) and isinstance(argument.value, str):
+                    path = (place.path.parent if place.path else Path()) / argument.value
+                    named = PlanFile(name=argument.value, path=path, revision=place.revision)
+                    found = text(named, call.origin, sink)
+                    yield call.origin, found or ""
+            case _:
+                pass
 
 
 def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:

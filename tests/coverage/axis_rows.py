@@ -31,7 +31,6 @@ from planc.model.layer_kinds import block_lists, length
 from planc.model.load import load_values
 from planc.plan.experts import expert_count
 from planc.proof.layout_flow import flow
-from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax import parse, plan_files
 from planc.trial import simulate  # noqa: F401
@@ -92,7 +91,7 @@ def selectors(modules, blocks: str) -> Iterator[str]:
 
 def alone(case: Case, column: str) -> str:
     """A plan with one axis, and FSDP over the ranks that have other rows."""
-    lines = [f"plan t for {case.facts.family}", "mesh {", "    dp_shard = auto"]
+    lines = [f'plan t for "{case.facts.family}"', "mesh {", "    dp_shard = auto"]
     units = [f"    {case.blocks}.* : unit"] if case.blocks else []
     over, sections = "dp_shard", []
     if column == "pp":
@@ -153,6 +152,7 @@ def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path)
         found = judged(case, files, 8, [*asked, "param_dtype=fp32"])
         found |= {
             "axes": axes,
+            "without": [axis for axis in proved if axis not in axes],
             "sequence": sequence == "true",
             "plan": plans.get(case.name, "init"),
         }
@@ -224,7 +224,7 @@ def limited(name: str, columns: list[str], *given) -> Iterator[tuple[str, dict]]
         found = {"verdict": "late", "reason": f"took more than {SECONDS[column]} s"}
         try:
             if receive.poll(SECONDS[column]):
-                column, found = receive.recv()
+                _, found = receive.recv()
         except EOFError:
             found = {"verdict": "raised", "reason": "the process ended"}
         yield column, found

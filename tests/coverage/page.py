@@ -1,4 +1,8 @@
-"""The rows of build/coverage as docs/coverage.md."""
+"""The rows of build/coverage as docs/coverage.md.
+
+The page has two parts, each made of rows of its own: four processes with tensor parallelism, and
+the other axes. A part whose rows are not here stays as it is in the page.
+"""
 
 import argparse
 import json
@@ -7,7 +11,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from axes_table import TITLE, section
 from reasons import KEPT, THEIRS, UNPROVED
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -15,8 +21,25 @@ ROOT = Path(__file__).parent.parent.parent
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "coverage")
-    folder = parser.parse_args().folder
-    rows = read(folder)
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "coverage.md")
+    options = parser.parse_args()
+    folder = options.folder
+    before, _, after = (
+        options.page.read_text().partition(TITLE) if options.page.exists() else ("",) * 3
+    )
+    rows, axes = read(folder), read(folder / "axes")
+    if rows:
+        processes(rows, folder)
+    else:
+        print(before.rstrip())
+    if axes:
+        print("\n" + section(axes, FAMILIES), end="")
+    elif after:
+        print(f"\n{TITLE}{after}", end="")
+
+
+def processes(rows, folder):
+    """The part that four processes measured."""
     theirs = {r["type"]: r for r in read(folder / "theirs")}
     versions = {"torch": torch.__version__.partition("+")[0], "tf": transformers.__version__}
     print(HEAD.format(**numbers(rows), **versions), end="\n\n")

@@ -16,6 +16,7 @@ from planc.plan.ir import PipelineRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
 from planc.plan.scope import Scope
+from planc.plan.sections.timetable import TimetableError, timetable
 from planc.plan.sections.word_settings import read_settings
 from planc.plan.selectors import select
 from planc.syntax import ast
@@ -61,22 +62,52 @@ def _cut(
         program.sink.error("PL566", message, origin, help="without a pipeline, set its axis to 1")
         return None
     shared = [*_shared(program.facts, *rest)]
+    schedule, rows = _schedule(axis, len(bounds) - 1, settings, program)
+    if not schedule:
+        return None
     op = Pipeline(
         axis=axis,
         own=(0,),
         blocks=blocks,
         bounds=bounds,
-        schedule=settings.values.get("schedule", "1f1b"),
+        schedule=schedule,
         microbatches=settings.values["microbatches"],
         inputs=rest[0],
         outputs=rest[1],
         returned=order.returned,
         shared=tuple(dict.fromkeys(m for _, modules in shared for m in modules)),
         ties=tuple(name for name, _ in shared),
+        timetable=rows,
         origin=section.name_origin,
         origins=tuple((name, line.origin) for name, line in settings.lines.items()),
     )
     return PipelineRule(op=op, crossing=order.crossing, origin=section.name_origin)
+
+
+def _schedule(
+    axis: str, stages: int, settings: Settings, program: Program
+) -> tuple[str, tuple[str, ...]]:
+    """The schedule and, from a file, the passes of each rank; an empty name after a finding."""
+    value = settings.values.get("schedule", "1f1b")
+    if not isinstance(value, ast.Call):
+        return value, ()
+    found = program.timetables.get(value.origin)
+    assert program.mesh is not None
+    ranks, microbatches = program.mesh.size(axis), settings.values["microbatches"]
+    try:
+        if found is None:
+            raise TimetableError('no file was read: write `schedule = file("timetable.csv")`')
+        # what cannot be read is PL006 already
+        terms = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
+        return timetable(found, **terms) if found else ("", ())
+    except TimetableError as error:
+        shape = f"{stages} stages on {ranks} ranks, {microbatches} microbatches"
+        message = f"this timetable cannot be run: {error}"
+        hint = "each stage runs forward and backward once for each microbatch"
+        program.sink.error(
+            "PL568", message, value.origin, facts=[f"the plan has {shape}"], help=hint
+        )
+        return "", ()
 
 
 def _axis(section: ast.Section, program: Program) -> str | None:
@@ -102,6 +133,8 @@ def _settings(program: Program) -> Settings:
 def _value(item: ast.Setting, program: Program) -> object:
     if item.name == "stages":
         return True
+    if item.name == "schedule" and isinstance(item.value, ast.Call) and item.value.name == "file":
+        return item.value
     value = word(item.value, program.scope)
     if item.name == "microbatches":
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

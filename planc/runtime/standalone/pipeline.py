@@ -35,6 +35,7 @@ class Stages:
             stages hold them.
         ties: the names of these parameters.
         schedule, microbatches: of a step.
+        timetable: the passes of each rank, where these are the schedule.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Stages:
         ties: Sequence[str],
         schedule: str,
         microbatches: int,
+        timetable: Sequence[str] = (),
     ) -> None:
         self.mesh, self.own, self.bounds = mesh, tuple(own), tuple(bounds)
         self.returned, self.schedule, self.microbatches = (
@@ -59,6 +61,7 @@ class Stages:
             schedule,
             microbatches,
         )
+        self.timetable = tuple(timetable)
         self.count = len(bounds) - 1
         both = {0, self.count - 1} <= {*own}
         self.ties = () if both else tuple(ties)

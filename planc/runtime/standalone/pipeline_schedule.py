@@ -23,6 +23,19 @@ from planc.runtime.standalone.pipeline import Stages, local_of
 HEADER = 256
 """Bytes of the message that describes a tensor."""
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+class Timetable(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
+    """A plan's own passes of each rank; torch adds the sends and receives."""
+
+    def __init__(self, stages: list[Any], count: int, **terms: Any) -> None:
+        super().__init__(stages, count, **terms)
+        rows = enumerate(stages[0].section.stages.timetable)
+        action = schedules._Action.from_str
+        self.pipeline_order = {i: [*map(action, row.split(","))] for i, row in rows}
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
 SCHEDULES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
@@ -30,6 +43,8 @@ SCHEDULES: dict[str, Any] = {
     "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipe_v": schedules.ScheduleDualPipeV,
+    "timetable": Timetable,
+    "timetable_v": Timetable,
 }
 Form = dict[str, Any]
 """What a stage sends: local shape and dtype; of a DTensor, its axis and layout too."""
