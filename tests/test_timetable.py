@@ -73,7 +73,7 @@ def test_a_timetable_runs_on_its_own_number_of_ranks(tmp_path):
 
 
 def test_a_pass_in_other_order_is_run_in_that_order(tmp_path):
-    rows = "0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0"
+    rows = "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0"
     done, errors = compiled(tmp_path, rows, micro=2)
     assert errors == [] and done.lowered.pipeline.timetable == tuple(rows.splitlines())
     assert flow(done, Sink()).verdict == "proved"
@@ -90,7 +90,8 @@ def test_a_pass_in_other_order_is_run_in_that_order(tmp_path):
         ("0F0,0B0,0F1,0B1\n1F0,1B0,2F1,1B1", "1F1 runs never"),
         ("1F0,1B0,1F1,1B1\n0F0,0B0,0F1,0B1", "neither in turn nor there and back"),
         ("0B0,0F0,0F1,0B1\n1F0,1B0,1F1,1B1", "0B0 of rank 0 waits for ever"),
-        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", "waits for ever"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "waits for ever"),
+        ("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0", "1F1 is before 1F0"),
         ("0F0,0SEND_F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", "0SEND_F0 has no 1RECV_F0"),
         ("0F0,0B0,0F1,0B1,1RECV_F0\n1F0,1B0,1F1,1B1", "1RECV_F0 has no 0SEND_F0"),
         ("0F0,secret\n", "entry 2 of row 1 is no pass"),

@@ -9,6 +9,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from planc.ops.pipeline import OF_FILES, stages_of_rank
 
@@ -97,7 +98,17 @@ def _placed(rows: Sequence[Sequence[Action]], ranks: int, stages: int) -> str:
 
 
 def _runs(rows: Sequence[Sequence[Action]], stages: int) -> None:
-    """Each pass comes after those that it needs, and no rank waits for ever."""
+    """Each pass comes after those that it needs, and no rank waits for ever.
+
+    The last stage's forward passes are in order: torch keeps losses so (`_internal_losses`).
+    """
+    last = [
+        micro for row in rows for stage, kind, micro in row if (stage, kind) == (stages - 1, "F")
+    ]
+    for micro, next_one in pairwise(last):
+        if next_one < micro:
+            text = f"{stages - 1}F{micro} is before {stages - 1}F{next_one}"
+            raise TimetableError(f"{text}, and the last stage takes microbatches in order")
     done: set[Action] = set()
     at = [0] * len(rows)
     moved = True

@@ -66,6 +66,8 @@ class Stages:
         both = {0, self.count - 1} <= {*own}
         self.ties = () if both else tuple(ties)
         held = {*shared} if {0, self.count - 1} & {*own} else set()
+        # a shared module may be inside one of the other end, as a head beside its bias
+        kept = {id(model.get_parameter(name)) for name in ties} if held else set()
         self.names = set(parameter_names(model))
         self.running: int | None = None
         self.received: Tensor | None = None
@@ -78,7 +80,7 @@ class Stages:
                 self._inactive[place] = Inactive(module, make(module))
             else:
                 module.forward = make(module)
-                empty(module, mesh.device_type)
+                empty(module, mesh.device_type, kept)
         self.plain = model.forward
 
         @functools.wraps(self.plain)
@@ -222,14 +224,14 @@ def parameter_names(model: nn.Module) -> Iterator[str]:
     yield from model.state_dict()
 
 
-def empty(module: nn.Module, device: str) -> None:
-    """Removes the parameters and buffers of a module and of all inside. The model's
-    code still reads their device and dtype.
+def empty(module: nn.Module, device: str, kept: set[int]) -> None:
+    """Removes the parameters and buffers of a module and of all inside, but for those
+    kept, by their ids. The model's code still reads their device and dtype.
     """
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is not None and id(tensor) not in kept:
                     tensors[name] = None
                     left = torch.empty(0, dtype=tensor.dtype, device=device)
                     part.__dict__[name] = left
