@@ -23,7 +23,7 @@ from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
 from planc.lowering.rng import draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
-from planc.model.facts import Facts, Module, Modules
+from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -76,6 +76,7 @@ def _lowered(plan: Plan, facts: Facts, stages: tuple[Stage, ...]) -> Lowered:
         model=facts.name,
         family=facts.family,
         layers=_layers(facts.root),
+        module_dicts=tuple(_module_dicts(facts)),
         axes=plan.mesh.axes,
         experts=plan.mesh.experts,
         data=_data(plan),
@@ -190,6 +191,14 @@ def _layers(root: Module) -> int:
     lists = [sum(c.times for c in root.children if c.indices)]
     lists += [_layers(child.module) for child in root.children]
     return max(lists)
+
+
+def _module_dicts(facts: Facts) -> Iterator[str]:
+    """Yields the lists that are an nn.ModuleDict, with `*` for indices."""
+    lists = (m for m in facts.model.below() if m.module.kind == "list" and m.path)
+    found = (m for m in lists if m.module.cls == MODULE_DICT)
+    names = (".".join(s if isinstance(s, str) else "*" for s in m.path) for m in found)
+    yield from dict.fromkeys(names)
 
 
 def _data(plan: Plan) -> tuple[str, ...]:

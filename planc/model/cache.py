@@ -25,7 +25,7 @@ from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
-_FORMAT = 7
+_FORMAT = 8
 """Raised when the recorded facts or their encoding change."""
 
 PACK = "pack"

@@ -1,8 +1,9 @@
 """Model facts: everything that planc knows about a model, as plain data.
 
-The module table is a tree. Identical entries of an nn.ModuleList are one child with a set of
-indices, so a 126-layer model has as many nodes as a 2-layer one. `Modules` names a set of identical
-modules in that tree; rules, units and diffs are decided with its overlap and difference.
+The module table is a tree. Identical entries of a list (an nn.ModuleList, an nn.Sequential, or an
+nn.ModuleDict with the keys "0", "1", ...) are one child with a set of indices, so a 126-layer model
+has as many nodes as a 2-layer one. `Modules` names a set of identical modules in that tree; rules,
+units and diffs are decided with its overlap and difference.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ DTYPE_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+
+
+MODULE_DICT = "ModuleDict"
+"""The class of a list whose entries have texts for keys: "0", "1", ..., as in torchtitan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ class Module:
     @property
     def container(self) -> bool:
         """Whether it is an nn.ModuleList or ModuleDict, which have no forward."""
-        return self.kind == "dict" or (self.kind == "list" and self.cls == "ModuleList")
+        listed = self.kind == "list" and self.cls in ("ModuleList", MODULE_DICT)
+        return self.kind == "dict" or listed
 
     def fact(self, name: str) -> int | None:
         return dict(self.facts).get(name)

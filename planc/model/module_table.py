@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from planc.model.facts import Child, Facts, Module, Parameter
+from planc.model.facts import MODULE_DICT, Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 
 INTEGER_ATTRIBUTES = (
@@ -91,8 +91,6 @@ class _Table:
         self._shared: dict[tuple[Any, ...], Parameter] = {}
 
     def module(self, module: Any, path: str = "") -> Module:
-        from torch import nn
-
         kind = _kind(module)
         parameters = tuple(
             self._parameter(name, p, self._keep_in_fp32(path, name))
@@ -103,7 +101,7 @@ class _Table:
             (n, self.module(c, f"{path}{n}.")) for n, c in module._modules.items() if c is not None
         ]
         numbered = all(n.isdecimal() for n, _ in children)  # an nn.Sequential may name its entries
-        listed = numbered and isinstance(module, nn.ModuleList | nn.Sequential)
+        listed = kind == "list" and numbered
         facts = _facts(module)
         key = (
             type(module),
@@ -202,7 +200,9 @@ def _kind(module: Any) -> str:
         case nn.ModuleList() | nn.Sequential():
             return "list"
         case nn.ModuleDict():
-            return "dict"
+            keys = [*module._modules]
+            numbers = keys and keys == [str(i) for i in range(len(keys))] and name == MODULE_DICT
+            return "list" if numbers else "dict"
         case nn.Dropout() if module.p > 0:
             return "dropout"
     if name == "Conv1D" and "nf" in module.__dict__:  # transformers' transposed linear

@@ -92,6 +92,7 @@ class Stage:
     ops: tuple[AnyOp, ...]
 
 
+ListName = Annotated[str, base.text("list", "a list of modules", r"[\w.*-]+")]
 _MESH = base.Form({"minItems": 1, "maxItems": 16})
 _STAGES = base.Form({"minItems": 1, "maxItems": 1024})
 
@@ -105,6 +106,8 @@ class Lowered(InNotebooks):
         model: the model's class.
         family: its `model_type`.
         layers: the length of its longest list of blocks.
+        module_dicts: its lists that are an nn.ModuleDict, whose entries have texts for keys; `*` is
+            for indices.
         axes: the mesh, outermost first.
         experts: how its ranks divide experts; None where none do.
         data: the axes whose ranks read different data; sampler rank and size follow from them.
@@ -120,6 +123,7 @@ class Lowered(InNotebooks):
     experts: ExpertMesh | None = field(default=None, metadata=base.OMIT)
     data: base.Axes
     stages: Annotated[tuple[Stage, ...], _STAGES]
+    module_dicts: tuple[ListName, ...] = field(default=(), metadata=base.OMIT)
     findings: tuple[Diagnostic, ...] = field(
         default=(), compare=False, repr=False, metadata=base.NOT_WRITTEN
     )

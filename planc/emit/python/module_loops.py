@@ -1,15 +1,32 @@
 """Python that selects modules: attribute chains, and loops over lists."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planc.emit.python.layout import WIDTH, Group, Source, attribute, headed, lay, quoted, remark
-from planc.model.facts import Modules
+from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 
 IN = "    "  # the body of a function
 
 Lines = Iterator[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """What loops need to know of a model's lists of modules.
+
+    Args:
+        longest: the length of the longest list; a loop over all of it has no indices.
+        dicts: the lists that are an nn.ModuleDict (`Lowered.module_dicts`).
+    """
+
+    longest: int = 0
+    dicts: tuple[str, ...] = ()
+
+    def keyed(self, path: Sequence[Segment]) -> bool:
+        """Whether the entries of the list at a path have texts for keys."""
+        return ".".join(s if isinstance(s, str) else "*" for s in path) in self.dicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +50,12 @@ class Loop:
         return "    " * len(self.head)
 
 
-def loop_over(modules: Modules, layers: int, *, assigned: bool = False) -> Loop:
+def loop_over(modules: Modules, lists: Lists, *, assigned: bool = False) -> Loop:
     """Loops over all modules of a set.
 
     Args:
         modules: the set.
-        layers: the length of the model's longest list; a loop over all of it has no indices.
+        lists: of the model.
         assigned: whether the modules are replaced, so that their indices are needed.
     """
     head: list[str] = []
@@ -49,21 +66,23 @@ def loop_over(modules: Modules, layers: int, *, assigned: bool = False) -> Loop:
         if isinstance(segment, str):
             item, place = step(owner, segment), segment
             continue
+        keyed = lists.keyed(modules.path[:at])
         if len(segment) == 1:
-            place = f"[{segment.first}]"
+            place = f'["{segment.first}"]' if keyed else f"[{segment.first}]"
             item = owner + place
             continue
         letter = "ijkl"[len(head) % 4] * (1 + len(head) // 4)
         indent = "    " * len(head)
-        place = f"[{letter}]"
-        if head or segment.runs() != (range(layers),):
+        place = f"[str({letter})]" if keyed else f"[{letter}]"
+        if head or segment.runs() != (range(lists.longest),):
             head.append(f"{indent}for {letter} in {_range(segment)}:")
             item = owner + place
         elif assigned and at == len(modules.path) - 1:
-            head.append(f"{indent}for {letter}, block in enumerate({owner}):")
-            item = "block"
+            every = f"{owner}.items()" if keyed else f"enumerate({owner})"
+            head.append(f"{indent}for {letter}, block in {every}:")
+            item, place = "block", f"[{letter}]"
         else:
-            head.append(f"{indent}for block in {owner}:")
+            head.append(f"{indent}for block in {owner}{'.values()' if keyed else ''}:")
             item = "block"
     return Loop(item, tuple(head), owner, place)
 
@@ -77,40 +96,42 @@ def replaced(loop: Loop, value: Source) -> Source:
     return Group(f"{loop.owner}.register_module(", (quoted(loop.place), value))
 
 
-def listed(sets: Sequence[Modules], layers: int) -> Group:
+def listed(sets: Sequence[Modules], lists: Lists) -> Group:
     """All modules of some sets as a list."""
     if len(sets) == 1 and len(sets[0]) > 1:
-        return comprehension("[", sets[0], layers, close="]")
+        return comprehension("[", sets[0], lists, close="]")
     items: list[Source] = []
     for modules in sets:
-        items += _run_items(modules) or [comprehension("*(", modules, layers)]
+        items += _run_items(modules, lists) or [comprehension("*(", modules, lists)]
     return Group("[", tuple(items), "]")
 
 
 def comprehension(
-    head: str, modules: Modules, layers: int, *, close: str = ")", entry: str = ""
+    head: str, modules: Modules, lists: Lists, *, close: str = ")", entry: str = ""
 ) -> Group:
     """A comprehension over the modules of a set.
 
     Args:
         head, close: the brackets.
         modules: the set.
-        layers: as for `loop_over`.
+        lists: of the model.
         entry: the expression that is paired with each module, such as `i`.
     """
-    loop = loop_over(modules, layers)
+    loop = loop_over(modules, lists)
     item = f"({entry}, {loop.item})" if entry else loop.item
     clauses = (line.strip().removesuffix(":") for line in loop.head)
     return Group(head, (item, *clauses), close, comma="")
 
 
-def _run_items(modules: Modules) -> list[Source]:
+def _run_items(modules: Modules, lists: Lists) -> list[Source]:
     """One module, or slices of one list; empty for other sets."""
-    loop = loop_over(modules, 0)
+    loop = loop_over(modules, replace(lists, longest=0))
     if not loop.head:
         return [loop.item]
     last = modules.path[-1]
     if len(loop.head) > 1 or not isinstance(last, Indices) or len(last) == 1:
+        return []
+    if lists.keyed(modules.path[:-1]):  # a dictionary has no slices
         return []
     return [_slice(loop.owner, run) for run in last.runs()]
 

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from planc.emit.python.layout import Group, Source, headed, lay, literal, quoted, remark
 from planc.emit.python.module_loops import (
     IN,
     Lines,
+    Lists,
     Loop,
     assign,
     comprehension,
@@ -26,7 +28,7 @@ class Printer:
 
     Args:
         context: the sizes of the mesh's axes.
-        layers: the length of the model's longest list.
+        lists: of the model.
         names: the names that the script may import, each with its module.
 
     Attributes:
@@ -34,9 +36,9 @@ class Printer:
         names: with the names that the printed source uses.
     """
 
-    def __init__(self, context: calls.Context, layers: int, names: Mapping[str, str]) -> None:
+    def __init__(self, context: calls.Context, lists: Lists, names: Mapping[str, str]) -> None:
         self._context = context
-        self._layers = layers
+        self._lists = lists
         self._variables: dict[calls.Shared, str] = {}
         self.modules = {"torch"}
         self.names = dict(names)
@@ -55,13 +57,13 @@ class Printer:
             yield from lay(made, IN, note=remark(value.note))
 
     def loop(self, modules: Modules) -> Loop:
-        return loop_over(modules, self._layers)
+        return loop_over(modules, self._lists)
 
     def step(self, step: calls.Step) -> Lines:
         """The lines of one step."""
         match step:
             case calls.Each():
-                loop = loop_over(step.modules, self._layers, assigned=step.replaces)
+                loop = loop_over(step.modules, self._lists, assigned=step.replaces)
                 made = [self.call(call, loop.item) for call in step.calls]
                 some = [replaced(loop, made[0])] if step.replaces else made
                 yield from looped(loop.head, some, step.note)
@@ -106,7 +108,7 @@ class Printer:
                 items = (headed(f"{quoted(key)}: ", self.source(item)) for key, item in entries)
                 return Group("{", tuple(items), "}")
             case calls.Members():
-                return listed(value.sets, self._layers)
+                return listed(value.sets, self._lists)
             case calls.Numbered():
                 return self._numbered(value)
             case calls.MeshOf():
@@ -120,10 +122,11 @@ class Printer:
 
     def _numbered(self, value: calls.Numbered) -> Source:
         modules, entries = value.modules, value.modules.entries
+        indexed = replace(self._lists, longest=0)
         index = "i" if len(entries) > 1 else str(entries.first)
         if len(modules) == 1:
-            return f"[({index}, {loop_over(modules, 0).item})]"
-        return comprehension("[", modules, 0, close="]", entry=index)
+            return f"[({index}, {loop_over(modules, indexed).item})]"
+        return comprehension("[", modules, indexed, close="]", entry=index)
 
     def _imported(self, path: str) -> str:
         """The name of an imported object: its own for torch and `standalone`, else `module.name`.

@@ -14,7 +14,7 @@ from planc.emit.python.imports import imports
 from planc.emit.python.inlined_source import global_names, imported, inlined
 from planc.emit.python.layout import WIDTH, Group, headed, lay, quoted, remark
 from planc.emit.python.load_weights import load_function
-from planc.emit.python.module_loops import Lines, looped
+from planc.emit.python.module_loops import Lines, Lists, looped
 from planc.emit.python.printer import Printer, inner_first
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
@@ -48,7 +48,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
     """
     fills = any(isinstance(op, Load) and op.weights for op in lowered.ops)
     context = Context.of(lowered, fills=fills)
-    printer = Printer(context, lowered.layers, {**_FRAME, **imported()})
+    lists = Lists(lowered.layers, lowered.module_dicts)
+    printer = Printer(context, lists, {**_FRAME, **imported()})
     places = [tuple(_written(stage, context, printer)) for stage in lowered.stages]
     functions, calls = [*_groups(lowered, context, printer)], dict[int, list[str]]()
     early = bool(functions)

@@ -144,16 +144,18 @@ class UserModelBuilder:
         self, module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         renamed = {"input_ids": self._ids, "labels": self._target}
-        if self._target is None:  # the loss is computed outside
-            module.__dict__[_LABELS] = kwargs.get("labels")
+        module.__dict__[_LABELS] = kwargs.get("labels")
         named = {renamed.get(k, k): v for k, v in kwargs.items() if k != "use_cache"}
         named.pop(None, None)
         return args, named  # type: ignore[return-value]
 
     def _wrap_output(self, module: Any, _args: Any, output: Any) -> Any:
-        if self._target is None:
+        labels = module.__dict__.pop(_LABELS, None)
+        if labels is None and isinstance(output, torch.Tensor):
+            return output  # hidden states: of a stage of a pipeline before the last
+        if self._target is None:  # the loss is computed outside
             logits = output if isinstance(output, torch.Tensor) else _logits(output)
-            return _causal_output(_loss(logits, module.__dict__.pop(_LABELS, None)), logits)
+            return _causal_output(_loss(logits, labels), logits)
         if hasattr(output, "loss"):
             return output
         if isinstance(output, dict):
