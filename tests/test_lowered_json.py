@@ -150,7 +150,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
 
     assert broken(change) == [
         'x.json, at the top: "extra" is not known here; known are format_version, plan, model, '
-        "family, layers, mesh, experts, data and stages",
+        "family, layers, mesh, experts, data, stages and module_dicts",
         "x.json, at mesh[0].size: 8.0 is not of type integer",
         "x.json, at mesh[1].size: 0 is less than 1",
         'x.json, at stages[0].ops[1].shapes[0].shape: "big" is not of type array',

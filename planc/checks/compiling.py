@@ -6,7 +6,7 @@ from planc.checks.queries import active, axis_label, ranks
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
 from planc.model.indices import Indices
-from planc.model.randomness import layer_drop_fields
+from planc.model.randomness import layer_drop_fields, spec_augment_fields
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.styles import Custom, Replicate, Rowwise
@@ -127,13 +127,19 @@ def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
 def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Ranks of a tensor axis share activations, and ranks of an FSDP axis share layers."""
     rules = active(plan) if "tensor" not in plan.broken else ()
-    fields = drawing_fields(plan, facts)
-    if rules and fields:
+    fields, masks = drawing_fields(plan, facts), spec_augment_fields(facts)
+    if rules and (fields or masks):
+        drawn = f"; SpecAugment draws masks with numpy ({', '.join(masks)})" if masks else ""
+        numpy = (
+            [f"numpy's seed is the script's: alike on the ranks of {rules[0].axis}"]
+            if masks
+            else []
+        )
         sink.info(
             "PL670",
-            f"training draws random numbers: {', '.join(fields)}",
+            f"training draws random numbers: {', '.join(fields)}{drawn}",
             axis_label(plan, rules[0]),
-            facts=list(_how(plan, rules)),
+            facts=[*_how(plan, rules), *numpy],
             help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
             "tensor axis",
         )

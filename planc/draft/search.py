@@ -24,6 +24,7 @@ from planc.source import Source
 from planc.syntax import ast, parse
 from planc.trial.outcome import Discrepancy, Outcome
 
+WHOLE = "output(shard(1) -> replicate)"
 _MOST = 60
 """The most runs of the small model; models have far fewer parts."""
 
@@ -244,6 +245,10 @@ class Search:
         ends = {n: s for c in self.outside for n, s in (c.recipe.sequence or {}).items()}
         rules = self._ordered(path, rules)
         ends |= dict.fromkeys(self.roles.norms, "sequence")
+        if not self.roles.heads:  # the caller of an encoder takes its whole output
+            inner = tuple(f"{p}." for p in self.parts)
+            after = [n for n in self.ran.order if n in self.roles.norms or n.startswith(inner)]
+            ends |= {n: f"sequence & {WHOLE}" for n in after[-1:] if n in self.roles.norms}
         for table in self.roles.tables:  # same layout as the token embeddings they are added to
             if self.ran.dims.get(table, 0) >= 2:
                 dim = self.ran.dims[table] - 2

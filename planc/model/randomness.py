@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from planc.model.facts import Facts
-from planc.model.small.config_fields import DROPOUT, JITTER
+from planc.model.small.config_fields import DROPOUT, JITTER, SPEC_AUGMENT
 
 
 def random_fields(facts: Facts) -> tuple[str, ...]:
@@ -22,6 +22,14 @@ def random_fields(facts: Facts) -> tuple[str, ...]:
         below = facts.model.below()
         fields += [f"{m.module.cls} modules" for m in below if m.module.kind == "dropout"][:1]
     return tuple(fields)
+
+
+def spec_augment_fields(facts: Facts) -> tuple[str, ...]:
+    """The fields of SpecAugment, whose masks of spectra transformers draws with numpy."""
+    every = facts.config.items()
+    fields = [(n, v) for n, v in every if SPEC_AUGMENT.search(n) and isinstance(v, float) and v > 0]
+    on = facts.config.get("apply_spec_augment", True)
+    return tuple(f"{name} = {value}" for name, value in fields if on)
 
 
 def layer_drop_fields(facts: Facts) -> tuple[str, ...]:

@@ -113,11 +113,11 @@ def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pa
         return Pass(inputs=inputs)
     made = dict(inputs)
     rows = len(made["input_ids"])
-    if set(made) == {"input_ids", "labels"}:
+    if set(made) <= {"input_ids", "labels"}:
         made["input_ids"] = made["input_ids"].clone()
         last = rows - rows // ranks if ranks > 1 else rows // 2
         made["input_ids"][last:] = made["input_ids"][last:, :1]
-    if uneven:
+    if uneven and "labels" in made:
         labels = made["labels"] = made["labels"].clone()
         labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
     if "attention_mask" not in made and "attention_mask" in _arguments(model):
@@ -138,7 +138,7 @@ def _document_part(op: Op, lowered: Lowered) -> int:
 
 def _packed(model: nn.Module, inputs: Inputs, part: int) -> Pass:
     """Two documents in each row, of a multiple of `part` tokens: positions begin again."""
-    if not _text(inputs) or set(inputs) != {"input_ids", "labels"}:
+    if not _text(inputs) or not set(inputs) <= {"input_ids", "labels"}:
         return Pass(inputs=inputs)
     rows, length = inputs["input_ids"].shape
     first = (length // 2 - 1) // part * part
@@ -150,8 +150,9 @@ def _packed(model: nn.Module, inputs: Inputs, part: int) -> Pass:
 
 
 def _text(inputs: Inputs) -> bool:
+    """Whether a batch has ids, [rows, length], and labels of that shape or none."""
     ids, labels = inputs.get("input_ids"), inputs.get("labels")
-    return ids is not None and labels is not None and ids.dim() == 2 and ids.shape == labels.shape
+    return ids is not None and ids.dim() == 2 and (labels is None or ids.shape == labels.shape)
 
 
 def _arguments(model: nn.Module) -> set[str]:

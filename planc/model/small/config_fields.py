@@ -158,9 +158,13 @@ LIMITS = {
 }
 """Sizes that need not be divisible by anything, and their largest value in a small model."""
 
+STAGES = ("stage_names", "out_features", "out_indices")
+"""The layers of a backbone by name, and those that it returns."""
 NESTED = frozenset({"encoder", "decoder", "attn_config", "ffn_config"})
 DROPOUT = re.compile(
     r"dropout|_pdrop$|_drop$|drop_rate|drop_path|layerdrop|resid_pdrop|jitter_noise"
 )
+SPEC_AUGMENT = re.compile(r"^mask_(time|feature)_prob$")  # wav2vec2, hubert, wavlm, whisper, ...
+"""Masks of spectra, which transformers draws with numpy."""
 JITTER = re.compile(r"jitter_(noise|eps)$")
 TOKEN = re.compile(r"_token_ids?$|_token_index$|^(un|mas)k_index$|_token_idx$")

@@ -253,6 +253,17 @@ def add_tower_inputs(
     return {n: v for n, v in made.items() if n in names or n == "labels"}
 
 
+def tower_inputs(
+    choice: InputChoice, config: Any, names: tuple[str, ...], shape: BatchShape
+) -> Inputs:
+    """The inputs of a model that takes images or sound alone, which forward has `names` for."""
+    made: Inputs = {}
+    for number, one in enumerate(choice.chosen, 1):
+        tower = tower_of(config, one.kind.what)
+        made |= make_inputs(one.kind, tower, config, shape.rows, shape.seed + number)
+    return {name: value for name, value in made.items() if name in names}
+
+
 def _special(config: Any) -> list[int]:
     values = vars(config).items()
     return [v for n, v in values if n.startswith(_SPECIAL) and isinstance(v, int) and "token" in n]

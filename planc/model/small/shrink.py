@@ -101,6 +101,9 @@ class _Shrinker:
         self._rest(small)
         _rope(small)
         _mamba(small)
+        if _last_stage_alone(config):
+            for name in fields.STAGES:
+                small.pop(name, None)
         return small
 
     # Width ---------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ class _Shrinker:
         used: set[int] = set()
         for name, value in small.items():
             if (
-                fields.DROPOUT.search(name)
+                (fields.DROPOUT.search(name) or fields.SPEC_AUGMENT.search(name))
                 and isinstance(value, int | float)
                 and not isinstance(value, bool)
             ):
@@ -224,6 +227,12 @@ def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
             size, _, other = field.rpartition("_")
             if other in parts and number(value) and value == config[parts[other]].get(size):
                 small[part][field] = small[parts[other]][size]
+
+
+def _last_stage_alone(config: Fields) -> bool:
+    """Whether a backbone returns its last layer, by the name that a shallower one lacks."""
+    names = config.get("stage_names")
+    return isinstance(names, list) and config.get("out_features") == names[-1:]
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -18,7 +18,9 @@ from planc.model.small.input_search import (
     codebook_inputs,
     forward_arguments,
     takes_more_than_text,
+    tower_inputs,
 )
+from planc.model.small.output_loss import loss_and_output, with_output_loss
 from planc.model.sources.huggingface import prepare, prepare_own, quiet
 from planc.model.sources.isolation import isolated
 
@@ -74,13 +76,23 @@ class TransformersBuilder:
             made = self._cls._from_config(config, attn_implementation="eager")
         spread_weights(made, seed + 1)
         model: nn.Module = made.float().train()
-        add_denoising_loss(model)
+        if self._without_text or not {"labels", "decoder_input_ids"} & {*self.names}:
+            with_output_loss(model)
+        else:
+            add_denoising_loss(model)
         return model
 
     @property
     def names(self) -> tuple[str, ...]:
         """The argument names of the model's forward."""
         return forward_arguments(self._cls)
+
+    @property
+    def _without_text(self) -> bool:
+        """Whether the model takes images or sound alone; classes of such a model take one label
+        for each, whose loss is replaced by that of the output too.
+        """
+        return not {"input_ids", "decoder_input_ids"} & {*self.names}
 
     @property
     def choice(self) -> InputChoice:
@@ -103,11 +115,14 @@ class TransformersBuilder:
 
     def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
         """Token ids and labels, [rows, length] (a classifier's: [rows]), and inputs of towers; a
-        row is at least as long as the placeholder tokens of images require.
+        row is at least as long as the placeholder tokens of images require. An embedding model has
+        no labels, and an encoder of images or sound no ids either.
         """
         return self._inputs(self.choice, shape or BatchShape())
 
     def _inputs(self, choice: InputChoice, shape: BatchShape) -> dict[str, Any]:
+        if self._without_text:
+            return tower_inputs(choice, self._part, self.names, shape)
         least = choice.tokens + shape.length // 2 if choice.tokens else 0
         if self.codebooks:
             return codebook_inputs(shape, self.vocabulary, self.codebooks)
@@ -116,14 +131,16 @@ class TransformersBuilder:
             sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
         if takes_more_than_text(self._cls):
             sample = add_tower_inputs(sample, choice, self._part, self.names)
-        return sample
+        labeled = {"labels", "decoder_input_ids"} & {*self.names}
+        return sample if labeled else {n: v for n, v in sample.items() if n != "labels"}
 
 
 def add_denoising_loss(model: nn.Module) -> None:
     """Adds a loss, in place, to a block diffusion model, whose forward takes no labels.
 
     Token ids become the prompt and the shifted labels the canvas, so the whole model runs; the
-    loss is the mean cross entropy of the canvas.
+    loss is the mean cross entropy of the canvas. An encoder with a decoder that gives no logits has
+    the loss of its output.
     """
     plain = model.forward
     names = inspect.signature(plain).parameters
@@ -132,6 +149,8 @@ def add_denoising_loss(model: nn.Module) -> None:
 
     def forward(input_ids: Any, labels: Any, **others: Any) -> Any:
         output = plain(input_ids=input_ids, decoder_input_ids=labels.roll(1, -1), **others)
+        if not hasattr(output, "logits"):
+            return loss_and_output(output)
         output.loss = cross_entropy(output.logits.flatten(0, 1), labels.flatten())
         return output
 

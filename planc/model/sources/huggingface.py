@@ -245,7 +245,7 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
     causal_names = [causal] if isinstance(causal, str) else list(causal)
     for name in [*names, *causal_names]:
         try:
-            cls = getattr(transformers, name, None)
+            cls = getattr(transformers, name, None) or _inner_class(name, resolved)
         except (ImportError, RuntimeError):  # the imports of the class fail
             continue
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
@@ -257,6 +257,14 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
         if name in causal_names:  # a class of another family that accepts this configuration
             return cls, resolved
     return None
+
+
+def _inner_class(name: str, resolved: Any) -> Any:
+    """A part of a model, such as `WhisperEncoder`, which only the family's own module has."""
+    home = type(resolved).__module__.replace(".configuration_", ".modeling_")
+    if not home.startswith("transformers.models."):
+        return None
+    return getattr(importlib.import_module(home), name, None)
 
 
 def _complete(config: Config, resolved: Any, sink: Sink) -> bool:

@@ -1,0 +1,68 @@
+"""A loss for models that compute none: how far their outputs are from fixed random tensors.
+
+Encoders and embedding models return hidden states and take no labels. The mean of squares of these
+alone would do little: behind a norm it is constant, and all gradients are zero.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SEED = 7
+
+
+def with_output_loss(model: nn.Module) -> None:
+    """Adds the loss of its outputs to a model, in place; `labels` are not passed on."""
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        return loss_and_output(plain(*args, **kwargs))
+
+    model.forward = forward
+
+
+def loss_and_output(output: Any) -> Any:
+    """The loss of a model's output, with its first tensor of floating point numbers as logits.
+
+    The type of the result is a pytree for torch: FSDP's hooks look for tensors in it.
+    """
+    from transformers.modeling_outputs import CausalLMOutput
+
+    found = [*tensors(output)]
+    many = next((tensor for tensor in found if tensor.dim() > 1), None)
+    return CausalLMOutput(loss=output_loss(found) if found else None, logits=many)
+
+
+def output_loss(found: list[Tensor]) -> Tensor:
+    """The sum, over tensors [rows, ...], of the mean squared distance from a random tensor [...],
+    which is the same for all rows and in all runs.
+    """
+    losses = []
+    for tensor in found:
+        generator = torch.Generator().manual_seed(_SEED)
+        target = torch.randn(tensor.shape[1:], generator=generator).to(tensor.device)
+        losses.append((tensor.float() - target).square().mean())
+    return torch.stack(losses).sum()
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """Yields the tensors of floating point numbers in a model's output, whole on every rank."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output.full_tensor() if isinstance(output, DTensor) else output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors(value)
+    elif hasattr(output, "__dict__"):
+        yield from tensors(vars(output))
