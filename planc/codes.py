@@ -237,6 +237,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL650", "error", "plan", "the plan is for another family"),
     ("PL660", "warning", "proof", "a drafted plan that is not proved"),
     ("PL661", "info", "plan", "a rule of transformers' plan matches nothing"),
+    ("PL662", "info", "plan", "a plan that ships splits more than the drafted one"),
+    ("PL663", "info", "plan", "much of the model stays whole in the drafted plan"),
     ("PL670", "info", "plan", "training draws random numbers"),
     ("PL671", "warning", "plan", "layers that are skipped at random"),
     ("PL672", "warning", "plan", "recomputation that draws other random numbers"),

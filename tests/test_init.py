@@ -206,6 +206,31 @@ def test_dead_rules_of_transformers_are_named():
     assert made.outcome.verdict == "proved"
 
 
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+
+
+def test_a_plan_of_the_family_that_splits_more_is_named():
+    sizes = {**SMALL, "hidden_size": 64, "num_key_value_heads": 2}
+    values = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], **sizes}
+    _, made, found = drafted(load_values(values, "config.json", Sink()))
+    [finding] = [d for d in found if d.code == "PL662"]
+    assert "plans/llama4.plan ships for llama4_text, and splits 100.0%" in finding.message
+    assert finding.message in " ".join(made.text.replace("#", "").split())
+
+
+def test_what_stays_whole_is_told_with_the_reason():
+    fields = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 128}
+    attention = {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0}
+    values = {"model_type": "dbrx", "architectures": ["DbrxForCausalLM"], **fields}
+    facts = load_values({**values, "attn_config": attention}, "config.json", Sink())
+    _, made, found = drafted(facts)
+    [finding] = [d for d in found if d.code == "PL663"]
+    assert finding.message.endswith("of the parameters stay whole on every rank of tp")
+    [fact] = [f for f in finding.facts if f.startswith("transformer.blocks[0:2].ffn.experts.mlp (")]
+    assert "DbrxExpertGLU has parameters of its own (w1 [" in fact
+    assert "no style is known to split them" in " ".join(made.text.replace("#", "").split())
+
+
 def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_nano.py").write_text(NANO)
@@ -231,7 +256,9 @@ def test_what_can_not_be_run_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "own_lossless.py").write_text(NANO)
     assert main(["init", "own_lossless:no_loss", "--allow-code"]) == 0
     said = capsys.readouterr()
-    assert "PL660" in said.err and "does not run" in " ".join(said.err.split())
+    told = " ".join(said.err.split())
+    assert "PL660" in told and "the small model does not run: " in told
+    assert "Error: " in told.partition("does not run")[2]  # what the model's code raised
     assert "# Not proved:" in said.out
 
 

@@ -125,12 +125,18 @@ def _last(norms: list[Modules]) -> str:
     return braced(list(dict.fromkeys(str(n.path[-1]) for n in norms)))
 
 
-def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """An info: the share of parameters that every rank of the tensor axis holds in full."""
-    rules = (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
+def _splitting(plan: Plan) -> tuple[TensorRule, ...]:
+    return (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
+
+
+def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | None:
+    """The numbers of elements of parameters that every rank of the tensor axis holds in full, with
+    their names as of `Modules`; None where no rule splits anything.
+    """
+    rules = _splitting(plan)
     every = (*rules, *expert_styles(plan))
     if not rules or "tensor" in plan.broken:
-        return
+        return None
     whole: list[tuple[int, str]] = []
     shared = _shared(rules[0].axis, plan, facts)
     for modules in facts.model.below():
@@ -140,6 +146,12 @@ def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
                 if split_dim(rule, parameter) is not None:
                     left = [rest for part in left for rest in part.minus(rule.modules)]
             whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
+    return whole
+
+
+def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """An info: the share of parameters that every rank of the tensor axis holds in full."""
+    whole, rules = replicated_parameters(plan, facts) or [], _splitting(plan)
     total = facts.root.count
     kept = sum(count for count, _ in whole)
     if not kept:

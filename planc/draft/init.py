@@ -13,6 +13,7 @@ from planc.draft.observe import run
 from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Roles, RunRecord, roles
 from planc.draft.search import Search, named_below
+from planc.draft.whole import comments
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists
@@ -71,12 +72,13 @@ def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> Init
             transformers' own plan that matches nothing).
     """
     known, model, builder, why = _small(facts)
-    made = run(builder) if builder is not None else None
+    ran = run(builder) if builder is not None else None
+    made = ran if isinstance(ran, RunRecord) else None
     found = roles(known, made)
     draft_plan = _draft_plan(facts, known, found, made)
     search = Search(known, model, found, made, draft_plan)
     if builder is None or made is None:
-        why = why or "the small model does not run"
+        why = why or str(ran)
         outcome = Outcome(verdict="unknown", reason=why)
         sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
         search.cautious()
@@ -86,6 +88,7 @@ def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> Init
         if outcome.verdict == "proved":
             search.with_sequence()
         _comments(draft_plan, search, outcome, sink)
+    draft_plan.comment += comments(render(draft_plan), facts, search, sink)
     _unmatched_rules(facts, builder, draft_plan, sink)
     if sizes:
         _divided(draft_plan, facts, sizes, sink)

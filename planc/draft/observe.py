@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from planc.trial.trace import Trace
 
 
-def run(builder: ModelBuilder) -> RunRecord | None:
-    """The record of a run, or None if the model raises."""
+def run(builder: ModelBuilder) -> RunRecord | str:
+    """The record of a run, or the reason why there is none."""
     import torch
 
+    from planc.model.sources.huggingface import reason
     from planc.trial.trace import Trace
 
     model, trace, inputs = builder.build(0), Trace(), builder.sample()
@@ -37,11 +38,13 @@ def run(builder: ModelBuilder) -> RunRecord | None:
     try:
         with trace.of(modules), torch.no_grad():
             model(**inputs)
-    except Exception:
-        return None
+    except Exception as error:
+        at = f" in `{trace.running[-1]}`" if trace.running and trace.running[-1] else ""
+        missing = f" ({builder.choice.missing})" if builder.choice.missing else ""
+        return f"the small model does not run: {reason(error)}{at}{missing}"
     width = _width(trace)
     if width is None:
-        return None
+        return "the small model does not run on hidden states [batch, sequence, features]"
     hidden: dict[str, str] = {}
     for name, call in trace.calls.items():
         for which, value in call.inputs.items():

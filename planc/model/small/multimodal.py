@@ -33,7 +33,8 @@ _TOWERS = ("vision_config", "audio_config", "high_res_vision_config")
 
 def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
     """Makes the parts of a small configuration agree, in place."""
-    if not any(isinstance(config.get(name), Mapping) for name in _TOWERS):
+    alone = not any(isinstance(config.get(name), Mapping) for name in _TOWERS)
+    if alone and "depths" not in config:  # stages of those halve the image again and again
         _images(config, small)  # of an encoder of images alone
     text = _width(config.get("text_config"))
     new = _width(small.get("text_config"))
