@@ -6,9 +6,10 @@ from planc.model.facts import Facts, Modules
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.lowered import ExpertMesh
-from planc.plan.experts import dividing, expert_count
-from planc.plan.ir import ExpertRule, Plan
-from planc.plan.mesh_axes import EXPERT_AXES
+from planc.ops.styles import weight_shard
+from planc.plan.experts import dividing, expert_count, splits_divided
+from planc.plan.ir import ExpertRule, Plan, TensorRule
+from planc.plan.mesh_axes import EXPERT_AXES, EXPERT_TENSOR
 from planc.plan.parameter_owners import Owned, owned
 
 
@@ -47,10 +48,8 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
     for adapter in plan.adapters.rules if plan.adapters else ():
         if adapter.modules.within(rule.modules):
             return f"{name} is adapted", Label(span=adapter.origin, text="adapted")
-    for style in weighted(active(plan)) if plan.mesh.experts else ():
-        if style.modules.overlap(rule.modules):
-            label = Label(span=style.origin, text=f"sharded over {style.axis} here")
-            return f"{name} is sharded by a style, and its experts are divided over ranks", label
+    if reason := _style(rule, plan):
+        return reason
     for compiled in plan.compile:
         if compiled.fullgraph and plan.mesh.experts and holds(compiled.modules, rule.modules):
             label = Label(span=compiled.origin, text="fullgraph")
@@ -64,6 +63,38 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
             label,
         )
     return None
+
+
+def _style(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
+    """Why a style and the dispatch cannot both shard these experts, or why one has to."""
+    experts, name = plan.mesh.experts, f"`{rule.modules}`"
+    styles = [s for s in weighted(active(plan)) if experts and s.modules.overlap(rule.modules)]
+    for style in styles:
+        label = Label(span=style.origin, text=f"sharded over {style.axis} here")
+        if not splits_divided(style, plan):
+            return (
+                f"{name} is sharded by a style, and its experts are divided over ranks: styles "
+                f"split the inside of experts where `{EXPERT_TENSOR}` is the size of their axis",
+                label,
+            )
+        if _first_dims(style):
+            return f"{name} has its experts divided over ranks, and a style shards that dim", label
+    if experts and experts.inside and [*rule.modules.outside(s.modules for s in styles)]:
+        label = Label(span=experts.ranks.origin, text=f"with {EXPERT_TENSOR}")
+        return (
+            f"no style splits the inside of {name} over {' * '.join(experts.inside)}, as "
+            f"`{EXPERT_TENSOR}` says",
+            label,
+        )
+    return None
+
+
+def _first_dims(style: TensorRule) -> bool:
+    """Whether a style shards parameters [experts, ...] along their experts."""
+    module = style.modules.module
+    return any(
+        weight_shard(style.style, module.kind, p.name, len(p.shape)) == 0 for p in module.parameters
+    )
 
 
 def _halved(rule: ExpertRule, plan: Plan) -> tuple[str, Label] | None:
@@ -83,10 +114,13 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
     """PL550: the ranks do not divide the experts, or read different tokens."""
     ranks = experts.ranks
     count = expert_count(rule.modules.module) or 0
-    tensor = plan.mesh.size(*(a.name for a in plan.mesh.of_role(AxisRole.TENSOR)))
+    alike = (a.name for a in plan.mesh.of_role(AxisRole.TENSOR) if a.name in experts.axes)
+    tensor = plan.mesh.size(*alike)
     label = Label(span=ranks.origin, text=f"{ranks.name} is {ranks.size}")
     outside = [
-        a for a in plan.mesh.of_role(AxisRole.TENSOR) if a.size > 1 and a.name not in experts.axes
+        a
+        for a in plan.mesh.of_role(AxisRole.TENSOR)
+        if a.size > 1 and a.name not in (*experts.axes, *experts.inside)
     ]
     if outside:
         sink.error(
@@ -102,13 +136,17 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
         hint = f"{ranks.name} can be {fits} here"
         sink.error("PL550", message, Label(span=rule.origin), label, help=hint)
     elif rule.dispatch == ALL_REDUCE and tensor % ranks.size:
+        having = f"only the {tensor:,} ranks of a tensor axis have them"
+        other = f", or a divisor of {tensor:,} for {ranks.name}"
+        if experts.inside:
+            having, other = "they have tokens of their own", ""
         sink.error(
             "PL550",
             f"`dispatch(all_reduce)` needs the same tokens on all {ranks.size:,} ranks of "
-            f"{ranks.name}, and only the {tensor:,} ranks of a tensor axis have them",
+            f"{ranks.name}, and {having}",
             Label(span=rule.origin),
             label,
-            help=f"write `dispatch(all_to_all)`, or a divisor of {tensor:,} for {ranks.name}",
+            help=f"write `dispatch(all_to_all)`{other}",
         )
 
 

@@ -112,7 +112,7 @@ def _styled(
     they cannot share an axis. Source: `_init_sharding_spec_tp` in torch's `_fsdp_param`.
     """
     beyond = [a for a in section.extra_axes(part) if plan.mesh.size(a) > 1]
-    if not beyond or "tensor" in plan.broken:
+    if not beyond or {"tensor", "expert"} & plan.broken:
         return
     own = [o for o in found if (o.spread or o.unit) is part]
     for rule in (*active(plan), *styles(plan)):

@@ -36,6 +36,8 @@ class Split:
         self.ranks = work.size(AxisRole.TENSOR)
         experts = work.plan.mesh.experts
         self.experts = experts.ranks.size if experts else 1
+        self.senders = 1 if experts and experts.inside else self.ranks
+        """The ranks with equal tokens that each send a part of them to divided experts."""
         found = ((self._below(r.modules), r.dispatch) for r in dividing(work.plan))
         self.divided = {name: way for name, way in found if name is not None}
         """How tokens come to the experts of modules that ranks divide."""
@@ -91,7 +93,9 @@ class Split:
             m, n, k, count = p.m, p.n, p.k, p.count
             if way := self._dispatch(p.module):
                 count = -(-count // self.experts)
-                m = m if way == ALL_REDUCE else -(-m * self.experts // self.ranks)
+                m = m if way == ALL_REDUCE else -(-m * self.experts // self.senders)
+                if self.senders < self.ranks:
+                    n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
             elif isinstance(style, Colwise):
                 n = -(-n // self.ranks)
             elif isinstance(style, Rowwise):

@@ -1,7 +1,8 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, pipeline, configure, adapters, tensor, ties, experts, context, freezing, 4-bit weights,
-checkpoint, compile, FSDP (nested units first, the root last), the settings of units, and the loss.
+mesh, pipeline, configure, adapters, tensor, ties, experts (and the styles on them), context,
+freezing, 4-bit weights, checkpoint, compile, FSDP (nested units first, the root last), the settings
+of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
@@ -41,7 +42,7 @@ from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
-from planc.plan.experts import dividing, expert_styles
+from planc.plan.experts import dividing, expert_styles, splits_divided
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import stepped
@@ -99,6 +100,9 @@ def _stage(plan: Plan, facts: Facts) -> Stage:
     tensor, derived = _wide(plan), _derived(plan)
     holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
     units = _sharding(plan, facts, holdings)
+    # a style on divided experts splits those of a rank, and sums what came back from all ranks
+    inside = [r for r in tensor if splits_divided(r, plan)]
+    tensor = [r for r in tensor if r not in inside]
     ops: list[AnyOp] = [
         *([plan.pipeline.op] if plan.pipeline else []),
         *configure(facts),
@@ -107,6 +111,7 @@ def _stage(plan: Plan, facts: Facts) -> Stage:
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
+        *_joined(_parallelize(_ordered(inside), plan)),
         *_contexts(plan),
         *_freeze(tensor, plan),
         *_joined(plan.train),
@@ -345,18 +350,22 @@ def divided(plan: Plan) -> Iterator[DispatchExperts]:
     experts = plan.mesh.experts
     if experts is None:
         return
-    alike = tuple(a.name for a in plan.mesh.of_role(AxisRole.TENSOR) if a.size > 1)
+    tensor = (a for a in plan.mesh.of_role(AxisRole.TENSOR) if a.name not in experts.inside)
+    alike = tuple(a.name for a in tensor if a.size > 1)
+    split = [r for r in plan.tensor if splits_divided(r, plan)]
     for rule, style in zip(dividing(plan), expert_styles(plan), strict=True):
         module = rule.modules.module
-        yield DispatchExperts(
-            modules=rule.modules,
-            axis=experts.ranks.name,
-            dispatch=rule.dispatch,
-            shared=alike if rule.dispatch == ALL_TO_ALL else (),
-            batched=module.fact(BATCHED_EXPERTS) is not None,
-            shapes=tuple(
-                Shape(name=p.name, shape=p.shape, local=local_shape(p, (style,), plan))
-                for p in module.parameters
-            ),
-            origin=rule.origin,
-        )
+        for modules, inside in ruled(rule.modules, split):
+            held = (style, *inside)
+            yield DispatchExperts(
+                modules=modules,
+                axis=experts.ranks.name,
+                dispatch=rule.dispatch,
+                shared=alike if rule.dispatch == ALL_TO_ALL else (),
+                batched=module.fact(BATCHED_EXPERTS) is not None,
+                shapes=tuple(
+                    Shape(name=p.name, shape=p.shape, local=local_shape(p, held, plan))
+                    for p in module.parameters
+                ),
+                origin=rule.origin,
+            )

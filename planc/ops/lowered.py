@@ -60,11 +60,13 @@ class ExpertMesh:
         ranks: that divide the experts among them.
         rest: ranks with the same experts, over which FSDP shards these.
         axes: of which both are made, outermost first.
+        inside: axes over which styles split the inside of each expert; none of `axes`.
     """
 
     ranks: MeshAxis
     rest: MeshAxis
     axes: base.Axes
+    inside: base.Axes = field(default=(), metadata=base.OMIT)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
 from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
-from planc.plan.mesh_axes import EXPERTS, expanded, role_of, valid_axes
+from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, expanded, role_of, valid_axes
 from planc.plan.program import Program, gather, origin_of, require
 from planc.plan.scope import Failed, Scope, Sizes
 from planc.plan.sections.adapters import adapters
@@ -203,7 +203,8 @@ def _axes(program: Program, mesh: Mesh) -> None:
 def _settings(program: Program, mesh: Mesh) -> None:
     """Reports sizes from `--set` of axes that the mesh lacks under these options."""
     for name, literal in program.settings.items():
-        if name not in mesh.names and not (name == EXPERTS and _divides(program)):
+        there = name in (EXPERTS, EXPERT_TENSOR) and name in program.scope.axis_names
+        if name not in mesh.names and not there:
             program.sink.error(
                 "PL106",
                 f"`--set {name}` sizes an axis that the mesh does not have here",

@@ -9,7 +9,7 @@ from planc.model.facts import Module
 from planc.model.module_table import BATCHED_EXPERTS, FUSED_EXPERTS
 from planc.ops.base import AxisRole
 from planc.ops.lowered import ExpertMesh, MeshAxis
-from planc.ops.styles import ParameterLayout, Parameters, Shard
+from planc.ops.styles import Experts, ParameterLayout, Parameters, Shard
 from planc.plan.ir import ExpertRule, Mesh, Plan, TensorRule
 from planc.plan.mesh_axes import EXPERT_AXES, EXPERT_REST, EXPERTS
 from planc.plan.program import Program
@@ -42,20 +42,43 @@ def expert_count(module: Module) -> int | None:
     return module.fact(BATCHED_EXPERTS) if found is None else found
 
 
+def splits_divided(rule: TensorRule, plan: Plan) -> bool:
+    """Whether a style splits the inside of divided experts."""
+    experts = plan.mesh.experts
+    return (
+        experts is not None
+        and rule.axis in experts.inside
+        and isinstance(rule.style, Experts)
+        and any(rule.modules.overlap(other.modules) for other in dividing(plan))
+    )
+
+
 _LISTED = 12  # legal sizes that a message lists
 
 
-def expert_mesh(mesh: Mesh, ranks: MeshAxis, program: Program) -> Mesh:
+def expert_mesh(
+    mesh: Mesh, ranks: MeshAxis | None, inside: MeshAxis | None, program: Program
+) -> Mesh:
     """The mesh with the ranks that divide experts, innermost ranks first.
 
-    `dp_shard * cp * tp = ep_shard * ep`, as in torchtitan. So that ranks of one tensor axis stay
-    together, `ep` is the size of whole inner axes times a divisor of the next one.
+    `dp_shard * cp * tp = ep_shard * ep`, as in torchtitan, and `dp_shard * cp = ep_shard * ep`
+    where the ranks of `tp` split each expert (torchtitan's expert_tensor_parallel_degree, which is
+    1 or the tensor degree there too). So that ranks of one tensor axis stay together, `ep` is the
+    size of whole inner axes times a divisor of the next one.
 
     Args:
         mesh: of the axes, without them.
-        ranks: their number, more than one.
+        ranks: that divide the experts; None for one.
+        inside: ranks that split the inside of each expert; None for one.
     """
-    axes = [a for a in mesh.axes if a.name in EXPERT_AXES]
+    *_, tensor = EXPERT_AXES
+    if inside and (ranks is None or inside.size != mesh.size(tensor)):
+        _no_split(mesh, ranks, inside, program)
+        return mesh
+    if ranks is None:
+        return mesh
+    split = (tensor,) if inside else ()
+    axes = [a for a in mesh.axes if a.name in EXPERT_AXES and a.name not in split]
     total = prod(a.size for a in axes)
     fits = sorted(set(legal_sizes([a.size for a in axes])))
     if ranks.size not in fits:
@@ -63,7 +86,20 @@ def expert_mesh(mesh: Mesh, ranks: MeshAxis, program: Program) -> Mesh:
         return mesh
     rest = MeshAxis(name=EXPERT_REST, size=total // ranks.size, role=AxisRole.DATA)
     names = tuple(a.name for a in axes)
-    return replace(mesh, experts=ExpertMesh(ranks=ranks, rest=rest, axes=names))
+    return replace(mesh, experts=ExpertMesh(ranks=ranks, rest=rest, axes=names, inside=split))
+
+
+def _no_split(mesh: Mesh, ranks: MeshAxis | None, inside: MeshAxis, program: Program) -> None:
+    """PL550: no experts are divided, or other ranks than those of the tensor axis split them."""
+    program.broken.add("expert")
+    *_, tensor = EXPERT_AXES
+    if ranks is None:
+        message = f"`{inside.name} = {inside.size:,}`: no experts are divided, as {EXPERTS} is 1"
+        hint = f"set `{inside.name} = 1`; styles split experts that all ranks have"
+    else:
+        message = f"`{inside.name} = {inside.size:,}`: these ranks cannot split each expert"
+        hint = f"{inside.name} can be 1 or the size of {tensor}, {mesh.size(tensor):,}"
+    program.sink.error("PL550", message, inside.origin, help=hint)
 
 
 def legal_sizes(sizes: Sequence[int]) -> Iterator[int]:

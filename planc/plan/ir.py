@@ -27,7 +27,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Style
-from planc.plan.mesh_axes import expanded
+from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
 from planc.source import Span
 
 
@@ -68,6 +68,8 @@ class Mesh(Meaning):
         """The number of ranks along the named axes; an axis that the mesh lacks counts as 1."""
         of_experts = self.experts.sizes.items() if self.experts else ()
         parts = prod(size for name, size in of_experts if name in names)
+        if EXPERT_TENSOR in names and self.experts:
+            parts *= self.size(*self.experts.inside)
         return parts * prod(a.size for a in self.axes if a.name in names)
 
     def expanded(self, names: Iterable[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import describe, evaluate, truth
 from planc.plan.experts import expert_mesh
 from planc.plan.ir import Mesh
-from planc.plan.mesh_axes import EXPERTS, SHARD
+from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, SHARD
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import nothing_to_override
 from planc.plan.scope import Failed
@@ -60,9 +60,11 @@ def _solve(program: Program) -> Mesh | None:
     settings = _settings(program)
     if settings is None:
         return None
-    experts = next((s for s in settings if s.name == EXPERTS), None)
-    ranks = _experts(experts, program) if experts else None
-    written = [(s, _size(s, program)) for s in settings if s is not experts]
+    made = {s.name: s for s in settings if s.name in (EXPERTS, EXPERT_TENSOR)}
+    ranks, inside = (
+        _experts(made[name], program) if name in made else None for name in (EXPERTS, EXPERT_TENSOR)
+    )
+    written = [(s, _size(s, program)) for s in settings if s.name not in made]
     sizes = _Sizes(tuple((s, size) for s, size in written if size is not None))
     if len(sizes.pairs) < len(written):
         return None
@@ -84,15 +86,16 @@ def _solve(program: Program) -> Mesh | None:
         assumed=bool(autos) and program.world_size is None,
         origin=next(iter(program.named("mesh"))).origin,
     )
-    return expert_mesh(mesh, ranks, program) if ranks else mesh
+    return expert_mesh(mesh, ranks, inside, program) if ranks or inside else mesh
 
 
 def _experts(setting: ast.Setting, program: Program) -> MeshAxis | None:
-    """The ranks that divide experts; None for one rank, and after a finding."""
+    """The ranks that divide experts, or each of them; None for one rank, and after a finding."""
     size = _size(setting, program)
     if size == 0:
         message = f"axis `{setting.name}` cannot be `auto`"
         hint = "it is made of ranks of other axes: write their number"
+        program.broken.add("expert")
         program.sink.error("PL300", message, setting.value.origin, help=hint)
     origin = _where(setting, program)
     if size is None or size < 2:

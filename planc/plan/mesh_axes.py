@@ -24,6 +24,8 @@ EXPERTS = "ep"
 """No axis of the product: the ranks that divide experts are some of those along `EXPERT_AXES`."""
 EXPERT_REST = "ep_shard"
 EXPERT_AXES = DERIVED[EXPERT_REST]
+EXPERT_TENSOR = "etp"
+"""The ranks that split each divided expert: 1, or all of the last of `EXPERT_AXES`."""
 
 LOADED = ("dp_replicate", "dp_shard", "tp")
 """The axes that accelerate's data loaders know: ranks along `tp` read the same rows."""

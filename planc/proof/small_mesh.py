@@ -100,7 +100,9 @@ def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
             ):
                 sizes = {**sizes, name: 2 * RANKS}
     found = [sizes[name] for name in experts.axes]
-    alone = experts.rest.size == 1 or all(sizes[name] == 1 for name in data)
+    # two ranks divide the experts rather than have equal ones
+    alone = experts.rest.size == 1 or prod(found) < 2 * RANKS
+    alone = alone or all(sizes[name] == 1 for name in data)
     most = prod(found) if alone else min(experts.ranks.size, max(1, prod(found) // 2))
     ranks = max(n for n in legal_sizes(found) if n <= most)
     return {**sizes, experts.ranks.name: ranks}

@@ -11,6 +11,7 @@ FAMILIES = [
     ("llama4", "llama4"),
 ]
 WAYS = {
+    "beside tensor ranks inside each expert": dict(tp=2, ep=2, etp=2),
     "within tensor ranks": dict(tp=2, ep=2),
     "over tensor and data ranks": dict(tp=2, ep=4),
     "over data ranks": dict(tp=1, ep=2),
@@ -33,12 +34,15 @@ def test_ways_to_divide(four, way):
     right(compared(four, "mixtral", "mixtral", *given(way), changes=changes))
 
 
+@pytest.mark.parametrize(
+    "way", ["over tensor and data ranks", "beside tensor ranks inside each expert"]
+)
 @pytest.mark.parametrize(("model", "plan"), FAMILIES)
-def test_families(four, model, plan):
-    right(compared(four, model, plan, *given("over tensor and data ranks")))
+def test_families(four, model, plan, way):
+    right(compared(four, model, plan, *given(way)))
 
 
-@pytest.mark.parametrize("way", ["within tensor ranks", "over tensor and data ranks"])
+@pytest.mark.parametrize("way", list(WAYS)[:3])
 def test_the_script_has_the_same_bits(four, way):
     mine = compared(four, "mixtral", "mixtral", *given(way))
     script = compared(four, "mixtral", "mixtral", *given(way), script=True)
@@ -50,7 +54,7 @@ def test_replicas_of_divided_experts(four):
     right(compared(four, "mixtral", "mixtral", "dp_replicate=2", "dp_shard=2", "ep=2"))
 
 
-@pytest.mark.parametrize("way", list(WAYS)[:3])
+@pytest.mark.parametrize("way", list(WAYS)[:4])
 def test_the_handle(four, way):
     """The norm of all gradients, clipping, and full weights."""
     overrides = [*settings(param_dtype="fp32"), *given(way)]
@@ -70,7 +74,7 @@ def test_a_rank_holds_its_experts_alone(four):
         assert experts and all(own * 4 == full for own, full in experts)
 
 
-@pytest.mark.parametrize("way", ["within tensor ranks", "over tensor and data ranks"])
+@pytest.mark.parametrize("way", list(WAYS)[:3])
 def test_resumed(four, tmp_path, way):
     """Saved and loaded by ranks that each have their own experts: weights and losses go on."""
     overrides = [*settings(param_dtype="fp32"), *given(way)]

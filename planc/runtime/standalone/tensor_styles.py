@@ -72,9 +72,21 @@ def repack(module: nn.Module, name: str, dim: int, parts: Parts, ranks: int) -> 
 def distribute(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
 ) -> None:
-    """Makes a parameter a DTensor."""
+    """Makes a parameter a DTensor, or splits its shards along one more mesh."""
     whole = module._parameters[name]
-    split = distribute_tensor(whole, mesh, [placement])
+    if isinstance(whole, DTensor):
+        own = whole.detach().to_local()
+        local = distribute_tensor(own, mesh, [placement]).to_local()
+        split = DTensor.from_local(
+            local,
+            DeviceMesh._concatenate([whole.device_mesh, mesh]),
+            [*whole.placements, placement],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+    else:
+        split = distribute_tensor(whole, mesh, [placement])
     made = nn.Parameter(split, requires_grad=whole.requires_grad)
     module.register_parameter(name, made)
 
@@ -100,19 +112,21 @@ def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) 
     module.forward = local
 
 
-def rank_part(parameter: DTensor) -> Tensor:
-    """A rank's shard."""
-    return parameter.to_local()
+def rank_part(parameter: Tensor) -> Tensor:
+    """A rank's shard, which may be given as such."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def summed(parameter: DTensor) -> Tensor:
-    """The full tensor of a replicated parameter whose gradient is partial."""
-    return parameter.to_local(grad_placements=[Partial()])
+    """The full tensor of a parameter that is replicated along the last dim of its mesh,
+    with a gradient that is partial there.
+    """
+    return parameter.to_local(grad_placements=[*parameter.placements[:-1], Partial()])
 
 
 def shared(parameter: DTensor) -> Tensor:
     """A rank's equal share of a replicated parameter, for an output that is summed."""
-    return summed(parameter) / parameter.device_mesh.size()
+    return summed(parameter) / parameter.device_mesh.shape[-1]
 
 
 def gathered(value: Any, mesh: DeviceMesh) -> Any:
