@@ -17,7 +17,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
-from planc.ops.rng import DrawByRank, SyncRng
+from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.styles import (
     Attributes,
     Colwise,
@@ -343,6 +343,7 @@ any_op = st.one_of(
         origin=places,
     ),
     st.builds(SyncRng, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
+    st.builds(DrawApart, axes=st.sampled_from([("pp",), ("cp",), ("pp", "cp")])),
     st.builds(
         DrawByRank,
         modules=paths,

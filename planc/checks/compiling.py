@@ -11,7 +11,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.styles import Custom, Replicate, Rowwise
 from planc.plan.ir import Plan, TensorRule
-from planc.plan.random_numbers import drawing_fields, split_axes
+from planc.plan.random_numbers import apart_axes, drawing_fields, split_axes
 
 
 def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -128,18 +128,18 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Ranks of a tensor axis share activations, and ranks of an FSDP axis share layers."""
     rules = active(plan) if "tensor" not in plan.broken else ()
     fields, masks = drawing_fields(plan, facts), spec_augment_fields(facts)
-    if rules and (fields or masks):
+    apart = [a for a in plan.mesh.axes if a.name in apart_axes(plan)]
+    if (rules or apart) and (fields or masks):
         drawn = f"; SpecAugment draws masks with numpy ({', '.join(masks)})" if masks else ""
-        numpy = (
-            [f"numpy's seed is the script's: alike on the ranks of {rules[0].axis}"]
-            if masks
-            else []
-        )
+        shared = rules[0].axis if rules else apart[0].name
+        numpy = [f"numpy's seed is the script's: alike on the ranks of {shared}"] if masks else []
+        labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in apart]
         sink.info(
             "PL670",
             f"training draws random numbers: {', '.join(fields)}{drawn}",
-            axis_label(plan, rules[0]),
-            facts=[*_how(plan, rules), *numpy],
+            *([axis_label(plan, rules[0])] if rules else []),
+            *labels,
+            facts=[*(_how(plan, rules) if rules else ()), *_apart(plan), *numpy],
             help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
             "tensor axis",
         )
@@ -162,6 +162,15 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
                 *([plan.fsdp.origin] if plan.fsdp else [rules[0].origin]),
                 help="set it to 0 in the configuration, or use the same seed on all ranks",
             )
+
+
+def _apart(plan: Plan) -> Iterator[str]:
+    if axes := apart_axes(plan):
+        named = one_of(axes, last="and")
+        yield (
+            f"ranks along {named} hold other layers or tokens: they draw other numbers, also where "
+            "a script gives them one seed; layout flow does not compare these"
+        )
 
 
 def _how(plan: Plan, rules: Sequence[TensorRule]) -> Iterator[str]:

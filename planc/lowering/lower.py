@@ -22,7 +22,7 @@ from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
-from planc.lowering.rng import draw_by_rank, sync_rng
+from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS
@@ -123,6 +123,7 @@ def _stage(plan: Plan, facts: Facts) -> Stage:
         *_losses(plan),
         *sync_rng(plan, facts),
         *_joined(draw_by_rank(plan, facts)),
+        *draw_apart(plan, facts),
     ]
     return Stage(
         parameters=at_rest(units, holdings) + scales(plan),

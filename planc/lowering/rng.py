@@ -6,9 +6,9 @@ from typing import assert_never
 
 from planc.model.facts import Facts, Modules
 from planc.ops import styles as ir
-from planc.ops.rng import DrawByRank, SyncRng
+from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.plan.ir import Plan
-from planc.plan.random_numbers import drawing_fields, split_axes
+from planc.plan.random_numbers import apart_axes, drawing_fields, split_axes
 
 
 def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
@@ -48,6 +48,17 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
         yield from found
         whole = Modules((), facts.root)
         yield DrawByRank(modules=whole, axis=axes[0], inside=False, after=False)
+
+
+def draw_apart(plan: Plan, facts: Facts) -> Iterator[DrawApart]:
+    """One operation for the axes whose ranks read the same rows, and compute other layers or other
+    tokens of them: with one seed a data rank, they would drop the same elements.
+
+    It follows those of the tensor axis, whose ranks then go on from a state of their place.
+    """
+    wide = apart_axes(plan)
+    if wide and drawing_fields(plan, facts):
+        yield DrawApart(axes=wide)
 
 
 def on_shards(style: ir.Style) -> tuple[bool | None, bool | None]:

@@ -16,7 +16,7 @@ from planc.ops.loss import ChunkLoss
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
-from planc.ops.rng import DrawByRank, SyncRng
+from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 AnyOp = Annotated[
@@ -38,7 +38,8 @@ AnyOp = Annotated[
     | Prefetch
     | ChunkLoss
     | SyncRng
-    | DrawByRank,
+    | DrawByRank
+    | DrawApart,
     Form(tag="op"),
 ]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from planc.model.facts import Modules
-from planc.ops import call
-from planc.ops.base import OMIT, Axis, AxisSizes, Op, Where
+from planc.ops import call, phrases
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Op, Where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +82,29 @@ class DrawByRank(Op):
             return f"{how(self.after)} inside and after"
         sides = (("inside", self.inside), ("after", self.after))
         return ", ".join(f"{how(split)} {side}" for side, split in sides if split is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawApart(Op):
+    """Random numbers that differ by place along axes whose ranks share rows of the batch: stages,
+    which hold other layers, and ranks with parts of a sequence, which hold other tokens.
+
+    Args:
+        axes: outermost first.
+    """
+
+    axes: Axes
+
+    SCRIPT: ClassVar = call.ScriptFunction(
+        "draw_apart", "Draws other numbers in each stage, and for each part of a sequence."
+    )
+
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
+        given = (call.MODEL, call.MESH, self.axes)
+        yield call.Once(call=call.FunctionCall("standalone.rng:draw_apart", given))
+
+    WORD: ClassVar = "apart"
+    ABOUT: ClassVar[tuple[str, ...]] = ("axes",)
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        return f"other random numbers at each place along {phrases.axes(self.axes, mesh)}"

@@ -2,6 +2,7 @@
 
 from planc.model.facts import Facts
 from planc.model.randomness import random_fields
+from planc.ops.base import AxisRole
 from planc.plan.ir import Plan
 
 
@@ -10,6 +11,14 @@ def drawing_fields(plan: Plan, facts: Facts) -> tuple[str, ...]:
     rules = plan.adapters.rules if plan.adapters else ()
     rates = dict.fromkeys(r.adapt.dropout for r in rules if r.adapt.dropout)
     return (*random_fields(facts), *(f"dropout = {rate} of adapters" for rate in rates))
+
+
+def apart_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes of more than one rank whose ranks read the same rows, and compute other layers or
+    other tokens of them.
+    """
+    axes = (*plan.mesh.of_role(AxisRole.STAGE), *plan.mesh.of_role(AxisRole.SEQUENCE))
+    return tuple(a.name for a in axes if a.size > 1)
 
 
 def split_axes(plan: Plan) -> tuple[str, ...]:

@@ -39,6 +39,13 @@ def hashed(*values: int | bytes, size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=size).digest(), "big")
 
 
+def default_generator(device_type: str) -> Any:
+    """What operations on this device draw from."""
+    if device_type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.random.default_generator
+
+
 def draw(by_rank: bool, rank: int, device_type: str) -> None:
     """Switches the default generator between a stream by rank and the common one.
 
@@ -46,9 +53,7 @@ def draw(by_rank: bool, rank: int, device_type: str) -> None:
     rank. So a state that checkpointing or a script restores tells which stream it is
     of, and the common stream after it follows from the key, whatever each rank drew.
     """
-    generator = torch.random.default_generator
-    if device_type == "cuda":
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator = default_generator(device_type)
     seed = generator.initial_seed()
     key = seed >> 32
     is_by_rank = seed == key << 32 | hashed(key, rank, size=4)
@@ -86,3 +91,30 @@ def draw_by_rank(
         module.register_forward_pre_hook(enter)
     if after is not None:  # also where the module raises: the next pass begins as all
         module.register_forward_hook(leave, always_call=not after)
+
+
+def draw_apart(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+    """Random numbers of a model that differ by place along some axes.
+
+    Each pass begins with the state that a script has set, if it is not a state of this
+    place already, made one: the seed is a key and a hash of key and place. So ranks
+    with one seed draw apart, passes one after the other go on in one stream, and a
+    state that checkpointing restores draws the same again.
+
+    Args:
+        model: before each of its passes, of a batch or of a microbatch in a stage.
+        mesh: of all axes.
+        axes: whose ranks hold other layers, or other tokens of the same rows.
+    """
+    place = [mesh.get_local_rank(axis) for axis in axes]
+    kind = mesh.device_type
+
+    def enter(_module: nn.Module, _inputs: Any) -> None:
+        generator = default_generator(kind)
+        seed = generator.initial_seed()
+        if seed != (seed >> 32) << 32 | hashed(seed >> 32, b"apart", *place, size=4):
+            key = hashed(generator.get_state().numpy().tobytes(), size=4)
+            own = hashed(key, b"apart", *place, size=4)
+            generator.manual_seed(key << 32 | own)
+
+    model.register_forward_pre_hook(torch.compiler.disable(enter))
