@@ -34,6 +34,8 @@ QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TIED = {"tie_word_embeddings": True}
 TWO = ("pipeline_stages=2", "microbatches=2")
+LIMIT = 0.01
+"""A norm that all gradients together exceed."""
 CASES = {
     "llama": (2, "Llama", {}, "llama", TWO),
     "ties, tp and fsdp": (8, "Llama", TIED, "llama", (*TWO, "tp=2")),
@@ -77,7 +79,12 @@ def test_it_is_well_made(lowered, name):
     assert checked.returncode == 0, checked.stdout
     assert all(len(line) <= WIDTH for line in source.splitlines())
     imported = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in imported} == {"torch", "contextlib"}
+    assert {name.partition(".")[0] for name in imported} == {
+        "torch",
+        "contextlib",
+        "itertools",
+        "math",
+    }
     assert "\n    if place == 0:\n        keep_stages_at_0(model, mesh)\n" in source
     assert "\n    elif place == 1:\n        keep_stages_at_1(model, mesh)\n" in source
 
@@ -123,11 +130,15 @@ def trained(lowered, kind, changes, space=None):
                 given = [model.context_parallel.batch(batch) for batch in given]
             given = [{**batch, "num_items_in_batch": count / parts} for batch in given]
             losses = space["forward_backward"](model, mesh, given)
+            clip = space["clip_grad_norm"]
         else:
             run = apply_lowered(model, lowered, digest=digest(lowered), device_type="cpu")
             run.forward_backward(given)
-            losses = []
-        found[number] = losses, {n: local(p.grad) for n, p in model.named_parameters()}
+            losses, clip = [], lambda _model, limit: run.clip_grad_norm_(limit)
+        gradients = {n: local(p.grad) for n, p in model.named_parameters()}
+        norm = clip(model, LIMIT)
+        clipped = {n: local(p.grad) for n, p in model.named_parameters()}
+        found[number] = losses, gradients, norm, clipped
 
     failure = run_ranks(lowered.world_size, rank, seconds=240)
     assert failure is None, failure
@@ -140,12 +151,16 @@ def test_the_script_computes_the_same_bits(lowered, name):
     plan = lowered(name)
     mine, theirs = trained(plan, kind, changes), trained(plan, kind, changes, executed(plan))
     microbatches = int(settings[1].partition("=")[2])
-    assert {len(losses) for losses, _ in theirs.values()} == {0, 2 * microbatches}
-    for number, (_, gradients) in mine.items():
+    assert {len(losses) for losses, *_ in theirs.values()} == {0, 2 * microbatches}
+    [norm] = {float(norm) for _, _, norm, _ in (*mine.values(), *theirs.values())}
+    assert norm > 2 * LIMIT
+    for number, (_, gradients, _, clipped) in mine.items():
         assert gradients.keys() == theirs[number][1].keys()
         for key, gradient in gradients.items():
             assert gradient.abs().max() > 0, key
             assert torch.equal(gradient, theirs[number][1][key]), (number, key)
+            assert torch.equal(clipped[key], theirs[number][3][key]), (number, key)
+            torch.testing.assert_close(clipped[key], gradient * (LIMIT / (norm + 1e-6)))
 
 
 def test_definitions_have_names_of_their_own():

@@ -96,7 +96,7 @@ class DrawApart(Op):
     axes: Axes
 
     SCRIPT: ClassVar = call.ScriptFunction(
-        "draw_apart", "Draws other numbers in each stage, and for each part of a sequence."
+        "draw_by_place", "Draws other numbers in each stage, and for each part of a sequence."
     )
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
@@ -104,7 +104,7 @@ class DrawApart(Op):
         yield call.Once(call=call.FunctionCall("standalone.rng:draw_apart", given))
 
     WORD: ClassVar = "apart"
-    ABOUT: ClassVar[tuple[str, ...]] = ("axes",)
+    ABOUT: ClassVar[tuple[str, ...]] = ()
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         return f"other random numbers at each place along {phrases.axes(self.axes, mesh)}"

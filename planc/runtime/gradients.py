@@ -1,6 +1,5 @@
 """Methods of `Run` for a training loop: accumulation, inference, clipping, full weights."""
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,15 +9,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
+from planc.runtime.standalone.clipping import clip_grad_norm as clip_grad_norm  # noqa: PLC0414
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.pipeline import Stages, stages_of
-from planc.runtime.standalone.shards import fsdp_units, groups_of, part_of, splits, whole_of
+from planc.runtime.standalone.shards import fsdp_units, groups_of
 
 
 def require_current(
@@ -112,108 +111,6 @@ def _sharded(group: Any) -> bool:
 
 def _state(unit: FSDPModule) -> Any:
     return unit._get_fsdp_state()
-
-
-# Clipping ----------------------------------------------------------------------------------------
-
-_Axes = tuple[tuple[DeviceMesh, int], ...]
-
-
-def clip_grad_norm(
-    model: nn.Module,
-    max_norm: float,
-    *,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    stages: Stages | None = None,
-) -> Tensor:
-    """Scales all gradients so that the norm of the full model's gradient is at most `max_norm`.
-
-    Parameters may be on different meshes, or on none. Gradients of one layout are summed on each
-    rank, then over the mesh dims that shard them, but not over those that replicate them.
-
-    Args:
-        model: a model after its backward pass; every rank calls this.
-        max_norm: the largest norm allowed; with infinity gradients are not scaled.
-        norm_type: 2 for the Euclidean norm, infinity for the largest absolute value.
-        error_if_nonfinite: whether to raise if the norm is not finite.
-        stages: of a pipeline, whose ranks hold different parameters.
-
-    Returns:
-        The norm before scaling, a scalar of float32, the same on every rank.
-
-    Raises:
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
-    """
-    with torch.no_grad():
-        norm = _norm(model, norm_type, stages)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}")
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in (p.grad for p in model.parameters()):
-            if gradient is not None:
-                part = part_of(gradient)
-                part.mul_(scale.to(part.device, part.dtype))
-    return norm
-
-
-def _norm(model: nn.Module, norm_type: float, stages: Stages | None) -> Tensor:
-    parts_of: dict[_Axes, list[Tensor]] = {}
-    device: Any = "cpu"
-    # the first stage counts what the last one has a copy of
-    copies = [*stages.copies(model).values()] if stages and stages.last else []
-    for parameter in model.parameters():  # also those without gradients: ranks must agree
-        axes, part = _share(parameter)
-        device = _device(parameter)
-        parts = parts_of.setdefault(axes, [])
-        if part is not None and part.numel() and not any(parameter is copy for copy in copies):
-            parts.append(part)
-    total = torch.zeros((), device=device)
-    for axes, parts in parts_of.items():
-        total = _add(total, _reduced(parts, axes, norm_type, device), norm_type)
-    if stages is not None:
-        distributed.all_reduce(total, op=_kind(norm_type), group=stages.mesh.get_group())
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
-
-
-def _share(parameter: Tensor) -> tuple[_Axes, Tensor | None]:
-    """The mesh dims that shard a parameter, and this rank's shard of its gradient."""
-    gradient = parameter.grad
-    if not isinstance(parameter, DTensor):
-        return (), None if gradient is None else whole_of(gradient)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    axes = tuple((mesh, i) for i, p in enumerate(placements) if splits(p) and mesh.size(i) > 1)
-    if isinstance(gradient, DTensor) and gradient.placements != placements:
-        gradient = gradient.redistribute(placements=placements)  # a norm's gradient is partial
-    return axes, None if gradient is None else part_of(gradient)
-
-
-def _device(parameter: Tensor) -> Any:
-    """The device for reducing a norm: an offloaded parameter's mesh has no backend for the CPU."""
-    if isinstance(parameter, DTensor):
-        kind = parameter.device_mesh.device_type
-        return parameter.device if parameter.device.type == kind else torch.device(kind)
-    return parameter.device
-
-
-def _reduced(parts: list[Tensor], axes: _Axes, norm_type: float, device: Any) -> Tensor:
-    """The sum of powers (or the maximum) over the shards of all ranks."""
-    total = torch.zeros((), device=device)
-    norms = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else ()
-    for norm in norms:
-        power = norm if math.isinf(norm_type) else norm**norm_type
-        total = _add(total, power.to(device), norm_type)
-    for mesh, axis in axes:
-        distributed.all_reduce(total, op=_kind(norm_type), group=mesh.get_group(axis))
-    return total
-
-
-def _kind(norm_type: float) -> Any:
-    return distributed.ReduceOp.MAX if math.isinf(norm_type) else distributed.ReduceOp.SUM
-
-
-def _add(one: Tensor, other: Tensor, norm_type: float) -> Tensor:
-    return torch.maximum(one, other) if math.isinf(norm_type) else one + other
 
 
 # Full weights ------------------------------------------------------------------------------------

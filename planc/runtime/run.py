@@ -24,7 +24,6 @@ from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.same_inputs import FirstPasses
-from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
@@ -251,7 +250,6 @@ class Run(InNotebooks):
             max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
-            stages=stages_of(self.model),
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from planc.ops.tensor_parallel import Tie
 from planc.runtime import executor, gradients
 from planc.runtime.run import Run
-from planc.runtime.standalone import loss, tensor_styles
+from planc.runtime.standalone import clipping, loss, tensor_styles
 from planc.runtime.standalone.fsdp import divide_gradients
 
 
@@ -87,11 +87,11 @@ def norm_of_own_shards():
         norms = torch._foreach_norm(parts, norm_type) if parts else []
         return sum((n**norm_type for n in norms), torch.zeros(()))
 
-    return mock.patch.object(gradients, "_reduced", own)
+    return mock.patch.object(clipping, "power_over", own)
 
 
 def norm_counts_replicas():
-    real = gradients._share
+    real = clipping.share_of_gradient
 
     def every_axis(parameter):
         axes, part = real(parameter)
@@ -99,28 +99,28 @@ def norm_counts_replicas():
         dims = range(mesh.ndim) if mesh is not None else ()
         return tuple((mesh, i) for i in dims if mesh.size(i) > 1) or axes, part
 
-    return mock.patch.object(gradients, "_share", every_axis)
+    return mock.patch.object(clipping, "share_of_gradient", every_axis)
 
 
 def norm_without_reducing_experts():
-    real = gradients._share
+    real = clipping.share_of_gradient
 
     def dense_only(parameter):
         axes, part = real(parameter)
         return (axes if parameter.ndim < 3 else ()), part
 
-    return mock.patch.object(gradients, "_share", dense_only)
+    return mock.patch.object(clipping, "share_of_gradient", dense_only)
 
 
 def norm_over_one_axis():
     """Reduces over the first axis of each mesh only."""
-    real = gradients._share
+    real = clipping.share_of_gradient
 
     def one_axis(parameter):
         axes, part = real(parameter)
         return axes[:1], part
 
-    return mock.patch.object(gradients, "_share", one_axis)
+    return mock.patch.object(clipping, "share_of_gradient", one_axis)
 
 
 def never_clipped():

@@ -36,6 +36,8 @@ _FILES = (
     "pipeline.py",
     "pipeline_schedule.py",
     "pipeline_step.py",
+    "clipping.py",
+    "async_tensor_parallel.py",
 )
 
 

@@ -29,11 +29,12 @@ from planc.ops.uneven_groups import uneven_groups
 
 _FRAME = {"init_device_mesh": "torch.distributed.device_mesh"}
 _WHOLE = "full_state_dict"
-_STEP = "forward_backward"
+_STEP = "forward_backward\nclip_grad_norm"
 _PLAIN = '    model = parallelize(model, build_mesh("cuda"))\n'
 _PIPELINED = """    mesh = build_mesh("cuda")
     model = parallelize(model, mesh)
     losses = forward_backward(model, mesh, batches)  # of the last stage's microbatches
+    norm = clip_grad_norm(model, 1.0)  # of all stages
 """
 _PACKED = """
 Packed weights of several projections are stored in the order of ranks:
