@@ -70,6 +70,7 @@ RULES: tuple[Check, ...] = (
     compiling.activation_offload,
     compiling.compile_embedding_gradient,
     compiling.compile_graph_breaks,
+    compiling.async_tensor_parallel,
     adapters.adapters,
     compiling.randomness,
     precision.four_bits,

@@ -9,7 +9,7 @@ from planc.model.indices import Indices
 from planc.model.randomness import layer_drop_fields, spec_augment_fields
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
-from planc.ops.styles import Custom, Replicate, Rowwise
+from planc.ops.styles import Colwise, Custom, Input, Replicate, Rowwise, Shard, Style
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.random_numbers import apart_axes, drawing_fields, split_axes
 
@@ -122,6 +122,47 @@ def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
                     axis_label(plan, rule),
                     help="compile the blocks only, as in `model.layers.* : block`",
                 )
+
+
+def async_tensor_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """The compiler's pass cuts an all-gather before a matrix product, and a reduce-scatter after
+    one, and leaves all-reduces alone.
+
+    Source: torch/_inductor/fx_passes/micro_pipeline_tp.py, which matches these two patterns, and
+    whose parts are equal: a dim that the ranks do not divide evenly matches nothing.
+    """
+    rules = active(plan) if "tensor" not in plan.broken else ()
+    for compiled in plan.compile if rules else ():
+        if not compiled.async_tp:
+            continue
+        label = Label(span=compiled.origin, text="async_tp")
+        own = [r for r in rules if r.modules.within(compiled.modules)]
+        if len(compiled.async_tp) > 1:
+            axes = one_of(compiled.async_tp, last="and")
+            message = f"torch overlaps the collectives of one axis, and the styles use {axes}"
+            sink.error("PL436", message, label, help="remove `async_tp`, or one of the axes")
+        elif not any(_along_sequence(r.style) for r in own):
+            sink.error(
+                "PL436",
+                f"no style in `{compiled.modules}` gathers or scatters a sequence: there is no "
+                "collective that the compiler could overlap",
+                label,
+                facts=["an all-reduce is not cut into parts"],
+                help="use sequence parallelism, or remove `async_tp`",
+            )
+
+
+def _along_sequence(style: Style) -> bool:
+    """Whether a style's matrix product follows an all-gather, or precedes a reduce-scatter."""
+    match style:
+        case Colwise(input=layout) | Rowwise(output=layout):
+            return isinstance(layout, Shard)
+        case Input():
+            changes = (*style.positional, *(change for _, change in style.named))
+            return any(
+                c and isinstance(c.source, Shard) and c.target == Replicate() for c in changes
+            )
+    return False
 
 
 def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -1,32 +1,47 @@
 """`module.compile`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from planc.model.facts import Modules
-from planc.ops.base import AxisSizes, Op
-from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step, given
+from planc.ops import phrases
+from planc.ops.base import OMIT, Axes, AxisSizes, Op
+from planc.ops.call import Context, Each, FunctionCall, MeshOf, Once, ScriptFunction, Step, given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile(Op):
-    """`module.compile(fullgraph=...)`."""
+    """`module.compile(fullgraph=...)`.
+
+    Args:
+        async_tp: tensor axes whose all-gathers and reduce-scatters the compiler cuts into parts, to
+            run them beside the matrix products that need them.
+    """
 
     modules: Modules
     fullgraph: bool = False
+    async_tp: Axes = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = ScriptFunction("compile_blocks", "Compiles each block.")
 
     def calls(self, _context: Context) -> Iterator[Step]:
+        for axis in self.async_tp:
+            function = "standalone.async_tensor_parallel:enable_async_tp"
+            yield Once(call=FunctionCall(function, (MeshOf((axis,)),)), note=self.place)
         call = FunctionCall(".compile", (), given(fullgraph=self.fullgraph or None))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "compile"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {
-        "fullgraph": ("", lambda full: "full graph" if full else "graph with breaks")
+        "fullgraph": ("", lambda full: "full graph" if full else "graph with breaks"),
+        "async_tp": (
+            "asynchronous tensor parallelism over",
+            lambda axes: phrases.axes(axes) or "none",
+        ),
     }
 
-    def headline(self, _mesh: AxisSizes | None = None) -> str:
-        return "as one graph, or fail" if self.fullgraph else ""
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        over = f"asynchronous over {phrases.axes(self.async_tp, mesh)}" if self.async_tp else ""
+        return ", ".join(filter(None, ("as one graph, or fail" * self.fullgraph, over)))

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from planc.diagnostic import did_you_mean, one_of
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save, like, listed, seen
+from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import evaluate
@@ -38,9 +39,12 @@ def compile_rules(program: Program) -> tuple[Compile, ...]:
     """The operations of the compile sections, in the plan's order."""
 
     def read(call: ast.Call) -> tuple[Compile] | None:
-        arguments = Arguments(call, program.scope, ("fullgraph",))
+        arguments = Arguments(call, program.scope, ("fullgraph", "async_tp"))
         fullgraph = arguments.truth("fullgraph", False)
-        op = Compile(modules=program.facts.model, fullgraph=fullgraph)
+        asked = arguments.truth("async_tp", False)
+        axes = program.mesh.of_role(AxisRole.TENSOR) if program.mesh and asked else ()
+        wide = tuple(a.name for a in axes if a.size > 1)
+        op = Compile(modules=program.facts.model, fullgraph=fullgraph, async_tp=wide)
         return (op,) if arguments.done() else None
 
     claims: Claims[Compile | None] = Claims(program.sink)
