@@ -93,7 +93,8 @@ def _run(builder: Any, blocks: str) -> BlockOrder:
     import warnings
 
     model, inputs = builder.build(0), builder.sample()
-    if hasattr(config := getattr(model, "config", None), "use_cache"):
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False  # as a plan has it (ops/configure.py); some caches need attention
     seen = _Seen(model, blocks)
     with warnings.catch_warnings():
