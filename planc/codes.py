@@ -48,6 +48,9 @@ TIES = frozenset({"PL401"})
 REAL_SIZES = frozenset({"PL226", "PL417"})
 """About the bytes of real layers, or the ranks of data axes: a simulation has others."""
 
+NO_TORCH = frozenset({"PL760"})
+"""Where nothing is wrong with what a command names, and torch is not installed."""
+
 _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL001", "error", "plan", "syntax error in a plan"),
     ("PL002", "error", "plan", "the plan is empty"),

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 from planc import compiler
+from planc.codes import NO_TORCH
 from planc.commands import output, shared_arguments, terminal
 from planc.compiler import Files
 from planc.diagnostic import Sink
@@ -74,7 +75,7 @@ def _compiled(
     name = own[f"{side}_model"] or options.model
     with output.waiting(f"reading {name}"):
         facts = load(name, found, allow_code=options.allow_code)
-    unknown = found.failed and all(d.code == "PL760" for d in found if d.severity == "error")
+    unknown = found.failed and all(d.code in NO_TORCH for d in found if d.severity == "error")
     alone = file if unknown and isinstance(file, LoweredFile) else None
     for diagnostic in () if alone else found:
         sink.add(diagnostic)
