@@ -155,9 +155,10 @@ def row(name, pool, folder, plans):
     text = path.read_text() + (PLANS / "llama.plan").read_text() * ("extend " in path.read_text())
     tp = ["tp=2"] if re.search(r"^ +(override )?tp +=", text, re.M) else []
     sequence = "option sequence_parallel" in text
-    plain = ["sequence_parallel=false"] if sequence else []
+    always = "\nrequire sequence_parallel" in text
+    plain = ["sequence_parallel=false"] if sequence and not always else []
     reason = judged(found, case, [*tp, *plain], pool)
-    if not reason and sequence:
+    if not reason and sequence and not always:
         reason = judged(found, case, [*tp, "sequence_parallel=true"], pool, "sp")
         if "PL110" in reason:  # the plan itself says that there is none
             reason = ""
